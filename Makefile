@@ -1,0 +1,52 @@
+# `make demo` and `make test` install what they need by themselves; a second run installs nothing.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TRAIN  := $(VENV)/.installed-train
+DEV    := $(VENV)/.installed-dev
+
+SEED    ?= 0
+RUN_DIR ?= runs/demo_moe/seed$(SEED)
+CODE    := src tests benchmarks
+
+.PHONY: help setup demo test test-slow check format bench clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(DEV)  ## create .venv with everything, in pinned versions
+
+$(TRAIN): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable '.[train]'
+	@touch $(TRAIN)
+
+$(DEV): $(TRAIN)
+	$(PIP) --editable '.[train,ray,mooncake,dev]'
+	@touch $(DEV)
+
+demo: $(TRAIN)  ## train a small MoE model with GRPO (SEED=0 RUN_DIR=runs/demo_moe/seed0)
+	$(BIN)/headrace train configs/demo_moe.yaml seed=$(SEED) run_dir=$(RUN_DIR) overwrite=true
+
+test: $(DEV)  ## the test suite (no GPU, under 15 minutes on two cores)
+	$(BIN)/python -m pytest
+
+test-slow: $(DEV)  ## the tests marked slow
+	$(BIN)/python -m pytest -m slow
+
+check: $(DEV)  ## lint, format, types, layers
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+format: $(DEV)  ## let ruff mend what it can
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+bench: $(DEV)  ## the benchmarks, targets and figures side by side
+	$(BIN)/headrace bench
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
