@@ -1,0 +1,60 @@
+"""Every error that headrace raises on purpose.
+
+    HeadraceError
+    ├── ConfigError (ValueError)    a key, value or combination in a config or on the command line
+    ├── SchemaError (ValueError)    a column or metadata object that breaks its declaration
+    ├── RewardError (ValueError)    a reward that is missing, not finite, or of the wrong length
+    ├── GenerationError             the generator returned less, or other, than it was asked for
+    ├── ReplayError                 router replay that replayed nothing, twice, or the wrong rows
+    └── DataPlaneError              the store
+        ├── TransportError          no answer, or a lost connection
+        ├── SampleNotFound          an unknown sample id, or a column it does not have yet
+        ├── ClaimTimeout            a blocking claim that found no ready rows in time
+        └── CapacityExceeded        a put that does not fit
+
+A message says what was got, what was expected and which knob changes it.
+"""
+
+
+class HeadraceError(Exception):
+    """Base of every error that headrace raises on purpose."""
+
+
+class ConfigError(HeadraceError, ValueError):
+    """A key, value or combination of values that cannot be used."""
+
+
+class SchemaError(HeadraceError, ValueError):
+    """A column or metadata object that breaks its declaration."""
+
+
+class RewardError(HeadraceError, ValueError):
+    """A reward that is missing, not finite, or of the wrong length; the message names the sample."""
+
+
+class GenerationError(HeadraceError):
+    """The generator returned less than it was asked for, or a value that is not finite."""
+
+
+class ReplayError(HeadraceError):
+    """Router replay that replayed nothing, replayed twice, or replayed the wrong rows."""
+
+
+class DataPlaneError(HeadraceError):
+    """The store refused or failed an operation."""
+
+
+class TransportError(DataPlaneError):
+    """The store did not answer in time, or the connection to it is lost."""
+
+
+class SampleNotFound(DataPlaneError):
+    """A sample id that the partition does not hold, or a column that a sample does not have yet."""
+
+
+class ClaimTimeout(DataPlaneError):
+    """A blocking claim that found too few ready rows within its time-out."""
+
+
+class CapacityExceeded(DataPlaneError):
+    """A put that does not fit in the store's configured capacity."""

@@ -1,0 +1,126 @@
+"""Files and directories that appear whole or not at all.
+
+Everything is written beside its target under a hidden name of headrace's own, synced to disk, and renamed. A
+crash leaves the old content, or none, and at most a hidden entry that `remove_partials` sweeps away.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# Nobody else has such names: what carries them may be removed after a crash.
+_PARTIAL = ".headrace-tmp"
+_BACKUP = ".headrace-old"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file's content by `text` (UTF-8)."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace a file's content by `data`."""
+    partial = partial_path(path)
+    try:
+        with open(partial, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line in one write, so that a reader or a crash does not see half of it."""
+    with open(path, "ab", buffering=0) as file:
+        rest = memoryview(f"{line}\n".encode())
+        while rest:  # a second round only where a disk runs full, to raise its error
+            rest = rest[file.write(rest) :]
+
+
+@contextmanager
+def writing_directory(path: Path) -> Iterator[Path]:
+    """Yield an empty directory that replaces `path` when the block ends, and vanishes if it raises."""
+    partial = partial_path(path)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        publish_directory(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def publish_directory(partial: Path, path: Path) -> None:
+    """Sync a finished directory to disk and move it to `path`, in place of what is there."""
+    sync_tree(partial)
+    backup = path.with_name(f".{path.name}{_BACKUP}")
+    if path.exists():
+        os.rename(path, backup)
+    os.rename(partial, path)
+    sync_directory(path.parent)
+    shutil.rmtree(backup, ignore_errors=True)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory tree; a crash half-way leaves a hidden one, never a directory that looks whole."""
+    partial = partial_path(path)
+    os.rename(path, partial)
+    shutil.rmtree(partial)
+
+
+def partial_path(path: Path) -> Path:
+    """Return a fresh hidden name beside `path`, for content that is not finished."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}{_PARTIAL}")
+
+
+def remove_partials(directory: Path) -> None:
+    """Clean up after a crash: remove unfinished entries, and put back what a replacement had moved aside.
+
+    Only the process that writes in `directory` may call this.
+    """
+    if not directory.is_dir():
+        return
+    for entry in directory.iterdir():
+        if not entry.name.startswith("."):
+            continue
+        if entry.name.endswith(_PARTIAL):
+            _remove(entry)
+        elif entry.name.endswith(_BACKUP):
+            target = entry.with_name(entry.name.removeprefix(".").removesuffix(_BACKUP))
+            if target.exists():
+                _remove(entry)
+            else:
+                os.rename(entry, target)
+
+
+def sync_tree(directory: Path) -> None:
+    """Flush every file and directory below `directory` to disk."""
+    for folder, _, files in os.walk(directory):
+        for name in files:
+            _sync(Path(folder) / name, os.O_RDONLY)
+        sync_directory(Path(folder))
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush a directory's list of names to disk."""
+    _sync(directory, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,135 @@
+"""Which checkpoints a run keeps: whole ones only, the best few and the newest.
+
+A checkpoint is a directory `step_000080`. What is inside is the caller's business, but for `checkpoint.json`,
+which holds the step, the metrics it is ranked by, and a small JSON state.
+"""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.utils import atomic
+
+_META = "checkpoint.json"
+_NAME = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One whole checkpoint on disk."""
+
+    step: int
+    path: Path
+    metrics: dict[str, float]
+    state: dict[str, Any]
+
+
+class CheckpointManager:
+    """Writes, ranks and prunes the checkpoints in one directory.
+
+    >>> with manager.writing(80) as draft:
+    ...     policy.save(draft)
+    >>> manager.commit(80, metrics={"validation/accuracy": 0.94}, state={"position": 2560})
+    CheckpointInfo(step=80, ...)
+
+    `keep_top_k` checkpoints with the best `metric` stay, and always the newest; None keeps all. A checkpoint
+    without the metric (or with one that is not a number) ranks last; of equals the newer is better.
+    """
+
+    def __init__(
+        self, directory: Path, *, keep_top_k: int | None, metric: str, higher_is_better: bool = True
+    ) -> None:
+        self._directory = directory
+        self._keep_top_k = keep_top_k
+        self._metric = metric
+        self._sign = 1.0 if higher_is_better else -1.0
+        self._drafts: dict[int, Path] = {}
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """Yield an empty directory for the files of `step`; it is removed if the block raises."""
+        draft = atomic.partial_path(self._path(step))
+        draft.mkdir(parents=True)
+        with ExitStack() as on_error:
+            on_error.callback(shutil.rmtree, draft, ignore_errors=True)
+            yield draft
+            on_error.pop_all()
+        self._drafts[step] = draft
+
+    def commit(self, step: int, metrics: Mapping[str, float], state: Mapping[str, Any]) -> CheckpointInfo:
+        """Make the files written for `step` a checkpoint, in place of one of the same step, and prune.
+
+        Raises:
+            ValueError: no `writing(step)` block has finished before.
+        """
+        if step not in self._drafts:
+            raise ValueError(
+                f"commit({step}) without files; write them first in a `with writing({step})` block"
+            )
+        draft = self._drafts.pop(step)
+        meta = {"step": step, "metrics": dict(metrics), "state": dict(state)}
+        (draft / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        atomic.publish_directory(draft, self._path(step))
+        self._prune()
+        return CheckpointInfo(step, self._path(step), dict(metrics), dict(state))
+
+    def latest(self) -> CheckpointInfo | None:
+        """Return the checkpoint with the highest step."""
+        return max(self.list(), key=lambda info: info.step, default=None)
+
+    def best(self) -> CheckpointInfo | None:
+        """Return the checkpoint with the best metric."""
+        return max(self.list(), key=self._rank, default=None)
+
+    def list(self) -> Sequence[CheckpointInfo]:
+        """Return the whole checkpoints, by step."""
+        return list_checkpoints(self._directory)
+
+    def _path(self, step: int) -> Path:
+        return self._directory / f"step_{step:06d}"
+
+    def _rank(self, info: CheckpointInfo) -> tuple[bool, float, int]:
+        value = info.metrics.get(self._metric, math.nan)
+        known = not math.isnan(value)
+        return known, self._sign * value if known else 0.0, info.step
+
+    def _prune(self) -> None:
+        if self._keep_top_k is None:
+            return
+        found = self.list()
+        kept = {info.step for info in sorted(found, key=self._rank, reverse=True)[: self._keep_top_k]}
+        kept.add(found[-1].step)
+        for info in found:
+            if info.step not in kept:
+                atomic.remove_directory(info.path)
+
+
+def list_checkpoints(directory: Path) -> Sequence[CheckpointInfo]:
+    """Return the whole checkpoints in `directory`, by step; unfinished ones and other folders are ignored."""
+    if not directory.is_dir():
+        return []
+    found = [read_checkpoint(path) for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted((info for info in found if info is not None), key=lambda info: info.step)
+
+
+def read_checkpoint(path: Path) -> CheckpointInfo | None:
+    """Return what a checkpoint says about itself; None if the directory is not one.
+
+    Raises:
+        ConfigError: the directory is a checkpoint, but its `checkpoint.json` cannot be read.
+    """
+    meta = path / _META
+    try:
+        content = json.loads(meta.read_text(encoding="utf-8"))
+        return CheckpointInfo(int(content["step"]), path, dict(content["metrics"]), dict(content["state"]))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{meta}: damaged ({error}); remove the directory {path}") from error

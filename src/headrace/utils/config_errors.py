@@ -1,0 +1,106 @@
+"""pydantic's errors as one line for the person who wrote the values."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+_LONGEST_VALUE = 60
+
+
+def describe(error: ValidationError, model: type[BaseModel]) -> str:
+    """Return a validation error as one line: the first fault's key, value and remedy, and how many follow.
+
+    An unknown key comes before a missing one, since the one is often the other mistyped.
+    """
+    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+    text = _describe_one(faults[0], model)
+    return text if len(faults) == 1 else f"{text} (and {len(faults) - 1} more)"
+
+
+def _describe_one(fault: Any, model: type[BaseModel]) -> str:
+    parts, section = _locate(fault["loc"], model)
+    key = ".".join(parts)
+    kind, value, context = fault["type"], _short(fault["input"]), fault.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key '{key}'{_suggestion(parts, section, model)}"
+    if kind == "missing" and isinstance(fault["loc"][-1], int):
+        return f"{'.'.join(parts[:-1])}={value}: too few items, there is none at {parts[-1]}"
+    if kind == "missing":
+        return f"missing key '{key}'; set it in the recipe or with {key}=..."
+    if kind == "value_error":
+        return f"{key}: {context['error']}" if key else str(context["error"])
+    if kind == "union_tag_not_found":
+        tag = context["discriminator"].strip("'")
+        return f"missing key '{key}.{tag}'; expected one of {', '.join(_tags(section, parts[-1]))}"
+    if kind == "union_tag_invalid":
+        tag = context["discriminator"].strip("'")
+        return f"{key}.{tag}='{context['tag']}': expected one of {context['expected_tags']}"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{key or 'recipe'}={value}: expected a section, that is a mapping of keys"
+    message = fault["msg"].replace("Input should be ", "expected ")
+    return f"{key}={value}: {message[0].lower()}{message[1:]}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+
+
+def _locate(
+    location: Sequence[int | str], model: type[BaseModel]
+) -> tuple[list[str], type[BaseModel] | None]:
+    """Return the key's parts, and the section that its last part stands in (None: not in a section).
+
+    pydantic's location also names the chosen member of a tagged union, which is no part of the key.
+    """
+    parts: list[str] = []
+    section: type[BaseModel] | None = model
+    here: Any = model
+    for step in location:
+        if isinstance(here, FieldInfo) and (members := _members(here)):
+            here = members[str(step)]
+            continue
+        section = _as_model(here)
+        parts.append(str(step))
+        here = section.model_fields.get(str(step)) if section is not None else None
+    return parts, section
+
+
+def _as_model(here: Any) -> type[BaseModel] | None:
+    kind = here.annotation if isinstance(here, FieldInfo) else here
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _members(field: FieldInfo) -> dict[str, type[BaseModel]]:
+    """Return the members of a tagged union by tag; nothing for any other field."""
+    if not isinstance(field.discriminator, str):
+        return {}
+    members = get_args(field.annotation)
+    return {member.model_fields[field.discriminator].default: member for member in members}
+
+
+def _tags(section: type[BaseModel] | None, name: str) -> list[str]:
+    return list(_members(section.model_fields[name])) if section is not None else []
+
+
+def _suggestion(parts: Sequence[str], section: type[BaseModel] | None, root: type[BaseModel]) -> str:
+    """Return the key that was probably meant: a similar one in this section, or one of this name elsewhere."""
+    here = list(section.model_fields) if section is not None else []
+    close = difflib.get_close_matches(parts[-1], here, n=1)
+    if close:
+        return f"; did you mean '{'.'.join([*parts[:-1], close[0]])}'?"
+    elsewhere = [key for key in _all_keys(root) if key.split(".")[-1] == parts[-1] and key != ".".join(parts)]
+    if elsewhere:
+        return f"; did you mean {' or '.join(repr(key) for key in elsewhere)}?"
+    return f"; known keys here: {', '.join(here)}" if here else ""
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for inner in (_as_model(field), *_members(field).values()):
+            if inner is not None:
+                yield from _all_keys(inner, f"{prefix}{name}.")

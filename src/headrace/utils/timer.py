@@ -1,0 +1,63 @@
+"""Named wall-clock timings."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Timer:
+    """Sums seconds by label; labels nest by a slash, by convention.
+
+    >>> timer = Timer()
+    >>> with timer.time("rollout"):
+    ...     pass
+    >>> sorted(timer.totals())
+    ['rollout']
+    """
+
+    def __init__(self) -> None:
+        self._spans: dict[str, list[float]] = defaultdict(list)
+        self._open: dict[str, float] = {}
+
+    def start(self, label: str) -> None:
+        """Open a span; an open one of the same label is an error."""
+        if label in self._open:
+            raise ValueError(f"timer '{label}' is running already; stop it first")
+        self._open[label] = time.perf_counter()
+
+    def stop(self, label: str) -> float:
+        """Close a span and return its seconds."""
+        if label not in self._open:
+            raise ValueError(f"timer '{label}' is not running; start it first")
+        seconds = time.perf_counter() - self._open.pop(label)
+        self._spans[label].append(seconds)
+        return seconds
+
+    @contextmanager
+    def time(self, label: str) -> Iterator[None]:
+        """Time a block, also when it raises."""
+        self.start(label)
+        try:
+            yield
+        finally:
+            self.stop(label)
+
+    def totals(self) -> dict[str, float]:
+        """Return the summed seconds of every label."""
+        return {label: sum(spans) for label, spans in self._spans.items()}
+
+    def get_elapsed(self, label: str) -> list[float]:
+        """Return the seconds of each span of a label."""
+        return list(self._spans[label]) if label in self._spans else []
+
+    def get_timing_metrics(self) -> dict[str, float]:
+        """Return the summed seconds of every label."""
+        return self.totals()
+
+    def reset(self, label: str | None = None) -> None:
+        """Forget one label's spans, or all."""
+        if label is None:
+            self._spans.clear()
+        else:
+            self._spans.pop(label, None)

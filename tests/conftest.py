@@ -1,0 +1,11 @@
+"""Puts `tests/` on the path, so that tests share reference code, and keeps the hub out of reach."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ray_session import ray_cluster, transfer_queue_engine  # noqa: F401  (fixtures; need the path)

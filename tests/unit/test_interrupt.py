@@ -1,0 +1,95 @@
+"""Ctrl-C and SIGTERM: the first asks, the second stops."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from headrace.utils.interrupt import InterruptFlag
+
+LOOP = """
+import time
+from headrace.utils.interrupt import InterruptFlag
+with InterruptFlag() as interrupt:
+    print("ready", flush=True)
+    while not (interrupt.is_set() and STOPS):
+        time.sleep(0.005)
+    print("stopped", interrupt.exit_code, flush=True)
+"""
+
+
+def start(*, stops: bool) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP.replace("STOPS", str(stops))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_lets_the_loop_end_by_itself_and_says_so_once(
+    number: signal.Signals, code: int
+) -> None:
+    process = start(stops=True)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert out == f"stopped {code}\n"
+    assert err.startswith("headrace: stopping")
+    assert err.count("\n") == 1
+    assert process.returncode == 0
+
+
+def test_the_second_signal_stops_a_loop_that_does_not_look() -> None:
+    process = start(stops=False)
+    assert process.stderr is not None
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.readline().startswith("headrace: stopping")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert err.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_handlers_are_put_back_at_the_end_also_after_an_error() -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    with InterruptFlag():
+        assert signal.getsignal(signal.SIGINT) != before[0]
+    with pytest.raises(ZeroDivisionError), InterruptFlag():
+        print(1 / 0)
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_the_message_goes_where_it_is_asked_to() -> None:
+    messages: list[str] = []
+    with InterruptFlag(messages.append) as interrupt:
+        assert not interrupt.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.is_set()
+    assert len(messages) == 1
+
+
+def test_a_flag_can_be_set_by_hand() -> None:
+    interrupt = InterruptFlag()
+    interrupt.set()
+    assert interrupt.is_set()
+
+
+def test_outside_the_main_thread_the_handlers_stay() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    inside = []
+
+    def work() -> None:
+        with InterruptFlag():
+            inside.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert inside == [before]

@@ -1,0 +1,256 @@
+"""Reading recipes: inheritance, overrides, and one line for every mistake."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from headrace.config import RecipeConfig
+from headrace.errors import ConfigError
+from headrace.utils.recipe import changed_keys, dump_recipe, load_recipe
+
+BASE = """\
+run_dir: /tmp/run
+policy:
+  model: {config: {model_type: qwen3_moe, hidden_size: 32}}
+  train_global_batch_size: 16
+  train_micro_batch_size: 4
+grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4}
+env: {kind: reasoning_gym, task: spell_backward}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def error_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_recipe_is_read_with_its_defaults(recipe: Path) -> None:
+    loaded = load_recipe(recipe)
+    assert loaded.policy.model.config == {"model_type": "qwen3_moe", "hidden_size": 32}
+    assert loaded.samples_per_step == 16
+    assert loaded.generation.temperature == 1.0
+
+
+def test_overrides_apply_in_order_and_keep_their_types(recipe: Path) -> None:
+    loaded = load_recipe(
+        recipe,
+        [
+            "seed=3",
+            "seed=4",
+            "policy.optimizer.lr=1e-5",
+            "policy.optimizer.betas=[0.8,0.9]",
+            'generation.stop_strings=["=", "a b"]',
+            "policy.max_grad_norm=null",
+            "env.task=a=b",
+            "policy.model.config.num_hidden_layers=2",
+        ],
+    )
+    assert loaded.seed == 4
+    assert loaded.policy.optimizer.lr == 1e-5
+    assert loaded.policy.optimizer.betas == (0.8, 0.9)
+    assert loaded.generation.stop_strings == ("=", "a b")
+    assert loaded.policy.max_grad_norm is None
+    assert loaded.env.task == "a=b"  # type: ignore[union-attr]
+    assert loaded.policy.model.config is not None
+    assert loaded.policy.model.config["hidden_size"] == 32
+    assert loaded.policy.model.config["num_hidden_layers"] == 2
+
+
+def test_defaults_are_read_first_and_the_file_wins(tmp_path: Path, recipe: Path) -> None:
+    (tmp_path / "more.yaml").write_text("seed: 1\ngeneration: {temperature: 0.5, max_new_tokens: 7}\n")
+    child = tmp_path / "sub" / "child.yaml"
+    child.parent.mkdir()
+    child.write_text("defaults: [../recipe.yaml, ../more.yaml]\ngeneration: {max_new_tokens: 9}\n")
+    loaded = load_recipe(child)
+    assert (loaded.seed, loaded.generation.temperature, loaded.generation.max_new_tokens) == (1, 0.5, 9)
+
+
+def test_interpolations_are_resolved(recipe: Path) -> None:
+    recipe.write_text(BASE + "seed: 5\ndata: {train_size: '${seed}'}\n")
+    assert load_recipe(recipe, ["seed=7"]).data.train_size == 7
+
+
+MISTAKES = {
+    "unknown key": ("policy.wrokers=2", ["unknown key 'policy.wrokers'", "did you mean 'policy.workers'?"]),
+    "unknown section": ("polcy.workers=2", ["unknown key 'polcy'", "did you mean 'policy'?"]),
+    "a key of another section": ("lr=1e-5", ["unknown key 'lr'", "'policy.optimizer.lr' or 'warm_start.lr'"]),
+    "unknown key, nothing like it": ("data.zzz=2", ["unknown key 'data.zzz'", "known keys here: train_size"]),
+    "unknown key named like a task kind": ("data.math=2", ["unknown key 'data.math'"]),
+    "unknown key of a tagged section": ("env.tsak=2", ["unknown key 'env.tsak'", "did you mean 'env.task'?"]),
+    "unknown key far down": ("grpo.reward.scael=2", ["'grpo.reward.scael'", "'grpo.reward.scale'"]),
+    "text for a number": ("policy.workers=two", ["policy.workers='two'", "expected a valid integer"]),
+    "a number out of range": ("policy.workers=0", ["policy.workers=0", "expected greater than 0"]),
+    "a fraction for an integer": ("policy.workers=1.5", ["policy.workers=1.5", "integer"]),
+    "not one of the choices": ("loss.kind=ppo", ["loss.kind='ppo'", "expected 'clipped_pg' or 'cispo'"]),
+    "a value for a section": ("policy=3", ["policy=3", "expected a section"]),
+    "null for a section": ("env=null", ["env=None", "expected a section"]),
+    "too few items": ("policy.optimizer.betas=[0.9]", ["policy.optimizer.betas=[0.9]", "too few items"]),
+    "too many items": ("policy.optimizer.betas=[0.9,0.9,0.9]", ["policy.optimizer.betas", "at most 2"]),
+    "a wrong item": ("policy.optimizer.betas=[0.9,x]", ["policy.optimizer.betas.1='x'"]),
+    "an unknown environment": ("env.kind=chess", ["env.kind='chess'", "'reasoning_gym', 'math', 'dataset'"]),
+    "a key of another kind": ("env.kind=math", ["unknown key 'env.task'", "here: kind, path, question_key"]),
+    "a missing run_dir": ("run_dir=null", ["run_dir=None", "expected a valid string"]),
+    "no equals sign": ("seed", ["override 'seed'", "expected key=value"]),
+    "no key": ("=3", ["override '=3'", "expected key=value"]),
+    "an empty part in a key": ("policy..workers=3", ["override 'policy..workers=3'"]),
+    "a value that is not YAML": ("run_dir=@x", ["override 'run_dir=@x'", "put the value in quotes"]),
+    "an unfinished list": ("policy.optimizer.betas=[1", ["override 'policy.optimizer.betas=[1'"]),
+    "an interpolation of nothing": ("run_dir=${nope}", ["run_dir: Interpolation key 'nope' not found"]),
+    "two sources of weights": ("policy.model.path=x", ["policy.model", "exactly one of", "path, config"]),
+    "no source of weights": ("policy.model.config=null", ["policy.model", "none of them"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_that_names_key_value_and_remedy(recipe: Path, name: str) -> None:
+    override, expected = MISTAKES[name]
+    message = error_of(recipe, override)
+    for part in expected:
+        assert part in message
+
+
+CONTRADICTIONS = {
+    "batch and workers": (["policy.workers=3"], ["train_global_batch_size=16", "workers=3"]),
+    "batch and microbatch": (["policy.train_micro_batch_size=5"], ["train_micro_batch_size=5", "16"]),
+    "samples and batch": (["grpo.num_prompts_per_step=5"], ["train_global_batch_size=16", "20 samples"]),
+    "packing and dynamic batching": (
+        ["policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"],
+        ["sequence_packing.enabled", "dynamic_batching.enabled", "switch one off"],
+    ),
+    "token budget and length": (
+        ["policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=100"],
+        ["sequence_packing.train_mb_tokens=100", "max_total_sequence_length=1024"],
+    ),
+    "answer and length": (
+        ["generation.max_new_tokens=1024"],
+        ["generation.max_new_tokens=1024", "policy.max_total_sequence_length=1024"],
+    ),
+    "one update and two": (
+        ["grpo.num_prompts_per_step=8", "loss.force_on_policy_ratio=true"],
+        ["loss.force_on_policy_ratio", "policy.train_global_batch_size=32"],
+    ),
+    "capacity and samples": (
+        ["data_plane.storage_capacity=8"],
+        ["data_plane.storage_capacity=8", "16 samples"],
+    ),
+    "a decay without an end": (["policy.scheduler.kind=cosine"], ["policy.scheduler", "decay_steps"]),
+    "a penalty without a buffer": (["grpo.reward.overlong_penalty=1"], ["overlong_buffer_tokens"]),
+    "a baseline without peers": (
+        [
+            "grpo.num_generations_per_prompt=1",
+            "grpo.num_prompts_per_step=16",
+            "grpo.advantage.estimator=rloo",
+        ],
+        ["num_generations_per_prompt"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_contradiction_names_both_keys(recipe: Path, name: str) -> None:
+    overrides, expected = CONTRADICTIONS[name]
+    message = error_of(recipe, *overrides)
+    for part in expected:
+        assert part in message
+
+
+def test_a_mistyped_key_is_named_before_the_key_that_it_leaves_missing(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BASE.replace("run_dir:", "run_dirr:"))
+    message = error_of(path)
+    assert "unknown key 'run_dirr'; did you mean 'run_dir'?" in message
+    assert "and 1 more" in message
+
+
+def test_a_long_value_is_cut_in_the_message(recipe: Path) -> None:
+    message = error_of(recipe, f"policy.workers={'x' * 500}")
+    assert len(message) < 300
+
+
+def test_a_section_left_open_is_named(recipe: Path) -> None:
+    recipe.write_text(BASE.replace("/tmp/run", "???"))
+    assert "run_dir is left open (???); set it with run_dir=..." in error_of(recipe)
+    assert load_recipe(recipe, ["run_dir=/tmp/x"]).run_dir == "/tmp/x"
+
+
+FILES: dict[str, tuple[str | bytes | None, list[str]]] = {
+    "missing": (None, ["No such file or directory", "check the path"]),
+    "empty": ("", ["missing key 'run_dir'; set it in the recipe or with run_dir=..."]),
+    "an environment without a kind": (BASE.replace("kind: reasoning_gym, ", ""), ["missing key 'env.kind'"]),
+    "not YAML": ("a: 1\nb: [2", ["not valid YAML: line 3, column 1"]),
+    "a tab": ("a:\n\tb: 1", ["not valid YAML: line 2, column 1"]),
+    "a key twice": ("seed: 1\nseed: 2", ["not valid YAML", "duplicate key seed"]),
+    "a list": ("- 1", ["expected a mapping of sections"]),
+    "code": ("seed: !!python/object/apply:os.getcwd []", ["not valid YAML"]),
+    "not text": (b"\xff\xfe\x00", ["not a text file"]),
+    "a default that is missing": ("defaults: nope.yaml", ["nope.yaml: cannot read", "case.yaml"]),
+    "defaults of a wrong type": ("defaults: {a: 1}", ["expected a file name or a list of them"]),
+    "itself as default": ("defaults: case.yaml", ["form a circle (case.yaml -> case.yaml)"]),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_bad_file_is_one_line_that_names_it(tmp_path: Path, name: str) -> None:
+    content, expected = FILES[name]
+    path = tmp_path / "case.yaml"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    message = error_of(path)
+    assert "case.yaml" in message
+    for part in expected:
+        assert part in message
+
+
+def test_a_circle_of_defaults_is_drawn(tmp_path: Path) -> None:
+    for name, parent in (("a", "b"), ("b", "c"), ("c", "a")):
+        (tmp_path / f"{name}.yaml").write_text(f"defaults: {parent}.yaml")
+    assert "a.yaml -> b.yaml -> c.yaml -> a.yaml" in error_of(tmp_path / "a.yaml")
+
+
+def test_a_mistyped_file_name_finds_the_right_one(recipe: Path) -> None:
+    assert f"did you mean {recipe}?" in error_of(recipe.with_name("recipes.yml"))
+
+
+def test_a_directory_is_not_a_recipe(tmp_path: Path) -> None:
+    assert "Is a directory" in error_of(tmp_path)
+
+
+# Text that YAML or OmegaConf could take for something else: numbers, null, comments, interpolations.
+TEXTS = st.text(alphabet=st.sampled_from(list("ab0159e.-+:#'\"\\${}[]~?!&*%@ \néß")), max_size=12)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(prompt=TEXTS, stops=st.lists(TEXTS, max_size=3), lr=st.floats(1e-12, 1e3), seed=st.integers(0, 2**40))
+def test_a_resolved_recipe_reads_back_equal(
+    tmp_path: Path, prompt: str, stops: list[str], lr: float, seed: int
+) -> None:
+    values: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(BASE))  # type: ignore[assignment]
+    values["seed"] = seed
+    values["data"] = {"system_prompt": prompt}
+    values["generation"] = {"stop_strings": stops}
+    values["policy"]["optimizer"] = {"lr": lr}
+    original = RecipeConfig.model_validate(values)
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_recipe(original), encoding="utf-8")
+    assert load_recipe(path) == original
+
+
+def test_changed_keys_are_dotted_sorted_and_both_ways() -> None:
+    old = "seed: 0\na: {b: {c: 1, d: [1, 2]}}\ngone: 1\n"
+    new = "seed: 0\na: {b: {c: 2, d: [1, 3]}}\nnew: 1\n"
+    assert changed_keys(old, new) == ("a.b.c", "a.b.d", "gone", "new")
+    assert changed_keys(old, old) == ()

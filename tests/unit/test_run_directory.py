@@ -1,0 +1,224 @@
+"""One run per directory: what is created, refused, continued, replaced, and never touched."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.utils.checkpoints import CheckpointManager
+from headrace.utils.run_directory import RunDirectory
+
+RECIPE = "seed: 0\nrun_dir: x\npolicy: {model: {path: m}}\ngrpo: {max_num_steps: 80}\n"
+
+
+def start(path: Path, recipe: str = RECIPE, *, overwrite: bool = False, resume: bool = True) -> RunDirectory:
+    return RunDirectory.open(path, recipe_text=recipe, overwrite=overwrite, resume=resume)
+
+
+def refusal(path: Path, recipe: str = RECIPE, *, overwrite: bool = False, resume: bool = True) -> str:
+    with pytest.raises(ConfigError) as caught:
+        start(path, recipe, overwrite=overwrite, resume=resume)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def run_with_steps(path: Path, steps: int, *, checkpoint_at: int | None = None) -> None:
+    """Leave what a run of some steps leaves."""
+    with start(path) as run:
+        run.append_metrics({"kind": "phase", "phase": "warm_start", "step": 400, "loss": 1.0})
+        run.append_metrics({"kind": "validation", "step": 0, "validation/accuracy": 0.4})
+        for step in range(1, steps + 1):
+            run.append_metrics({"kind": "step", "step": step, "reward/mean": step / 10})
+            run.append_sample({"step": step, "split": "train", "answer": "é"})
+        run.tensorboard_dir.mkdir(exist_ok=True)
+        (run.tensorboard_dir / "events.out.tfevents.1.host").write_bytes(b"x")
+        if checkpoint_at is not None:
+            checkpoints = CheckpointManager(run.checkpoints_dir, keep_top_k=2, metric="m")
+            with checkpoints.writing(checkpoint_at) as draft:
+                (draft / "weights").write_bytes(b"w")
+            checkpoints.commit(checkpoint_at, {}, {})
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_fresh_directory_gets_its_config_and_folders(tmp_path: Path) -> None:
+    with start(tmp_path / "a" / "b") as run:
+        assert run.resume_from is None
+        assert run.config_path.read_text() == RECIPE
+        assert run.checkpoints_dir.is_dir()
+        run.write_summary({"steps": 3, "val_accuracy_after": 0.5})
+        assert json.loads(run.summary_path.read_text()) == {"steps": 3, "val_accuracy_after": 0.5}
+
+
+def test_a_tilde_is_the_home_directory(tmp_path: Path) -> None:
+    source = (
+        "from headrace.utils.run_directory import RunDirectory\n"
+        "RunDirectory.open('~/runs/a', recipe_text='seed: 0').close()"
+    )
+    subprocess.run([sys.executable, "-c", source], env={**os.environ, "HOME": str(tmp_path)}, check=True)
+    assert (tmp_path / "runs" / "a" / "config.yaml").exists()
+
+
+def test_a_run_is_continued_from_its_newest_checkpoint_and_later_lines_are_cut(tmp_path: Path) -> None:
+    run_with_steps(tmp_path, 7, checkpoint_at=5)
+    with start(tmp_path) as run:
+        assert run.resume_from is not None
+        assert run.resume_from.step == 5
+        records = lines(run.metrics_path)
+        assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3, 4, 5]
+        assert [r["kind"] for r in records[:2]] == ["phase", "validation"]
+        assert [r["step"] for r in lines(run.samples_path)] == [1, 2, 3, 4, 5]
+        assert lines(run.samples_path)[0]["answer"] == "é"
+
+
+def test_a_line_that_a_crash_cut_short_is_dropped(tmp_path: Path) -> None:
+    run_with_steps(tmp_path, 5, checkpoint_at=5)
+    with open(tmp_path / "metrics.jsonl", "a") as log:
+        log.write('{"kind": "step", "st')
+    with start(tmp_path) as run:
+        run.append_metrics({"kind": "step", "step": 6})
+        assert [r["step"] for r in lines(run.metrics_path)][-2:] == [5, 6]
+
+
+def test_keys_that_changed_since_are_named(tmp_path: Path) -> None:
+    run_with_steps(tmp_path, 3, checkpoint_at=3)
+    with start(tmp_path, RECIPE.replace("80", "120").replace("run_dir: x", "run_dir: y")) as run:
+        assert run.changed == ("grpo.max_num_steps",)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"), [("seed: 0", "seed: 1", "seed"), ("path: m", "path: n", "policy.model.path")]
+)
+def test_a_checkpoint_of_another_seed_or_model_is_not_resumed(
+    tmp_path: Path, old: str, new: str, key: str
+) -> None:
+    run_with_steps(tmp_path, 3, checkpoint_at=3)
+    message = refusal(tmp_path, RECIPE.replace(old, new))
+    assert message.startswith(f"{key} differs")
+    assert "overwrite=true" in message
+    assert len(lines(tmp_path / "metrics.jsonl")) == 5
+    assert (tmp_path / "config.yaml").read_text() == RECIPE
+
+
+def test_a_run_without_a_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:
+    run_with_steps(tmp_path, 3)
+    message = refusal(tmp_path)
+    assert f"run_dir={tmp_path}" in message
+    assert "no checkpoint" in message
+    assert "overwrite=true" in message
+    assert len(lines(tmp_path / "metrics.jsonl")) == 5
+
+
+def test_a_run_is_not_continued_when_resume_is_off(tmp_path: Path) -> None:
+    run_with_steps(tmp_path, 3, checkpoint_at=3)
+    assert "resume=false" in refusal(tmp_path, resume=False)
+
+
+def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(tmp_path: Path) -> None:
+    start(tmp_path).close()
+    with start(tmp_path, RECIPE.replace("seed: 0", "seed: 1")) as run:
+        assert run.resume_from is None
+        assert "seed: 1" in run.config_path.read_text()
+
+
+def test_overwrite_removes_what_headrace_wrote_and_nothing_else(tmp_path: Path) -> None:
+    run_with_steps(tmp_path, 3, checkpoint_at=3)
+    for name in ("notes.txt", "tensorboard/notes.txt", "checkpoints/notes.txt"):
+        (tmp_path / name).write_text("mine")
+    with start(tmp_path, overwrite=True) as run:
+        assert run.resume_from is None
+        assert not run.metrics_path.exists()
+        assert not run.samples_path.exists()
+        left = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
+    assert left == {
+        ".headrace-run",
+        ".headrace-lock",
+        "config.yaml",
+        "notes.txt",
+        "tensorboard/notes.txt",
+        "checkpoints/notes.txt",
+    }
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_files_that_headrace_did_not_write_are_never_replaced(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "config.yaml").write_text("mine")
+    message = refusal(tmp_path, overwrite=overwrite)
+    assert "holds config.yaml that headrace did not write" in message
+    assert "set another run_dir" in message
+    assert (tmp_path / "config.yaml").read_text() == "mine"
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("path", ["", " "])
+def test_an_empty_run_dir_is_not_the_working_directory(path: str) -> None:
+    with pytest.raises(ConfigError, match="run_dir is empty"):
+        RunDirectory.open(path, recipe_text=RECIPE)
+
+
+def test_a_directory_with_other_files_can_be_used(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    start(tmp_path).close()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_link_among_the_checkpoints_is_removed_and_not_followed(tmp_path: Path) -> None:
+    kept = tmp_path / "elsewhere"
+    kept.mkdir()
+    (kept / "weights").write_text("w")
+    run_dir = tmp_path / "run"
+    run_with_steps(run_dir, 3, checkpoint_at=3)
+    (run_dir / "checkpoints" / "step_000009").symlink_to(kept)
+    start(run_dir, overwrite=True).close()
+    assert (kept / "weights").read_text() == "w"
+    assert list((run_dir / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["a_file/run", "/proc/headrace-run"])
+def test_a_directory_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path, place: str) -> None:
+    (tmp_path / "a_file").write_text("x")
+    message = refusal(tmp_path / place)
+    assert f"run_dir={tmp_path / place}: cannot write there" in message
+    assert "set run_dir to a writable directory" in message
+
+
+HOLDER = """
+import sys
+from headrace.utils.run_directory import RunDirectory
+with RunDirectory.open(sys.argv[1], recipe_text="seed: 0"):
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_processes_cannot_write_into_one_directory(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "open\n"
+    message = refusal(tmp_path, overwrite=True)
+    assert f"process {holder.pid} is writing there" in message
+    holder.kill()
+    holder.communicate()
+    with start(tmp_path):
+        assert (tmp_path / ".headrace-lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_the_lock_goes_when_the_directory_is_closed_or_refused(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    assert "is writing there" in refusal(tmp_path)
+    run.close()
+    run.close()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert "no checkpoint" in refusal(tmp_path)
+    start(tmp_path, overwrite=True).close()
