@@ -1,0 +1,1 @@
+"""Batches, the microbatch planner, ranks and collectives; torch is the only heavy import."""

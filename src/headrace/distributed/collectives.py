@@ -1,0 +1,85 @@
+"""Collectives over columns: a few flat buffers in place of one message per column.
+
+Source: torch.distributed's broadcast_object_list and broadcast.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headrace.errors import HeadraceError, TransportError
+
+Columns = Mapping[str, Any]
+
+
+def broadcast_columns(
+    columns: Columns | None,
+    *,
+    src: int,
+    group: dist.ProcessGroup,
+    error: HeadraceError | None = None,
+) -> dict[str, Any]:
+    """Send dense columns from global rank `src` to every rank of `group`; each rank returns them all.
+
+    Tensors travel as one flat byte buffer per dtype, on the device of the group's backend; other values travel
+    with the description. The leader passes `columns`, or the `error` that kept it from having any, so that its
+    siblings fail with it and nobody waits.
+
+    Raises:
+        HeadraceError: on the leader, its own `error`.
+        TransportError: on the siblings, with the leader's error in the message.
+    """
+    leader = dist.get_rank() == src
+    message: list[Any] = [_describe(columns, error) if leader else None]
+    dist.broadcast_object_list(message, src=src, group=group)
+    description = message[0]
+    if isinstance(description, str):
+        raise error or TransportError(f"rank {src} could not fetch for its replica: {description}")
+    received: dict[str, Any] = dict(description["objects"])
+    device = _device_of(group)
+    for dtype, shapes in description["tensors"].items():
+        flat = _flatten(columns, shapes, dtype, device) if leader else _empty(shapes, dtype, device)
+        dist.broadcast(flat, src=src, group=group)
+        received.update(_split(flat.view(dtype), shapes))
+    if leader and columns is not None:
+        return dict(columns)
+    return {name: received[name] for name in description["order"]}
+
+
+def _describe(columns: Columns | None, error: HeadraceError | None) -> dict[str, Any] | str:
+    if error is not None or columns is None:
+        return str(error or "no columns")
+    tensors: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
+    objects: dict[str, Any] = {}
+    for name, value in columns.items():
+        if isinstance(value, torch.Tensor):
+            tensors.setdefault(value.dtype, {})[name] = tuple(value.shape)
+        else:
+            objects[name] = value
+    return {"order": list(columns), "tensors": tensors, "objects": objects}
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    if "nccl" in str(dist.get_backend(group)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _flatten(
+    columns: Columns | None, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    assert columns is not None
+    # As bytes: not every backend has every dtype (gloo has no uint16, NCCL no bool).
+    return torch.cat([columns[name].to(device).reshape(-1) for name in shapes]).view(dtype).view(torch.uint8)
+
+
+def _empty(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    count = sum(torch.Size(s).numel() for s in shapes.values())
+    return torch.empty(count, dtype=dtype, device=device).view(torch.uint8)
+
+
+def _split(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    sizes = [torch.Size(s).numel() for s in shapes.values()]
+    return {name: part.view(shapes[name]) for name, part in zip(shapes, torch.split(flat, sizes))}

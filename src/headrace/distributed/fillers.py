@@ -1,0 +1,67 @@
+"""A microbatch that computes something and weighs nothing, for a rank that has fewer rows than the others."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.distributed.columns import object_array
+from headrace.distributed.multimodal import PackedTensor
+from headrace.distributed.ragged import nested_from_ragged, ragged_from_nested
+
+
+def is_weight(name: str) -> bool:
+    """Return whether a column weighs rows or tokens in the loss: `loss_multiplier` and `*mask`.
+
+    Not `*attention_mask`: a filler's is left alone, since softmax over nothing is NaN.
+    """
+    return name == "loss_multiplier" or (name.endswith("mask") and not name.endswith("attention_mask"))
+
+
+def filler_columns(
+    template: Mapping[str, Any], *, token_columns: Collection[str], lengths_column: str, width: int
+) -> dict[str, Any]:
+    """Return columns of one row with one token: the template's row, or zeros and None if it has no row.
+
+    Dense token columns are cut to `width` at most; weights are 0, the length is 1, media are None.
+    """
+    return {
+        name: _filler_column(name, column, name in token_columns, name == lengths_column, width)
+        for name, column in template.items()
+    }
+
+
+def _filler_column(name: str, column: Any, per_token: bool, is_length: bool, width: int) -> Any:
+    if isinstance(column, PackedTensor):
+        return PackedTensor([None], column.dim_to_pack)
+    if isinstance(column, torch.Tensor):
+        tensor = _nested_row(column) if column.is_nested else _dense_row(column, per_token, width)
+        if is_length:
+            return torch.ones_like(tensor)
+        return torch.zeros_like(tensor) if is_weight(name) else tensor
+    row: list[Any] = list(column[:1]) or [None]
+    if is_length:
+        row = [1]
+    elif is_weight(name):
+        row = [torch.zeros_like(row[0]) if isinstance(row[0], torch.Tensor) else 0]
+    return _array_row(row, column) if isinstance(column, np.ndarray) else row
+
+
+def _dense_row(column: torch.Tensor, per_token: bool, width: int) -> torch.Tensor:
+    if column.shape[0]:
+        return column[:1, :width] if per_token else column[:1]
+    sizes = column.shape[2:] if per_token else column.shape[1:]
+    return column.new_zeros((1, width, *sizes) if per_token else (1, *sizes))
+
+
+def _nested_row(column: torch.Tensor) -> torch.Tensor:
+    values, _, ragged_dim = ragged_from_nested(column)
+    token = values[:1] if values.shape[0] else values.new_zeros((1, *values.shape[1:]))
+    return nested_from_ragged(token, torch.tensor([0, 1]), ragged_dim=ragged_dim)
+
+
+def _array_row(row: list[Any], like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if like.dtype == object:
+        return object_array(row)
+    return np.zeros_like(like, shape=(1, *like.shape[1:])) if row[0] is None else np.asarray(row, like.dtype)

@@ -1,0 +1,141 @@
+"""Packing algorithms as objects, by name: `get_packer("first_fit_decreasing", 4096).pack(lengths)`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+
+from headrace.distributed.bins import as_lengths, pack_rows
+from headrace.distributed.first_fit import IntArray
+from headrace.errors import ConfigError
+
+
+class PackingAlgorithm(Enum):
+    """Algorithms that `get_packer` knows."""
+
+    CONCATENATIVE = "concatenative"
+    FIRST_FIT_DECREASING = "first_fit_decreasing"
+    FIRST_FIT_SHUFFLE = "first_fit_shuffle"
+    MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
+
+
+class SequencePacker(ABC):
+    """Packs sequences into bins of at most `bin_capacity` tokens.
+
+    The number of bins is at least `min_bin_count` and a multiple of `bin_count_multiple`; a bin is empty only
+    where there are fewer sequences than bins.
+
+    Raises:
+        ConfigError: a capacity or multiple below 1, or a negative minimum.
+    """
+
+    def __init__(
+        self,
+        bin_capacity: int,
+        collect_metrics: bool = False,
+        min_bin_count: int | None = None,
+        bin_count_multiple: int | None = None,
+    ) -> None:
+        self.bin_capacity = bin_capacity
+        self.collect_metrics = collect_metrics
+        self.min_bin_count = 0 if min_bin_count is None else min_bin_count
+        self.bin_count_multiple = 1 if bin_count_multiple is None else bin_count_multiple
+        if self.bin_capacity < 1 or self.min_bin_count < 0 or self.bin_count_multiple < 1:
+            raise ConfigError(
+                f"bin_capacity={bin_capacity}, min_bin_count={min_bin_count} and "
+                f"bin_count_multiple={bin_count_multiple}; expected at least 1, 0 and 1"
+            )
+        self._packed: list[tuple[int, int]] = []
+
+    def pack(self, sequence_lengths: Sequence[int]) -> list[list[int]]:
+        """Return the indices of the sequences in each bin.
+
+        Raises:
+            ConfigError: a sequence longer than `bin_capacity`.
+        """
+        bins = [b.tolist() for b in self._bins(as_lengths(sequence_lengths))]
+        if self.collect_metrics:
+            self._packed.append((sum(sequence_lengths), len(bins)))
+        return bins
+
+    def get_aggregated_metrics(self) -> dict[str, float]:
+        """Return tokens, bins and fill over all calls of `pack`; empty unless `collect_metrics`."""
+        if not self._packed:
+            return {}
+        tokens, bins = (sum(column) for column in zip(*self._packed))
+        fill = tokens / (bins * self.bin_capacity) if bins else 0.0
+        return {"tokens": float(tokens), "bins": float(bins), "fill": fill}
+
+    def reset_metrics(self) -> None:
+        """Forget what earlier calls packed."""
+        self._packed.clear()
+
+    @abstractmethod
+    def _bins(self, lengths: IntArray) -> list[IntArray]: ...
+
+
+class _NamedPacker(SequencePacker):
+    _algorithm: PackingAlgorithm
+
+    def _bins(self, lengths: IntArray) -> list[IntArray]:
+        return pack_rows(
+            lengths,
+            self.bin_capacity,
+            self._algorithm.value,
+            min_bin_count=self.min_bin_count,
+            bin_count_multiple=self.bin_count_multiple,
+        )
+
+
+class ConcatenativePacker(_NamedPacker):
+    """Fills one bin after the other in the order of the sequences."""
+
+    _algorithm = PackingAlgorithm.CONCATENATIVE
+
+
+class FirstFitDecreasingPacker(_NamedPacker):
+    """Puts each sequence, from the longest on, into the first bin with room."""
+
+    _algorithm = PackingAlgorithm.FIRST_FIT_DECREASING
+
+
+class ModifiedFirstFitDecreasingPacker(_NamedPacker):
+    """First-fit-decreasing that first completes the bins of sequences longer than half a bin."""
+
+    _algorithm = PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING
+
+
+class FirstFitShufflePacker(_NamedPacker):
+    """Puts each sequence, in a random order that their number decides, into the first bin with room."""
+
+    _algorithm = PackingAlgorithm.FIRST_FIT_SHUFFLE
+
+
+_PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
+    PackingAlgorithm.CONCATENATIVE: ConcatenativePacker,
+    PackingAlgorithm.FIRST_FIT_DECREASING: FirstFitDecreasingPacker,
+    PackingAlgorithm.FIRST_FIT_SHUFFLE: FirstFitShufflePacker,
+    PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: ModifiedFirstFitDecreasingPacker,
+}
+
+
+def get_packer(
+    algorithm: PackingAlgorithm | str,
+    bin_capacity: int,
+    collect_metrics: bool = False,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+) -> SequencePacker:
+    """Return the packer of an algorithm, given by member or by name in any case.
+
+    >>> get_packer("concatenative", 5).pack([4, 1, 3, 2])
+    [[0, 1], [2, 3]]
+
+    Raises:
+        ConfigError: an unknown algorithm.
+    """
+    if isinstance(algorithm, str):
+        algorithm = PackingAlgorithm.__members__.get(algorithm.upper(), algorithm)
+    if not isinstance(algorithm, PackingAlgorithm):
+        known = ", ".join(a.value for a in PackingAlgorithm)
+        raise ConfigError(f"packing algorithm '{algorithm}' is unknown; choose one of {known}")
+    return _PACKERS[algorithm](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)

@@ -1,0 +1,306 @@
+"""Rows of different lengths, in three forms, and the ways between them.
+
+Padded: (N, S, ...). Ragged: `values` (sum of lengths, ...) with `offsets` (N + 1), row i being
+`values[offsets[i]:offsets[i + 1]]`. Nested: a `torch.jagged` tensor around `values` and `offsets`.
+
+Every dtype works on every device, with at most one device synchronisation per call, and on floating dtypes
+gradients flow. A result may share memory with its input where no byte has to move. Lengths are checked on the
+CPU; make one RowLayout for columns that share their lengths.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nested._internal.nested_tensor import NestedTensor
+
+from headrace.distributed import ragged_cpu
+from headrace.distributed.ragged_cpu import Bytes, Ints, TailWindows
+from headrace.errors import SchemaError
+
+PadValue = int | float | bool
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def row_lengths(lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """Return lengths as int64 (N,) on the CPU.
+
+    Raises:
+        SchemaError: not one whole number per row, or a negative one, with its row.
+    """
+    if isinstance(lengths, torch.Tensor):
+        whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
+        if lengths.dim() != 1 or not whole:
+            raise SchemaError(
+                f"lengths have shape {tuple(lengths.shape)} and dtype {lengths.dtype}; expected integers (N,)"
+            )
+        checked = lengths.detach().to("cpu", torch.int64).contiguous()
+    else:
+        checked = torch.tensor(list(lengths), dtype=torch.int64)
+    if len(checked) and int(checked.min()) < 0:
+        row = int((checked < 0).nonzero()[0])
+        raise SchemaError(f"row {row} has length {int(checked[row])}; expected 0 or more")
+    return checked
+
+
+def offsets_from_lengths(lengths: torch.Tensor) -> torch.Tensor:
+    """Return (N + 1,) int64 offsets on the device of `lengths`: [3, 0, 2] gives [0, 3, 3, 5]."""
+    offsets = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def ragged_indices(offsets: torch.Tensor, total: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's row and its position in the row, on the device of `offsets`.
+
+    Give `total` (tokens) to avoid a device synchronisation. Offsets [0, 3, 3, 5] give rows [0, 0, 0, 2, 2]
+    and positions [0, 1, 2, 0, 1].
+    """
+    total = int(offsets[-1]) if total is None else total
+    numbers = torch.arange(len(offsets) - 1, device=offsets.device)
+    rows = torch.repeat_interleave(numbers, offsets.diff(), output_size=total)
+    return rows, torch.arange(total, device=offsets.device) - offsets[rows]
+
+
+class RowLayout:
+    """Where the tokens of ragged rows lie in a padded (N, width, ...) tensor.
+
+    Args:
+        lengths: (N,) tokens per row.
+        width: S of the padded form; None: the longest row.
+
+    Raises:
+        SchemaError: a row longer than `width`, or lengths that `row_lengths` refuses.
+    """
+
+    def __init__(self, lengths: torch.Tensor | Sequence[int], width: int | None = None) -> None:
+        self.lengths = row_lengths(lengths)
+        self.rows = len(self.lengths)
+        longest = int(self.lengths.max()) if self.rows else 0
+        self.width = longest if width is None else width
+        if longest > self.width:
+            row = int(self.lengths.argmax())
+            raise SchemaError(f"row {row} has length {longest}; the padded width is {self.width}")
+        self.offsets = offsets_from_lengths(self.lengths)
+        self.total = int(self.offsets[-1])
+        self.is_full = self.total == self.rows * self.width
+        self._positions: dict[torch.device, torch.Tensor] = {}
+
+    def pad(self, values: torch.Tensor, pad_value: PadValue = 0) -> torch.Tensor:
+        """Return values (total, ...) as (N, width, ...), `pad_value` after each row's end.
+
+        Raises:
+            SchemaError: another number of tokens, or a pad value that the dtype cannot hold.
+        """
+        if values.dim() < 1 or values.shape[0] != self.total:
+            raise SchemaError(f"values have shape {tuple(values.shape)}; the lengths add up to {self.total}")
+        shape = (self.rows, self.width, *values.shape[1:])
+        if self.is_full:
+            return values.reshape(shape)
+        filler = _filler(pad_value, values)
+        if not _plain(values):
+            out = filler.expand(self.rows * self.width, *values.shape[1:]).clone()
+            return _scatter(out, self._padded_positions(values.device), values).view(shape)
+        step = values[:1].numel() * values.element_size() if self.total else 0
+        if not step or self.width * step >= ragged_cpu.LONG_ROW_BYTES:
+            padded = filler.new_full(shape, pad_value)
+            ragged_cpu.pad_long_rows(byte_view(values), self._offsets, self.width, step, byte_view(padded))
+            return padded
+        fill = bytes(byte_view(filler.expand(values.shape[1:])))
+        rows = ragged_cpu.pad_short_rows(byte_view(values), self._offsets, self.width, fill, self._tails)
+        return _tensor(rows, values.dtype, shape)
+
+    def strip(self, padded: torch.Tensor) -> torch.Tensor:
+        """Return padded (N, width, ...) as values (total, ...), without the padding.
+
+        Raises:
+            SchemaError: another number of rows or another width.
+        """
+        if padded.dim() < 2 or tuple(padded.shape[:2]) != (self.rows, self.width):
+            raise SchemaError(
+                f"padded tensor has shape {tuple(padded.shape)}; expected ({self.rows}, {self.width}, ...)"
+            )
+        shape = (self.total, *padded.shape[2:])
+        if self.is_full:
+            return padded.reshape(shape)
+        if not _plain(padded):
+            return _take(padded.flatten(0, 1), self._padded_positions(padded.device))
+        if not self.total or not padded.numel():
+            return padded.new_empty(shape)
+        if not padded[0].is_contiguous():
+            padded = padded.contiguous()
+        step = padded[0, 0].numel() * padded.element_size()
+        buffer, row_step = _row_buffer(padded)
+        wasted = (self.width - self.total // self.rows) * step
+        if self.width * step >= ragged_cpu.LONG_ROW_BYTES or wasted > ragged_cpu.WASTED_BYTES:
+            starts = np.arange(self.rows) * row_step
+            joined = ragged_cpu.join_spans(buffer, starts, starts + self.lengths.numpy() * step)
+            return _tensor(joined, padded.dtype, shape)
+        stripped = ragged_cpu.strip_short_rows(buffer, row_step, self._offsets, self.width, step)
+        return _tensor(stripped, padded.dtype, shape)
+
+    @cached_property
+    def _tails(self) -> TailWindows:
+        return ragged_cpu.tail_windows(self.lengths.numpy(), self.width)
+
+    @property
+    def _offsets(self) -> Ints:
+        return self.offsets.numpy()
+
+    def _padded_positions(self, device: torch.device) -> torch.Tensor:
+        if device not in self._positions:
+            rows, positions = ragged_indices(self.offsets.to(device, non_blocking=True), self.total)
+            self._positions[device] = rows * self.width + positions
+        return self._positions[device]
+
+
+def pad_ragged(
+    values: torch.Tensor, offsets: torch.Tensor, width: int | None = None, pad_value: PadValue = 0
+) -> torch.Tensor:
+    """Return ragged rows as (N, width, ...); `width` None: the longest row.
+
+    Values [1, 2, 3] with offsets [0, 1, 3] and pad 9 give [[1, 9], [2, 3]].
+
+    Raises:
+        SchemaError: a row longer than `width`, or a pad value that the dtype cannot hold.
+    """
+    return RowLayout(offsets.diff(), width).pad(values, pad_value)
+
+
+def strip_padding(padded: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (values, offsets) of padded (N, S, ...) rows; offsets are on the device of `padded`.
+
+    Raises:
+        SchemaError: fewer than 2 dimensions, another number of rows, or a length above S, with its row.
+    """
+    if padded.dim() < 2 or padded.shape[0] != lengths.shape[0]:
+        raise SchemaError(
+            f"padded tensor has shape {tuple(padded.shape)} for {lengths.shape[0]} lengths; "
+            "expected (N, S, ...) with one length per row"
+        )
+    layout = RowLayout(lengths, padded.shape[1])
+    return layout.strip(padded), layout.offsets.to(padded.device, non_blocking=True)
+
+
+def gather_spans(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the spans `values[starts[i] : starts[i] + lengths[i]]` back to back; spans are on the CPU."""
+    shape = (int(lengths.sum()), *values.shape[1:])
+    if not _plain(values):
+        indices = torch.from_numpy(ragged_cpu.span_indices(starts.numpy(), lengths.numpy()))
+        return _take(values, indices.to(values.device, non_blocking=True))
+    if not shape[0] or not values.numel():
+        return values.new_empty(shape)
+    step = values[0].numel() * values.element_size()
+    gathered = ragged_cpu.gather_spans(byte_view(values), starts.numpy(), lengths.numpy(), step)
+    return _tensor(gathered, values.dtype, shape)
+
+
+def gather_rows(
+    values: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (values, offsets) of the ragged rows `rows`, in that order; all offsets and rows on the CPU."""
+    lengths = offsets.diff()[rows]
+    return gather_spans(values, offsets[rows], lengths), offsets_from_lengths(lengths)
+
+
+def gather_dense(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return `values[rows]` for any dtype; `rows` on the CPU."""
+    return _take(values, rows.to(values.device, non_blocking=True))
+
+
+def nested_from_ragged(values: torch.Tensor, offsets: torch.Tensor, ragged_dim: int = 1) -> torch.Tensor:
+    """Return a jagged nested tensor around `values` and `offsets`, without a copy.
+
+    torch can add and compare nested tensors around the same `offsets` object. With `ragged_dim` d > 1 the
+    tokens of `values` (first dimension) become dimension d of the result.
+    """
+    offsets = offsets.to(values.device)
+    if ragged_dim != 1:
+        values = values.movedim(0, ragged_dim - 1)
+    if values.requires_grad:
+        return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged_dim)
+    # The public constructor logs a warning about tracing, once per process, and takes three times as long.
+    nested: torch.Tensor = NestedTensor(values, offsets=offsets, _ragged_idx=ragged_dim)
+    return nested
+
+
+def ragged_from_nested(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return (values, offsets, ragged dimension) of a nested tensor; offsets start at 0 and lie on the CPU.
+
+    Values are a view where the rows lie back to back, and a copy otherwise. Tokens are their first dimension.
+    """
+    if not isinstance(nested, NestedTensor):
+        parts = nested.unbind()
+        lengths = torch.tensor([p.shape[0] for p in parts], dtype=torch.int64)
+        return torch.cat(parts), offsets_from_lengths(lengths), 1
+    ragged_dim = next(d for d, size in enumerate(nested.shape) if isinstance(size, torch.SymInt))
+    jagged: Any = nested
+    # `values()` is `_values` as autograd sees it, and takes four hundred times as long.
+    values: torch.Tensor = jagged.values() if jagged.requires_grad else jagged._values
+    if ragged_dim != 1:
+        values = values.movedim(ragged_dim - 1, 0)
+    offsets, lengths = jagged.offsets().cpu().to(torch.int64), jagged.lengths()
+    if lengths is None and int(offsets[0]) == 0 and int(offsets[-1]) == values.shape[0]:
+        return values, offsets, ragged_dim
+    sizes = offsets.diff() if lengths is None else lengths.cpu().to(torch.int64)
+    return gather_spans(values, offsets[: len(sizes)], sizes), offsets_from_lengths(sizes), ragged_dim
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and not (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _filler(pad_value: PadValue, like: torch.Tensor) -> torch.Tensor:
+    """Return the pad value as a 0-D tensor."""
+    inexact = like.is_floating_point() or like.is_complex()
+    try:
+        filler = torch.full((), pad_value, dtype=like.dtype)
+    except RuntimeError as error:
+        raise SchemaError(f"pad value {pad_value} does not fit in {like.dtype}") from error
+    if not inexact and filler.item() != pad_value:
+        raise SchemaError(f"pad value {pad_value} does not fit in {like.dtype}")
+    return filler.to(like.device, non_blocking=True)
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    # Copies do not look at the dtype; for some dtypes torch has no kernels, for words of their size it has.
+    if tensor.requires_grad:
+        return tensor
+    return tensor.view(_WORDS.get(tensor.element_size(), tensor.dtype))
+
+
+def _take(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    taken = _words(values).index_select(0, indices)
+    return taken if values.requires_grad else taken.view(values.dtype)
+
+
+def _scatter(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    if values.requires_grad:
+        return out.index_copy(0, indices, values)
+    _words(out).index_copy_(0, indices, _words(values))
+    return out
+
+
+def byte_view(tensor: torch.Tensor) -> Bytes:
+    """Return the elements of a CPU tensor in C order as flat bytes; shared with a contiguous tensor."""
+    whole = tensor.detach().contiguous()
+    # `view(-1)` keeps a stride of 0, as an expanded dimension of size 1 has it; that cannot be viewed as bytes.
+    flat: Bytes = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
+    return flat
+
+
+def _row_buffer(padded: torch.Tensor) -> tuple[Bytes, int]:
+    """Return a flat byte view over all rows, which may lie apart, and the bytes from one to the next."""
+    row_step = padded.stride(0)
+    elements = (padded.shape[0] - 1) * row_step + padded[0].numel()
+    return byte_view(padded.detach().as_strided((elements,), (1,))), row_step * padded.element_size()
+
+
+def _tensor(data: Bytes | bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    flat = (
+        torch.frombuffer(data, dtype=torch.uint8) if isinstance(data, bytearray) else torch.from_numpy(data)
+    )
+    return flat.view(dtype).view(shape)
