@@ -1,0 +1,1 @@
+"""The stores behind DataPlaneClient, one module each; `headrace.data_plane.factory` chooses."""

@@ -1,0 +1,309 @@
+"""The rows of one put of one column, in one buffer: a chunk. Chunks never change, so readers need no lock."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from math import prod
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.data_plane.leaves import Leaf, Ragged
+from headrace.data_plane.object_codec import ObjectArray, decode_column, encode_column
+from headrace.distributed.ragged import byte_view, gather_dense, gather_rows, offsets_from_lengths
+
+Rows = NDArray[np.int64]
+
+
+class Form(NamedTuple):
+    """What all rows of a column have in common."""
+
+    kind: str
+    dtype: torch.dtype | None = None
+    trailing: tuple[int, ...] = ()
+    ragged_dim: int = 1
+
+    def __str__(self) -> str:
+        if self.dtype is None:
+            return self.kind
+        shape = [str(size) for size in self.trailing]
+        if self.kind == "ragged":
+            shape.insert(self.ragged_dim - 1, "L")
+        return f"{self.kind} {self.dtype} rows of shape ({', '.join(shape)})"
+
+
+class RowBlock(ABC):
+    """Rows of one form, here or elsewhere: what the bookkeeping of a store needs to know of them."""
+
+    @property
+    @abstractmethod
+    def form(self) -> Form:
+        """What the rows have in common."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that the rows occupy."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def lengths(self) -> "Chunk":
+        """Return one number per row: its length if the rows are ragged, else the rows as they are."""
+
+    @abstractmethod
+    def shrunk(self, rows: Rows) -> Self | None:
+        """Return only `rows`, in memory of their own; None if the block can only go as a whole."""
+
+
+class Buffers(NamedTuple):
+    """Rows as bytes: row i is `values[unit * offsets[i] : unit * offsets[i + 1]]`.
+
+    `values` is flat uint8 in C order. Without `offsets` every row has `unit` bytes.
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor | None
+    unit: int
+
+
+class Chunk(RowBlock):
+    """Rows of one form, in memory."""
+
+    @abstractmethod
+    def buffers(self) -> Buffers:
+        """Return the rows as CPU bytes, shared where they are contiguous there."""
+
+    @abstractmethod
+    def span(self, start: int, stop: int) -> Self:
+        """Return rows start .. stop - 1, sharing memory."""
+
+    @abstractmethod
+    def gather(self, rows: Rows) -> Self:
+        """Return rows in any order, repeats included, in fresh memory."""
+
+    @abstractmethod
+    def copy(self) -> Self:
+        """Return the same rows in fresh CPU memory."""
+
+    @abstractmethod
+    def join(self, others: Sequence[Self]) -> Self:
+        """Return these rows and then those of `others` (one at least), in fresh memory."""
+
+    @abstractmethod
+    def leaf(self) -> torch.Tensor | ObjectArray:
+        """Return the column as a TensorDict carries it; tensors share memory."""
+
+    def lengths(self) -> "Chunk":
+        """Return one number per row: its length if the rows are ragged, else the rows as they are."""
+        return self
+
+    def shrunk(self, rows: Rows) -> Self | None:
+        """Return only `rows`, in fresh memory."""
+        return self.gather(rows)
+
+    def with_shared_offsets(self, known: list[torch.Tensor]) -> Self:
+        """Return the rows around an equal one of the `known` offsets objects, which learn of new ones."""
+        return self
+
+
+@dataclass(frozen=True)
+class _DenseChunk(Chunk):
+    """Rows of one shape: (n, ...)."""
+
+    values: torch.Tensor
+
+    @property
+    def form(self) -> Form:
+        return Form("dense", self.values.dtype, tuple(self.values.shape[1:]))
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.numel() * self.values.element_size()
+
+    def __len__(self) -> int:
+        return int(self.values.shape[0])
+
+    def span(self, start: int, stop: int) -> "_DenseChunk":
+        return _DenseChunk(self.values[start:stop])
+
+    def gather(self, rows: Rows) -> "_DenseChunk":
+        return _DenseChunk(gather_dense(self.values, torch.from_numpy(rows)))
+
+    def copy(self) -> "_DenseChunk":
+        return _DenseChunk(_own(self.values))
+
+    def join(self, others: Sequence[Self]) -> "_DenseChunk":
+        return _DenseChunk(torch.cat([self.values, *(other.values for other in others)]))
+
+    def leaf(self) -> torch.Tensor:
+        return self.values
+
+    def buffers(self) -> Buffers:
+        unit = prod(self.values.shape[1:]) * self.values.element_size()
+        return Buffers(_as_bytes(self.values), None, unit)
+
+
+@dataclass(frozen=True)
+class _RaggedChunk(Chunk):
+    """Rows of different lengths."""
+
+    rows: Ragged
+
+    @property
+    def form(self) -> Form:
+        values = self.rows.values
+        return Form("ragged", values.dtype, tuple(values.shape[1:]), self.rows.ragged_dim)
+
+    @property
+    def nbytes(self) -> int:
+        offsets, values = self.rows.offsets, self.rows.values
+        return values.numel() * values.element_size() + offsets.numel() * offsets.element_size()
+
+    def __len__(self) -> int:
+        return len(self.rows.offsets) - 1
+
+    def span(self, start: int, stop: int) -> "_RaggedChunk":
+        offsets = self.rows.offsets[start : stop + 1]
+        values = self.rows.values[int(offsets[0]) : int(offsets[-1])]
+        return self._with(values, offsets - offsets[0])
+
+    def gather(self, rows: Rows) -> "_RaggedChunk":
+        return self._with(*gather_rows(self.rows.values, self.rows.offsets, torch.from_numpy(rows)))
+
+    def copy(self) -> "_RaggedChunk":
+        return self._with(_own(self.rows.values), self.rows.offsets.clone())
+
+    def join(self, others: Sequence[Self]) -> "_RaggedChunk":
+        values = torch.cat([self.rows.values, *(other.rows.values for other in others)])
+        lengths = torch.cat([chunk.rows.offsets.diff() for chunk in (self, *others)])
+        return self._with(values, offsets_from_lengths(lengths))
+
+    def leaf(self) -> torch.Tensor:
+        return self.rows.nested()
+
+    def buffers(self) -> Buffers:
+        values = self.rows.values
+        return Buffers(_as_bytes(values), self.rows.offsets, prod(values.shape[1:]) * values.element_size())
+
+    def lengths(self) -> Chunk:
+        return _DenseChunk(self.rows.offsets.diff())
+
+    def with_shared_offsets(self, known: list[torch.Tensor]) -> "_RaggedChunk":
+        for offsets in known:
+            if torch.equal(offsets, self.rows.offsets):
+                return self._with(self.rows.values, offsets)
+        known.append(self.rows.offsets)
+        return self
+
+    def _with(self, values: torch.Tensor, offsets: torch.Tensor) -> "_RaggedChunk":
+        return _RaggedChunk(Ragged(values, offsets, self.rows.ragged_dim))
+
+
+@dataclass(frozen=True)
+class _ObjectChunk(Chunk):
+    """Objects, one msgpack message per row."""
+
+    messages: tuple[bytes, ...]
+
+    @property
+    def form(self) -> Form:
+        return Form("objects")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.messages))
+
+    def __len__(self) -> int:
+        return len(self.messages)
+
+    def span(self, start: int, stop: int) -> "_ObjectChunk":
+        return _ObjectChunk(self.messages[start:stop])
+
+    def gather(self, rows: Rows) -> "_ObjectChunk":
+        return _ObjectChunk(tuple(self.messages[row] for row in rows.tolist()))
+
+    def copy(self) -> "_ObjectChunk":
+        return self
+
+    def join(self, others: Sequence[Self]) -> "_ObjectChunk":
+        return _ObjectChunk(tuple(chain(self.messages, *(other.messages for other in others))))
+
+    def leaf(self) -> ObjectArray:
+        return decode_column(self.messages)
+
+    def buffers(self) -> Buffers:
+        lengths = torch.tensor(list(map(len, self.messages)), dtype=torch.int64)
+        joined = torch.frombuffer(bytearray(b"".join((*self.messages, b"\0"))), dtype=torch.uint8)
+        return Buffers(joined[:-1], offsets_from_lengths(lengths), 1)
+
+
+def chunk_from_leaf(name: str, leaf: Leaf, sample_ids: Sequence[str]) -> Chunk:
+    """Return a column as a chunk that shares its memory.
+
+    Raises:
+        SchemaError: an object that cannot be stored, with its column, row and sample.
+    """
+    if isinstance(leaf, Ragged):
+        return _RaggedChunk(leaf)
+    if isinstance(leaf, torch.Tensor):
+        return _DenseChunk(leaf)
+    return _ObjectChunk(tuple(encode_column(name, leaf, sample_ids)))
+
+
+def chunk_from_buffers(form: Form, rows: int, values: torch.Tensor, offsets: torch.Tensor | None) -> Chunk:
+    """Return the chunk of `rows` rows whose `buffers` these are, sharing their memory."""
+    if form.dtype is None:
+        data, bounds = values.numpy().tobytes(), offsets.tolist() if offsets is not None else [0]
+        return _ObjectChunk(tuple(data[start:stop] for start, stop in pairwise(bounds)))
+    typed = values.view(form.dtype) if values.numel() else values.new_empty(0, dtype=form.dtype)
+    if offsets is None:
+        return _DenseChunk(typed.view(rows, *form.trailing))
+    return _RaggedChunk(Ragged(typed.view(int(offsets[-1]), *form.trailing), offsets, form.ragged_dim))
+
+
+def empty_chunk(form: Form) -> Chunk:
+    """Return a chunk of no rows."""
+    offsets = None if form.kind == "dense" else torch.zeros(1, dtype=torch.int64)
+    return chunk_from_buffers(form, 0, torch.empty(0, dtype=torch.uint8), offsets)
+
+
+def read_rows(chunks: Sequence[Chunk], chunk_of: Rows, row_of: Rows) -> Chunk:
+    """Return rows `row_of[i]` of `chunks[chunk_of[i]]`, in order, in fresh memory; one chunk at least."""
+    turns = np.flatnonzero(chunk_of[1:] != chunk_of[:-1]) + 1
+    if len(turns) > 2 * len(chunks):
+        order = np.argsort(chunk_of, kind="stable")
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        return read_rows(chunks, chunk_of[order], row_of[order]).gather(back)
+    bounds = [0, *turns.tolist(), len(chunk_of)]
+    first = int(chunk_of[0]) if len(chunk_of) else 0
+    parts = [_part(chunks[first], row_of[: bounds[1]])]
+    parts += [_part(chunks[int(chunk_of[a])], row_of[a:b]) for a, b in pairwise(bounds[1:])]
+    chunk, is_fresh = parts[0]
+    if len(parts) > 1:
+        return chunk.join([part for part, _ in parts[1:]])
+    return chunk if is_fresh else chunk.copy()
+
+
+def _part(chunk: Chunk, rows: Rows) -> tuple[Chunk, bool]:
+    """Return rows of a chunk, and whether they are a copy."""
+    start, count = int(rows[0]) if len(rows) else 0, len(rows)
+    if np.array_equal(rows, np.arange(start, start + count)):
+        return (chunk, False) if count == len(chunk) else (chunk.span(start, start + count), False)
+    return chunk.gather(rows), True
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(byte_view(values.detach().cpu()))
+
+
+def _own(values: torch.Tensor) -> torch.Tensor:
+    values = values.detach()
+    if values.device.type != "cpu":
+        return values.cpu().contiguous()
+    return values.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,268 @@
+"""One partition of the local store: its samples, their columns and tags, and what each task has claimed.
+
+Not thread-safe by itself: the store calls it under its lock.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.data_plane.adapters.local_chunks import Chunk, Rows
+from headrace.data_plane.adapters.local_column import Block, Column, Selection
+from headrace.data_plane.checks import shown
+from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS
+from headrace.errors import DataPlaneError, SampleNotFound, SchemaError
+
+_FEW_SLOTS = 1024
+
+
+class Partition(Generic[Block]):
+    """Samples by id. Each has a slot, a small number; slots keep the order of the first puts."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        consumer_tasks: Sequence[str] = (),
+        group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self.name = name
+        self._group_size = group_size or 1
+        self._enums = {tag: tuple(values) for tag, values in (enums or {}).items()}
+        self._slot_of: dict[str, int] = {}
+        self._ids: list[str] = []
+        self._tags: dict[str, dict[str, Any]] = {}
+        self._columns: dict[str, Column[Block]] = {}
+        self._alive: NDArray[np.bool_] = np.empty(0, bool)
+        # A sample's place in the order of all first puts, cleared ones included: groups are made of it.
+        self._place: Rows = np.empty(0, np.int64)
+        self._next_place = 0
+        self._claimed: dict[str, NDArray[np.bool_]] = {task: np.empty(0, bool) for task in consumer_tasks}
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(column.nbytes for column in self._columns.values())
+
+    def sample_ids(self) -> list[str]:
+        """Return the ids in the order of their first puts."""
+        return list(self._slot_of)
+
+    # Writing.
+
+    def locate(self, ids: list[str]) -> Rows:
+        """Return each id's slot, -1 where there is none."""
+        if ids == self._ids and len(ids) == len(self._slot_of):
+            return np.arange(len(ids))
+        if not self._slot_of:
+            return np.full(len(ids), -1)
+        slot_of = self._slot_of.get
+        return np.array([slot_of(sample_id, -1) for sample_id in ids], dtype=np.int64)
+
+    def check_put(
+        self,
+        ids: Sequence[str],
+        slots: Rows,
+        chunks: Mapping[str, Sequence[Block]],
+        tags: Sequence[Mapping[str, Any]] | None,
+    ) -> None:
+        """Refuse a put that would mix forms in a column, or whose tags are outside their enums."""
+        known = slots[slots >= 0]
+        for name, parts in chunks.items():
+            column = self._columns.get(name)
+            form = column.form if column else None
+            if column and form is not None and form != parts[0].form and not column.holds_only(known):
+                raise SchemaError(
+                    f"column '{name}' of partition '{self.name}' holds {form}; got {parts[0].form}. Put the same "
+                    "kind, dtype and shape, overwrite all its rows at once, or use another column name"
+                )
+        for tag, allowed in self._enums.items():
+            for row, values in enumerate(tags or ()):
+                if tag in values and values[tag] not in allowed:
+                    raise SchemaError(
+                        f"tag '{tag}' of sample '{ids[row]}' is {values[tag]!r}; partition '{self.name}' was "
+                        f"registered with {', '.join(map(repr, allowed))}"
+                    )
+
+    def put(
+        self,
+        ids: Sequence[str],
+        slots: Rows,
+        chunks: Mapping[str, Sequence[Block]],
+        tags: Sequence[Mapping[str, Any]] | None,
+    ) -> Rows:
+        """Write what `check_put` has let pass, and return the slots; `slots` are what `locate` gave."""
+        new = np.flatnonzero(slots < 0)
+        if len(new):
+            slots[new] = self._add(ids if len(new) == len(ids) else [ids[row] for row in new.tolist()])
+        for name, parts in chunks.items():
+            if len(ids):
+                self._columns.setdefault(name, Column()).write(slots, parts)
+        for sample_id, values in zip(ids, tags or ()):
+            self._tags.setdefault(sample_id, {}).update(values)
+        return slots
+
+    def _add(self, ids: Sequence[str]) -> Rows:
+        first, count = len(self._ids), len(ids)
+        slots = np.arange(first, first + count)
+        self._slot_of.update(zip(ids, slots.tolist()))
+        self._ids.extend(ids)
+        if len(self._alive) < len(self._ids):
+            more = max(count, len(self._alive))
+            self._alive = np.append(self._alive, np.zeros(more, bool))
+            self._place = np.append(self._place, np.zeros(more, np.int64))
+            for task, claimed in self._claimed.items():
+                self._claimed[task] = np.append(claimed, np.zeros(more, bool))
+        self._alive[slots] = True
+        self._place[slots] = np.arange(self._next_place, self._next_place + count)
+        self._next_place += count
+        return slots
+
+    def clear(self, ids: Sequence[str] | None) -> None:
+        """Remove samples; ids that it does not have are ignored."""
+        if ids is None:
+            self._slot_of, self._tags, self._columns = {}, {}, {}
+            self._alive[:] = False
+        else:
+            self._clear_some([sample_id for sample_id in dict.fromkeys(ids) if sample_id in self._slot_of])
+        if not self._slot_of or len(self._ids) > max(_FEW_SLOTS, 2 * len(self._slot_of)):
+            self._renumber()
+
+    def _clear_some(self, ids: Sequence[str]) -> None:
+        slots = np.array([self._slot_of.pop(sample_id) for sample_id in ids], dtype=np.int64)
+        self._alive[slots] = False
+        for sample_id in ids:
+            self._tags.pop(sample_id, None)
+        for column in self._columns.values():
+            column.drop(slots)
+        self._columns = {name: column for name, column in self._columns.items() if column.form is not None}
+
+    def _renumber(self) -> None:
+        """Close the gaps that cleared samples have left."""
+        slots = np.flatnonzero(self._alive)
+        for column in self._columns.values():
+            column.renumber(slots)
+        self._ids = [self._ids[slot] for slot in slots.tolist()]
+        self._slot_of = {sample_id: slot for slot, sample_id in enumerate(self._ids)}
+        self._alive, self._place = self._alive[slots], self._place[slots]
+        self._claimed = {task: claimed[slots] for task, claimed in self._claimed.items()}
+
+    # Reading.
+
+    def slots(self, ids: list[str], names: Sequence[str]) -> Rows:
+        """Return the slots of `ids`, all of which have the columns `names`.
+
+        Raises:
+            SampleNotFound: unknown ids, and columns that known ones lack, all in one message.
+        """
+        slots = self.locate(ids)
+        faults: list[str] = []
+        unknown = list(dict.fromkeys(ids[row] for row in np.flatnonzero(slots < 0).tolist()))
+        if unknown:
+            faults.append(f"unknown sample ids {shown(unknown)}")
+        known = slots[slots >= 0]
+        for name in names:
+            column = self._columns.get(name)
+            if column is None:
+                faults.append(f"no sample has column '{name}'")
+            elif not (held := column.held(known)).all():
+                lacking = list(dict.fromkeys(self._ids[slot] for slot in known[~held].tolist()))
+                faults.append(f"column '{name}' is not written for {shown(lacking)}")
+        if faults:
+            raise SampleNotFound(f"partition '{self.name}': {'; '.join(faults)}")
+        return slots
+
+    def select(self, ids: list[str], names: Sequence[str]) -> dict[str, Selection[Block]]:
+        """Return how to read columns of samples; raises what `slots` raises."""
+        slots = self.slots(ids, names)
+        return {name: self._columns[name].select(slots) for name in names}
+
+    def shared_columns(self, ids: list[str]) -> list[str]:
+        """Return the columns that all of `ids` have."""
+        slots = self.slots(ids, ())
+        return [name for name, column in self._columns.items() if column.held(slots).all()]
+
+    def tags_of(self, ids: Sequence[str]) -> list[dict[str, Any]] | None:
+        """Return copies of the samples' tags; None if none has any."""
+        if not self._tags:
+            return None
+        tags = [dict(self._tags.get(sample_id, ())) for sample_id in ids]
+        return tags if any(tags) else None
+
+    def lengths_selection(self, slots: Rows) -> Selection[Chunk] | None:
+        """Return how to read the samples' lengths: a column that all have, of lengths or of ragged tokens."""
+        for name in (INPUT_LENGTHS, INPUT_IDS):
+            column = self._columns.get(name)
+            kind = "dense" if name == INPUT_LENGTHS else "ragged"
+            if column and column.form and column.form.kind == kind and column.held(slots).all():
+                return column.select(slots).lengths()
+        return None
+
+    def ids_of(self, slots: Rows) -> list[str]:
+        """Return the samples' ids."""
+        return [self._ids[slot] for slot in slots.tolist()]
+
+    # Claiming.
+
+    def claim(self, task: str, required: Sequence[str], count: int) -> Rows | None:
+        """Take the next `count` samples that are ready for `task`; None if there are fewer.
+
+        Raises:
+            DataPlaneError: an unknown task, or a count that is not a multiple of the group size.
+        """
+        claimed = self._claims(task)
+        if count < 1 or count % self._group_size:
+            raise DataPlaneError(
+                f"batch_size={count} for partition '{self.name}'; expected a positive multiple of "
+                f"grpo_group_size={self._group_size}"
+            )
+        slots = self._ready(claimed, required)[:count]
+        if len(slots) < count:
+            return None
+        claimed[slots] = True
+        return slots
+
+    def _ready(self, claimed: NDArray[np.bool_], required: Sequence[str]) -> Rows:
+        slots = np.flatnonzero(self._alive & ~claimed)
+        for name in required:
+            column = self._columns.get(name)
+            slots = slots[column.held(slots)] if column else slots[:0]
+        if self._group_size == 1 or not len(slots):
+            return slots
+        groups = self._place[slots] // self._group_size
+        _, group_of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+        ready: Rows = slots[sizes[group_of] == self._group_size]
+        return ready
+
+    def _claims(self, task: str) -> NDArray[np.bool_]:
+        if task not in self._claimed:
+            known = shown(list(self._claimed)) or "none"
+            raise DataPlaneError(
+                f"partition '{self.name}' has no task '{task}'; registered consumer_tasks: {known}"
+            )
+        return self._claimed[task]
+
+    def describe_wait(self, task: str, required: Sequence[str]) -> str:
+        """Return what a claim is waiting for: ready samples, and how far each column has come."""
+        claimed = self._claims(task)
+        slots = np.flatnonzero(self._alive & ~claimed)
+        parts = [f"{len(self._ready(claimed, required))} are ready of {len(slots)} not claimed yet"]
+        for name in required:
+            column = self._columns.get(name)
+            count = int(np.count_nonzero(column.held(slots))) if column else 0
+            if count < len(slots) or not len(slots):
+                parts.append(f"column '{name}' is written for {count} of them")
+        if self._group_size > 1:
+            parts.append(f"samples are claimed in whole groups of {self._group_size}")
+        return "; ".join(parts)
+
+    def is_consumed(self, tasks: Sequence[str]) -> bool:
+        """Return whether each task has claimed every sample there is, and there is one."""
+        done = [bool(self._claims(task)[self._alive].all()) for task in tasks]
+        return bool(self._slot_of) and all(done)

@@ -1,0 +1,98 @@
+"""What every adapter's put checks before it writes anything."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from headrace.data_plane.codec import check_trailing_dims
+from headrace.data_plane.leaves import Leaf, Ragged, leaves
+from headrace.data_plane.schema import FIELDS, INPUT_LENGTHS, Kind, check_dtype
+from headrace.errors import SchemaError
+
+_SHOWN = 8
+
+
+def shown(names: Sequence[str]) -> str:
+    """Return names for a message, the first few of many: "'a', 'b' and 3 more"."""
+    text = ", ".join(f"'{name}'" for name in names[:_SHOWN])
+    return text if len(names) <= _SHOWN else f"{text} and {len(names) - _SHOWN} more"
+
+
+def checked_ids(sample_ids: Sequence[str]) -> list[str]:
+    """Return the ids of a put.
+
+    Raises:
+        SchemaError: an id that appears twice; all such are named.
+    """
+    ids = list(map(str, sample_ids))
+    if len(set(ids)) != len(ids):
+        repeated = [sample_id for sample_id, count in Counter(ids).items() if count > 1]
+        raise SchemaError(f"a put needs every sample id once; repeated: {shown(repeated)}")
+    return ids
+
+
+def checked_tags(tags: Sequence[Mapping[str, Any]] | None, rows: int) -> list[dict[str, Any]] | None:
+    """Return copies of the tags of a put.
+
+    Raises:
+        SchemaError: not one per row.
+    """
+    if tags is None:
+        return None
+    if len(tags) != rows:
+        raise SchemaError(f"{len(tags)} tags for {rows} sample ids; give one per sample")
+    return [dict(tag) for tag in tags]
+
+
+def checked_leaves(fields: TensorDict | None, rows: int) -> dict[str, Leaf]:
+    """Return the columns of a put by name.
+
+    Raises:
+        SchemaError: another number of rows, or a declared column of another kind, dtype or number of dimensions,
+            or whose rows do not have the lengths that the same put declares.
+    """
+    columns = dict(leaves(fields)) if fields is not None else {}
+    for name, leaf in columns.items():
+        count = len(leaf.offsets) - 1 if isinstance(leaf, Ragged) else (leaf.shape[0] if leaf.ndim else -1)
+        if count != rows:
+            got = "is a single number" if count < 0 else f"has {count} rows"
+            raise SchemaError(f"column '{name}' {got}; expected {rows} rows, one per sample id")
+        _check_declared(name, leaf, columns.get(INPUT_LENGTHS))
+    return columns
+
+
+def _check_declared(name: str, leaf: Leaf, lengths: Leaf | None) -> None:
+    spec = FIELDS.get(name)
+    if spec is None:
+        return
+    if isinstance(leaf, np.ndarray):
+        if spec.kind is not Kind.OBJECT:
+            raise SchemaError(f"column '{name}' is an array of objects; it is declared as {spec.kind.value}")
+        return
+    values = leaf.values if isinstance(leaf, Ragged) else leaf
+    check_dtype(name, values.dtype)
+    if spec.kind is Kind.PER_SAMPLE and (
+        isinstance(leaf, Ragged) or values[:1].numel() != min(len(values), 1)
+    ):
+        raise SchemaError(f"column '{name}' is declared per sample; expected one number per row")
+    if spec.kind is not Kind.PER_TOKEN or (spec.broadcast and values is leaf and values.dim() == 1):
+        return
+    check_trailing_dims(name, values.dim() + (1 if isinstance(leaf, Ragged) else 0), spec)
+    if isinstance(leaf, Ragged) and isinstance(lengths, torch.Tensor):
+        _check_lengths(name, leaf.offsets.diff(), lengths.reshape(-1).cpu())
+
+
+def _check_lengths(name: str, got: torch.Tensor, declared: torch.Tensor) -> None:
+    if len(got) != len(declared):
+        return
+    wrong = (got != declared).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise SchemaError(
+            f"column '{name}' has {int(got[row])} tokens in row {row}; column '{INPUT_LENGTHS}' says "
+            f"{int(declared[row])}"
+        )

@@ -1,0 +1,221 @@
+"""Columns in and out of the store, held to their declarations on the way."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from headrace.data_plane.codec import RowPacker, materialize, nest, stack_or_nest, wire_dict
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.object_codec import ObjectArray, object_array
+from headrace.data_plane.schema import (
+    FIELDS,
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    INPUT_LENGTHS,
+    PAD_TO_MULTIPLE,
+    PER_TOKEN_FIELDS,
+    Kind,
+    Layout,
+    check_dtype,
+)
+from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.multimodal import PackedTensor
+from headrace.distributed.ragged import PadValue
+from headrace.errors import SchemaError
+from headrace.utils.rounding import round_up
+
+_NUMERIC = "biufc"
+"""NumPy kinds that become tensors: bool, integers, floats, complex."""
+
+__all__ = ["kv_first_write", "pack_columns", "read_columns", "round_up", "write_columns"]
+
+
+def read_columns(
+    dp_client: DataPlaneClient,
+    meta: KVBatchMeta,
+    select_fields: Sequence[str],
+    *,
+    layout: Layout = "padded",
+    pad_value_dict: Mapping[str, PadValue] | None = None,
+) -> BatchedDataDict:
+    """Read columns of the rows of `meta`, in their order, repeats included.
+
+    Padded columns are as wide as `meta.extra_info["global_forward_pad_seqlen"]`, if that is set, and at least
+    as wide as the longest row; see `codec.materialize`.
+
+    Raises:
+        SampleNotFound: unknown ids, or columns that a row does not have.
+    """
+    wire = dp_client.get_samples(meta.sample_ids, meta.partition_id, list(select_fields))
+    target = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0))
+    return materialize(wire, layout=layout, pad_value_dict=pad_value_dict, pad_to_seqlen=target)
+
+
+def write_columns(dp_client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, Any]) -> KVBatchMeta:
+    """Write columns of the rows of `meta` in one put, and return the meta with them among its fields.
+
+    What a column may be is said at `pack_columns`.
+
+    Raises:
+        SchemaError: a column that does not fit its declaration or the meta's sequence lengths.
+    """
+    wire = pack_columns(fields, lengths=meta.sequence_lengths, rows=meta.size)
+    dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=wire)
+    return meta.with_fields(list(dict.fromkeys([*(meta.fields or ()), *wire.keys()])))
+
+
+def kv_first_write(
+    final_batch_cpu: Mapping[str, Any],
+    *,
+    sample_ids: Sequence[str],
+    dp_client: DataPlaneClient,
+    partition_id: str,
+    extra_info: Mapping[str, Any] | None = None,
+    task_name: str = "train",
+    pad_to_multiple: int = 1,
+    tags: Sequence[Mapping[str, Any]] | None = None,
+) -> KVBatchMeta:
+    """Write a rollout batch in one put and return the meta that names its rows.
+
+    `final_batch_cpu` holds `input_lengths`, and per-token columns padded, jagged, or as lists of rows (see
+    `pack_columns`). The meta has the lengths, all columns written, the tags, and a copy of `extra_info` to which a
+    `pad_to_multiple` above 1 is added.
+
+    Raises:
+        SchemaError: no `input_lengths`, a number of ids other than the rows, a column that does not fit, or a
+            `pad_to_multiple` below 1.
+    """
+    if INPUT_LENGTHS not in final_batch_cpu:
+        raise SchemaError(f"the batch has no column '{INPUT_LENGTHS}'; it says how many tokens each row has")
+    if pad_to_multiple < 1:
+        raise SchemaError(f"pad_to_multiple={pad_to_multiple}; expected 1 or more")
+    info = dict(extra_info or {})
+    if pad_to_multiple > 1:
+        info[PAD_TO_MULTIPLE] = pad_to_multiple
+    lengths = as_column(INPUT_LENGTHS, final_batch_cpu[INPUT_LENGTHS])
+    if not isinstance(lengths, torch.Tensor):
+        raise SchemaError(f"column '{INPUT_LENGTHS}' holds objects; expected one integer per row")
+    wire = pack_columns(final_batch_cpu, lengths=lengths.reshape(-1), rows=len(sample_ids))
+    meta = KVBatchMeta(
+        partition_id=partition_id,
+        task_name=task_name,
+        sample_ids=list(sample_ids),
+        fields=list(wire.keys()),
+        sequence_lengths=lengths.reshape(-1).tolist(),
+        extra_info=info,
+        tags=None if tags is None else [dict(tag) for tag in tags],
+    )
+    dp_client.put_samples(meta.sample_ids, partition_id, fields=wire, tags=meta.tags)
+    return meta
+
+
+def pack_columns(
+    fields: Mapping[str, Any], *, lengths: torch.Tensor | Sequence[int] | None, rows: int | None = None
+) -> TensorDict:
+    """Turn columns into their wire form: what every write to the store goes through.
+
+    A column is a tensor (dense or nested), a NumPy array, a list with one value per row, or a PackedTensor.
+    Numeric arrays become tensors; a list of tensors or numeric arrays becomes jagged rows, also when their
+    lengths happen to be equal; a list of numbers or of lists of numbers becomes a tensor where the column is
+    declared as one. Other lists become object columns. Then declared columns are packed by their declaration
+    (`codec.RowPacker`), undeclared ones stay as they are: no guess is made from a shape.
+
+    Args:
+        fields: Column name to column.
+        lengths: Tokens per row; may be None if there is no declared per-token column.
+        rows: Rows that every column must have; None: as many as there are lengths.
+
+    Raises:
+        SchemaError: a column that does not fit, with its name, and the row, sizes or dtype.
+    """
+    if lengths is None:
+        for name in fields:
+            if name in PER_TOKEN_FIELDS:
+                raise SchemaError(
+                    f"column '{name}' is per token, and the meta has no sequence_lengths to pack it by"
+                )
+    if lengths is not None and rows is not None and len(lengths) != rows:
+        raise SchemaError(f"{len(lengths)} sequence lengths for {rows} sample ids; expected one per sample")
+    columns = {name: as_column(name, value) for name, value in fields.items()}
+    if lengths is None and rows is None:
+        rows = next((column.shape[0] for column in columns.values() if column.ndim), 0)
+    packer = RowPacker([0] * (rows or 0) if lengths is None else lengths)
+    packed: dict[str, torch.Tensor | ObjectArray] = {}
+    for name, column in columns.items():
+        packed[name] = packer.pack(name, column)
+        if isinstance(column, torch.Tensor):
+            check_dtype(name, column.dtype)
+    return wire_dict(packed, rows=packer.rows)
+
+
+def as_column(name: str, value: Any) -> torch.Tensor | ObjectArray:
+    """Return a column as a tensor or an object array.
+
+    Raises:
+        SchemaError: a value that is no column, or rows that do not fit together.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach() if value.requires_grad else value
+    if isinstance(value, PackedTensor):
+        return object_array([value.slice([row]) for row in range(len(value))])
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind in _NUMERIC:
+            return _from_array(name, value)
+        return value if value.dtype == object and value.ndim == 1 else object_array(value.tolist())
+    if isinstance(value, list | tuple):
+        return _from_rows(name, value)
+    raise SchemaError(
+        f"column '{name}' is a {type(value).__name__}; expected a tensor, a NumPy array, a list with one value "
+        "per row, or a PackedTensor"
+    )
+
+
+def _from_array(name: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    native = array.dtype.newbyteorder("=")
+    try:
+        return torch.from_numpy(np.require(array, dtype=native, requirements=("C", "W")))
+    except TypeError as error:
+        raise SchemaError(f"column '{name}': torch has no dtype for arrays of {array.dtype}") from error
+
+
+def _from_rows(name: str, rows: Sequence[Any]) -> torch.Tensor | ObjectArray:
+    spec = FIELDS.get(name)
+    if spec is not None and spec.dtype is not None:
+        if not rows:
+            return torch.empty((0,) if spec.kind is Kind.PER_SAMPLE else (0, 0), dtype=spec.dtype)
+        tensors = [_declared_row(name, row, value, spec.dtype) for row, value in enumerate(rows)]
+    elif spec is None and rows and all(_is_numeric(value) for value in rows):
+        tensors = [_as_row(name, value) for value in rows]
+    else:
+        return object_array(rows)
+    try:
+        scalars = all(tensor.dim() == 0 for tensor in tensors)
+        return (stack_or_nest(tensors) if scalars else nest(tensors)).detach()
+    except SchemaError as error:
+        raise SchemaError(f"column '{name}': {error}") from error
+
+
+def _is_numeric(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.is_nested
+    return isinstance(value, np.ndarray) and value.dtype.kind in _NUMERIC
+
+
+def _as_row(name: str, value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else _from_array(name, value)
+
+
+def _declared_row(name: str, row: int, value: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return one row of a declared column; Python numbers take its dtype if that keeps their values."""
+    if _is_numeric(value):
+        return _as_row(name, value)
+    try:
+        plain = torch.tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SchemaError(f"column '{name}', row {row}: {error}; expected numbers") from error
+    cast = plain.to(dtype)
+    if not dtype.is_floating_point and not bool((cast.to(plain.dtype) == plain).all()):
+        raise SchemaError(f"column '{name}', row {row}: values of {plain.dtype} that {dtype} cannot hold")
+    return cast

@@ -1,0 +1,61 @@
+"""The one place that chooses a store."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from headrace.config import DataPlaneConfig
+from headrace.data_plane.adapters.local import LocalDataPlaneClient
+from headrace.data_plane.interfaces import DataPlaneClient
+from headrace.data_plane.observability import MetricsDataPlaneClient, print_event
+from headrace.errors import ConfigError
+from headrace.utils.config_errors import describe
+
+
+def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstrap: bool) -> DataPlaneClient:
+    """Return a client of the store that `cfg` describes.
+
+    The driver passes `bootstrap=True` and starts the store; closing that client ends it. Workers pass False and
+    attach. With `observability.enabled` the client is a MetricsDataPlaneClient that logs every operation.
+
+    Example: `build_data_plane_client({"enabled": True, "impl": "local"}, bootstrap=True)`.
+
+    Raises:
+        ConfigError: `enabled` is false, a key or value that the config does not take, or an `impl` that is not
+            installed.
+        DataPlaneError: nothing to attach to.
+    """
+    config = _validated(cfg)
+    if not config.enabled:
+        raise ConfigError(
+            "data_plane.enabled=false, so there is no store to connect to; set it to true, or use the in-memory loop"
+        )
+    client = _connect(config, bootstrap)
+    return MetricsDataPlaneClient(client, print_event) if config.observability.enabled else client
+
+
+def _validated(cfg: DataPlaneConfig | Mapping[str, Any]) -> DataPlaneConfig:
+    if isinstance(cfg, DataPlaneConfig):
+        return cfg
+    try:
+        return DataPlaneConfig.model_validate(dict(cfg))
+    except ValidationError as error:
+        raise ConfigError(f"data_plane: {describe(error, DataPlaneConfig)}") from error
+
+
+def _connect(config: DataPlaneConfig, bootstrap: bool) -> DataPlaneClient:
+    if config.impl == "local":
+        if bootstrap:
+            return LocalDataPlaneClient.start(config.storage_capacity)
+        return LocalDataPlaneClient.attach()
+    try:
+        from headrace.data_plane.adapters.transfer_queue import (  # noqa: PLC0415  (loads Ray)
+            TransferQueueDataPlaneClient,
+        )
+    except ImportError as error:
+        raise ConfigError(
+            f"data_plane.impl={config.impl} cannot be used: {error}. Install headrace[ray], or set "
+            "data_plane.impl=local"
+        ) from error
+    return TransferQueueDataPlaneClient(config, bootstrap=bootstrap)

@@ -1,0 +1,289 @@
+"""What the store's users program against: KVBatchMeta and DataPlaneClient.
+
+A KVBatchMeta names rows; it holds no tensor. A DataPlaneClient holds rows by (partition, sample id) and column.
+Two ways to reach them: by key (`put_samples`, `get_samples`, `clear_samples`), or by task (`claim_meta` hands
+each task every ready row once, `get_data` reads what was claimed).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from headrace.config import DataPlaneConfig
+from headrace.data_plane.schema import (
+    ELEM_COUNTS_PER_GB,
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    MICRO_BATCH_INDICES,
+    MICRO_BATCH_LENGTHS,
+    PAD_TO_MULTIPLE,
+)
+from headrace.errors import DataPlaneError, SchemaError
+from headrace.utils.rounding import round_up
+
+__all__ = ["DataPlaneClient", "DataPlaneConfig", "KVBatchMeta"]
+
+_PLAN_KEYS = (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB)
+
+
+@dataclass
+class KVBatchMeta:
+    """Names N rows of one partition: ids, lengths and tags, always aligned; picklable; no tensor inside.
+
+    `fields` are the columns known to be there (None: unknown). `sequence_lengths` are tokens per row.
+    `extra_info` carries batch-wide facts: pad target, microbatch plan, rollout metadata. `tags` are small
+    per-row values to filter on; no two metas share a tag dict. An id may repeat (a read with replacement);
+    every put refuses that.
+
+    Raises:
+        SchemaError: lengths or tags that do not match the ids one to one, or a negative length.
+    """
+
+    partition_id: str
+    task_name: str
+    sample_ids: list[str]
+    fields: list[str] | None = None
+    sequence_lengths: list[int] | None = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    tags: list[dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        self.sample_ids = list(map(str, self.sample_ids))
+        self.fields = None if self.fields is None else list(self.fields)
+        self.extra_info = dict(self.extra_info)
+        if self.sequence_lengths is not None:
+            self.sequence_lengths = list(map(int, self.sequence_lengths))
+            self._check_aligned("sequence_lengths", len(self.sequence_lengths))
+            for sample_id, length in zip(self.sample_ids, self.sequence_lengths):
+                if length < 0:
+                    raise SchemaError(
+                        f"sample '{sample_id}' has sequence length {length}; expected 0 or more"
+                    )
+        if self.tags is not None:
+            self.tags = [dict(t) for t in self.tags]
+            self._check_aligned("tags", len(self.tags))
+
+    def _check_aligned(self, name: str, got: int) -> None:
+        if got != self.size:
+            raise SchemaError(f"{name} has {got} entries for {self.size} sample_ids; give one per sample")
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return len(self.sample_ids)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def subset(self, indices: Sequence[int] | torch.Tensor) -> "KVBatchMeta":
+        """Return the rows at `indices`, in that order; repeats are allowed, a microbatch plan is dropped.
+
+        Raises:
+            IndexError: an index outside [-N, N).
+            SchemaError: a boolean mask in place of indices.
+        """
+        rows = _row_numbers(indices)
+        for i in rows:
+            if not -self.size <= i < self.size:
+                raise IndexError(f"row {i} of a meta with {self.size} rows")
+        return replace(
+            self,
+            sample_ids=[self.sample_ids[i] for i in rows],
+            sequence_lengths=_pick(self.sequence_lengths, rows),
+            tags=_pick(self.tags, rows),
+            extra_info={k: v for k, v in self.extra_info.items() if k not in _PLAN_KEYS},
+        )
+
+    def slice(self, start: int, stop: int) -> "KVBatchMeta":
+        """Return rows start to stop - 1, with the bounds of a Python slice."""
+        return self.subset(range(*slice(start, stop).indices(self.size)))
+
+    def drop(self, indices: Sequence[int] | torch.Tensor) -> "KVBatchMeta | None":
+        """Return the meta without the rows at `indices`, or None if nothing is left."""
+        gone = {range(self.size)[i] for i in _row_numbers(indices)}
+        kept = [i for i in range(self.size) if i not in gone]
+        return self.subset(kept) if kept else None
+
+    def with_fields(self, names: Sequence[str]) -> "KVBatchMeta":
+        """Return the same rows with `names` as their known columns; a microbatch plan stays."""
+        return replace(self, fields=list(names))
+
+    def stamp_tags(self, values: Mapping[str, Sequence[Any]]) -> "KVBatchMeta":
+        """Set one tag value per row for every name, in place, and return self.
+
+        Example: `meta.stamp_tags({"reward": [0.0, 1.0]})` on a meta of two rows.
+        """
+        for name, column in values.items():
+            self._check_aligned(f"tag '{name}'", len(column))
+        if self.tags is None:
+            self.tags = [{} for _ in range(self.size)]
+        for name, column in values.items():
+            for tag, value in zip(self.tags, column):
+                tag[name] = value.item() if isinstance(value, torch.Tensor | np.generic) else value
+        return self
+
+    def concat(self, *others: "KVBatchMeta") -> "KVBatchMeta":
+        """Return the rows of all parts, in order.
+
+        Known columns are merged; lengths and tags are None if any part lacks them; the first part's
+        `extra_info` wins, a microbatch plan is dropped, and the pad target is the largest of all parts, raised
+        to cover the longest row.
+
+        Raises:
+            SchemaError: parts of different partitions.
+        """
+        parts = (self, *others)
+        for part in others:
+            if part.partition_id != self.partition_id:
+                raise SchemaError(
+                    f"cannot concat partition '{part.partition_id}' to '{self.partition_id}'; "
+                    "move the rows to one partition first"
+                )
+        extra: dict[str, Any] = {}
+        for part in reversed(parts):
+            extra.update({k: v for k, v in part.extra_info.items() if k not in _PLAN_KEYS})
+        meta = replace(
+            self,
+            sample_ids=[i for p in parts for i in p.sample_ids],
+            fields=_union([p.fields for p in parts]),
+            sequence_lengths=_join([p.sequence_lengths for p in parts]),
+            tags=_join([p.tags for p in parts]),
+            extra_info=extra,
+        )
+        targets = [p.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0) for p in parts]
+        if any(targets):
+            meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = max(*targets, meta.longest_padded())
+        return meta
+
+    def longest_padded(self) -> int:
+        """Return the longest row's length, rounded up to `extra_info["pad_to_multiple"]`; 0 without lengths."""
+        longest = max(self.sequence_lengths or [0])
+        return round_up(longest, int(self.extra_info.get(PAD_TO_MULTIPLE, 1)))
+
+
+def _row_numbers(indices: Sequence[int] | torch.Tensor) -> list[int]:
+    rows = indices.tolist() if isinstance(indices, torch.Tensor | np.ndarray) else list(indices)
+    if any(isinstance(row, bool | np.bool_) for row in rows):
+        raise SchemaError("got a boolean mask; expected row indices, as mask.nonzero().flatten() gives them")
+    return list(map(int, rows))
+
+
+def _pick(values: list[Any] | None, rows: list[int]) -> list[Any] | None:
+    return None if values is None else [values[i] for i in rows]
+
+
+def _join(parts: list[list[Any] | None]) -> list[Any] | None:
+    joined: list[Any] = []
+    for part in parts:
+        if part is None:
+            return None
+        joined.extend(part)
+    return joined
+
+
+def _union(parts: list[list[str] | None]) -> list[str] | None:
+    known = [p for p in parts if p is not None]
+    return list(dict.fromkeys(name for p in known for name in p)) if known else None
+
+
+class DataPlaneClient(ABC):
+    """One process's handle on the store. All methods may be called from several threads."""
+
+    @abstractmethod
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Open a partition, or empty and re-open one of the same id.
+
+        Args:
+            partition_id: Name of the partition.
+            fields: Columns that consumers will ask for; producers may write others too.
+            num_samples: Rows expected; checked against the capacity at once.
+            consumer_tasks: Tasks that claim rows, each with a cursor of its own.
+            grpo_group_size: A claim hands out whole groups of this many consecutive rows.
+            enums: Allowed values per tag name.
+        """
+
+    @abstractmethod
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+    ) -> KVBatchMeta | None:
+        """Take the next `batch_size` rows that have all `required_fields` and that the task has not had.
+
+        With `dp_rank`, repeating the call for another rank takes further rows: no two ranks share one.
+        Not blocking: None if too few rows are ready.
+
+        Raises:
+            ClaimTimeout: blocking, and too few rows became ready within `timeout_s`.
+            DataPlaneError: unknown partition or task.
+        """
+
+    @abstractmethod
+    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
+        """Read the rows of `meta`: `select_fields`, or else `meta.fields`, or else every column they share."""
+
+    @abstractmethod
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """Return whether each task has claimed every row; an empty partition is not consumed."""
+
+    @abstractmethod
+    def put_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        fields: TensorDict | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+    ) -> KVBatchMeta:
+        """Write columns and tags of rows, all or nothing; rows that exist get the new columns added.
+
+        A column written twice keeps the last value. `fields` is what `codec.pack_jagged_fields` returns: dense
+        (N, ...) tensors, jagged nested tensors, and object arrays.
+
+        Raises:
+            SchemaError: repeated ids, a wrong row count, a dtype that the column does not take, a value that
+                cannot be encoded.
+            CapacityExceeded: the rows do not fit.
+        """
+
+    @abstractmethod
+    def get_samples(
+        self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]
+    ) -> TensorDict:
+        """Read columns of rows, in the order asked, repeated ids included.
+
+        Raises:
+            SampleNotFound: ids that are unknown, or columns that a row does not have, all named at once.
+        """
+
+    @abstractmethod
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+        """Remove rows; None removes all rows of the partition. Ids that are not there are ignored."""
+
+    def sample_ids(self, partition_id: str) -> list[str]:
+        """Return the ids that a partition holds, in order of their first put; for leak reports.
+
+        Raises:
+            DataPlaneError: the store cannot list its samples.
+        """
+        raise DataPlaneError(f"{type(self).__name__} cannot list the samples of partition '{partition_id}'")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the store; may be called twice."""

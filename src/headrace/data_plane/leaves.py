@@ -1,0 +1,86 @@
+"""One column of a wire TensorDict, told apart: dense tensor, ragged rows, or objects.
+
+A TensorDict holds an object array as NonTensorData around the array; `td[name]` returns that very array,
+while `td[rows]` does not select from it. So a wire TensorDict is only a carrier: select rows through the store
+or a BatchedDataDict.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from headrace.data_plane.object_codec import ObjectArray, object_array
+from headrace.distributed.ragged import nested_from_ragged, ragged_from_nested
+from headrace.errors import SchemaError
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of different lengths: `values` (tokens, ...), `offsets` (N + 1) int64 on the CPU."""
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+    ragged_dim: int = 1
+
+    def nested(self) -> torch.Tensor:
+        """Return the rows as a jagged nested tensor."""
+        return nested_from_ragged(self.values, self.offsets, self.ragged_dim)
+
+
+Leaf = torch.Tensor | Ragged | ObjectArray
+
+
+def leaves(wire: TensorDict) -> Iterator[tuple[str, Leaf]]:
+    """Yield each column's name and leaf: a dense tensor, Ragged, or an object array. A dict will do, too.
+
+    Raises:
+        SchemaError: a nested TensorDict, or a value that is no column.
+    """
+    rows = wire.batch_size[0] if isinstance(wire, TensorDictBase) and wire.batch_size else None
+    for name in list(wire.keys()):
+        yield str(name), as_leaf(str(name), wire.get(name), rows)
+
+
+def as_leaf(name: str, value: object, rows: int | None = None) -> Leaf:
+    """Tell one column apart; `rows` is how many a NonTensorData without batch dimensions stands for."""
+    if isinstance(value, torch.Tensor):
+        return Ragged(*ragged_from_nested(value)) if value.is_nested else value
+    if isinstance(value, NonTensorStack | LazyStackedTensorDict):
+        return object_array([unwrap_wire_stripped_payload(item) for item in value.unbind(0)])
+    if isinstance(value, NonTensorData):
+        return _broadcast(value.data, value.batch_size[0] if value.batch_dims else rows or 0)
+    if isinstance(value, np.ndarray):
+        return value if value.dtype == object else object_array(value.tolist())
+    if isinstance(value, TensorDictBase) and not value.keys() and value.batch_dims:
+        return object_array([unwrap_wire_stripped_payload(item) for item in value.unbind(0)])
+    if isinstance(value, list | tuple):
+        return object_array([unwrap_wire_stripped_payload(item) for item in value])
+    raise SchemaError(
+        f"column '{name}' is a {type(value).__name__}; expected a tensor, a nested tensor or an object array"
+    )
+
+
+def unwrap_wire_stripped_payload(item: object) -> object:
+    """Return what a transport left of one object: its payload, or None where the payload was lost.
+
+    A NonTensorData gives its payload, also after it has been rebuilt as a plain TensorDict that still carries
+    the payload's dict. The empty TensorDict without batch dimensions is what remains of a lost payload. Any
+    other value, TensorDicts with data included, is returned unchanged.
+    """
+    if isinstance(item, NonTensorData):
+        return item.data
+    if not isinstance(item, TensorDictBase):
+        return item
+    payload = getattr(item, "_non_tensordict", None)
+    if isinstance(payload, Mapping) and "data" in payload:
+        return payload["data"]
+    return None if not item.batch_dims and not item.keys() else item
+
+
+def _broadcast(data: object, rows: int) -> ObjectArray:
+    if isinstance(data, np.ndarray) and data.ndim and rows in (0, len(data)):
+        return data if data.dtype == object and data.ndim == 1 else object_array(data.tolist())
+    return object_array([data] * rows)

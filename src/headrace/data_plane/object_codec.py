@@ -1,0 +1,151 @@
+"""Object columns as bytes: msgpack, one message per row, no pickle.
+
+A value may be None, bool, int (64 bits), float, str, bytes, list, tuple or dict (scalar keys), and inside
+them torch tensors, numeric NumPy arrays and scalars, and one-row PackedTensors. It comes back equal and of
+the same type, except that NumPy scalars come back as Python numbers and tensors on the CPU. Anything else is
+refused.
+
+Wire: plain msgpack, with extension types for the rest. A tensor or array is its dtype and shape as a
+msgpack message, preceded by the message's length in two bytes, and followed by the elements in C order.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headrace.distributed.multimodal import PackedTensor
+from headrace.distributed.ragged import byte_view
+from headrace.errors import SchemaError
+
+ObjectArray = NDArray[np.object_]
+
+
+# msgpack extension codes.
+EXT_TENSOR = 1
+EXT_ARRAY = 2
+EXT_TUPLE = 3
+EXT_PACKED_TENSOR = 4
+
+
+class _NotStorableError(Exception):
+    """A value that has no wire form; the message says which and why."""
+
+
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_column(
+    name: str, column: Iterable[object], sample_ids: Sequence[str] | None = None
+) -> list[bytes]:
+    """Return one message per row.
+
+    Raises:
+        SchemaError: a value that cannot be stored, with its column, row, sample (if `sample_ids` are given) and
+            type.
+    """
+    messages: list[bytes] = []
+    for row, value in enumerate(column):
+        try:
+            messages.append(encode(value))
+        except _NotStorableError as error:
+            sample = f" (sample '{sample_ids[row]}')" if sample_ids else ""
+            raise SchemaError(
+                f"column '{name}', row {row}{sample}: {error}. Objects are made of None, bool, int, float, "
+                "str, bytes, list, tuple, dict, tensors and numeric arrays; convert the value before the put"
+            ) from error
+    return messages
+
+
+def decode_column(messages: Iterable[bytes]) -> ObjectArray:
+    """Return the values of the messages as an object array."""
+    return object_array([decode(message) for message in messages])
+
+
+def object_array(values: Sequence[object]) -> ObjectArray:
+    """Return a 1-D object array with exactly these values, lists and arrays included."""
+    column = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        column[row] = value
+    return column
+
+
+def encode(value: object) -> bytes:
+    """Return a value's message; raises what `encode_column` turns into a SchemaError."""
+    try:
+        return _encoder.encode(_to_wire(value))
+    except RecursionError as error:
+        raise _NotStorableError("a value that contains itself, or is nested too deeply") from error
+    except (OverflowError, ValueError) as error:
+        raise _NotStorableError(f"a value that msgpack cannot carry ({error})") from error
+
+
+def decode(message: bytes) -> Any:
+    """Return the value of a message."""
+    return _decoder.decode(message)
+
+
+def _to_wire(value: object) -> object:
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if isinstance(value, dict) and kind is dict:
+        return {_key(key): _to_wire(item) for key, item in value.items()}
+    if isinstance(value, list) and kind is list:
+        return [_to_wire(item) for item in value]
+    if isinstance(value, tuple) and kind is tuple:
+        return msgspec.msgpack.Ext(EXT_TUPLE, _encoder.encode([_to_wire(item) for item in value]))
+    if isinstance(value, np.generic) and type(value.item()) in _SCALARS:
+        return value.item()
+    if isinstance(value, torch.Tensor):
+        return _tensor_to_wire(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return _buffer(EXT_ARRAY, value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
+    if isinstance(value, PackedTensor) and len(value) == 1:
+        row = None if value.tensors[0] is None else _tensor_to_wire(value.tensors[0])
+        return msgspec.msgpack.Ext(EXT_PACKED_TENSOR, _encoder.encode([value.dim_to_pack, row]))
+    detail = f" of dtype {value.dtype}" if isinstance(value, np.ndarray) else ""
+    raise _NotStorableError(f"a value of type {kind.__module__}.{kind.__qualname__}{detail} cannot be stored")
+
+
+def _key(key: object) -> object:
+    plain = key.item() if isinstance(key, np.generic) else key
+    if type(plain) not in _SCALARS:
+        raise _NotStorableError(f"a dict key of type {type(key).__qualname__} cannot be stored")
+    return plain
+
+
+def _tensor_to_wire(tensor: torch.Tensor) -> msgspec.msgpack.Ext:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise _NotStorableError(f"a tensor of layout {tensor.layout} cannot be stored inside an object")
+    data = byte_view(tensor.cpu()).tobytes()
+    return _buffer(EXT_TENSOR, str(tensor.dtype).removeprefix("torch."), tensor.shape, data)
+
+
+def _buffer(code: int, dtype: str, shape: Sequence[int], data: bytes) -> msgspec.msgpack.Ext:
+    header = _encoder.encode([dtype, list(shape)])
+    return msgspec.msgpack.Ext(code, b"".join((len(header).to_bytes(2, "big"), header, data)))
+
+
+def _from_ext(code: int, data: memoryview) -> object:
+    if code == EXT_TUPLE:
+        return tuple(_decoder.decode(data))
+    if code == EXT_PACKED_TENSOR:
+        dim_to_pack, row = _decoder.decode(data)
+        return PackedTensor([row], dim_to_pack)
+    start = 2 + int.from_bytes(data[:2], "big")
+    dtype, shape = _decoder.decode(data[2:start])
+    # A bytearray, since a tensor or array around bytes could not be written to.
+    if code == EXT_ARRAY:
+        return np.frombuffer(bytearray(data[start:]), dtype=dtype).reshape(shape)
+    kind: torch.dtype = getattr(torch, dtype)
+    if start == len(data):
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(bytearray(data[start:]), dtype=torch.uint8).view(kind).view(shape)
+
+
+_decoder = msgspec.msgpack.Decoder(ext_hook=_from_ext)

@@ -1,0 +1,269 @@
+"""What the store is asked to do: one event per operation, and totals per operation and column."""
+
+import logging
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+import torch
+from tensordict import TensorDict
+
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.leaves import Leaf, Ragged, leaves
+from headrace.data_plane.object_codec import encode_column
+from headrace.errors import ClaimTimeout
+
+Status = Literal["ok", "error", "timeout"]
+
+_log = logging.getLogger("headrace.data_plane")
+
+
+@dataclass(frozen=True)
+class DataPlaneEvent:
+    """One operation.
+
+    `rows` are the rows named in the call, or handed out by it; `columns` maps each column that was moved to its
+    bytes (values and, for objects, their messages); `bytes` is their sum.
+    """
+
+    op: str
+    partition: str
+    rows: int = 0
+    columns: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    status: Status = "ok"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes moved, over all columns."""
+        return sum(self.columns.values())
+
+
+class OpTotals(TypedDict):
+    """Sums over the events of one operation; `errors` counts those that were not ok."""
+
+    count: int
+    rows: int
+    bytes: int
+    seconds: float
+    errors: int
+
+
+class Snapshot(TypedDict):
+    """Totals since the client was made.
+
+    `bytes_by_column` sums what puts and gets moved. `bytes_held` is what this client's puts have left in the
+    store: an overwrite replaces, a clear removes.
+    """
+
+    ops: dict[str, OpTotals]
+    bytes_by_column: dict[str, dict[str, int]]
+    bytes_held: int
+
+
+def print_event(event: DataPlaneEvent) -> None:
+    """Log an event at level INFO, logger `headrace.data_plane`."""
+    _log.info(
+        "%s %s: %d rows, %d columns, %d bytes, %.3f ms, %s",
+        event.op,
+        event.partition,
+        event.rows,
+        len(event.columns),
+        event.bytes,
+        event.seconds * 1e3,
+        event.status,
+    )
+
+
+class MetricsDataPlaneClient(DataPlaneClient):
+    """Passes every call on to `inner`, and gives `on_event` one DataPlaneEvent for each, failed ones too.
+
+    Object columns are encoded once more to know their size. What `on_event` raises reaches the caller.
+    """
+
+    def __init__(
+        self, inner: DataPlaneClient, on_event: Callable[[DataPlaneEvent], None] = print_event
+    ) -> None:
+        self.inner = inner
+        self._on_event = on_event
+        self._lock = threading.Lock()
+        self._ops: dict[str, OpTotals] = {}
+        self._moved: dict[str, Counter[str]] = {"put": Counter(), "get": Counter()}
+        self._held = _HeldBytes()
+
+    def snapshot(self) -> Snapshot:
+        """Return totals per operation and column so far."""
+        with self._lock:
+            return Snapshot(
+                ops={op: OpTotals(**totals) for op, totals in self._ops.items()},
+                bytes_by_column={direction: dict(columns) for direction, columns in self._moved.items()},
+                bytes_held=self._held.total,
+            )
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Measure `register_partition`; its rows are `num_samples`."""
+        with self._measure("register_partition", partition_id, num_samples):
+            self.inner.register_partition(
+                partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums
+            )
+            with self._lock:
+                self._held.clear(partition_id, None)
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+    ) -> KVBatchMeta | None:
+        """Measure `claim_meta`, waiting included; its rows are those handed out."""
+        with self._measure("claim_meta", partition_id, 0) as record:
+            meta = self.inner.claim_meta(
+                partition_id, task_name, required_fields, batch_size, dp_rank, blocking, timeout_s
+            )
+            record.rows = 0 if meta is None else meta.size
+            return meta
+
+    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
+        """Measure `get_data`."""
+        with self._measure("get_data", meta.partition_id, meta.size) as record:
+            wire = self.inner.get_data(meta, select_fields)
+            record.columns = _column_bytes(wire)
+            return wire
+
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """Measure `check_consumption_status`."""
+        with self._measure("check_consumption_status", partition_id, 0):
+            return self.inner.check_consumption_status(partition_id, task_names)
+
+    def put_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        fields: TensorDict | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+    ) -> KVBatchMeta:
+        """Measure `put_samples`."""
+        with self._measure("put_samples", partition_id, len(sample_ids)) as record:
+            meta = self.inner.put_samples(sample_ids, partition_id, fields, tags)
+            by_row = {name: _row_bytes(name, leaf) for name, leaf in _leaves(fields)}
+            record.columns = {name: sum(sizes) for name, sizes in by_row.items()}
+            with self._lock:
+                self._held.put(partition_id, meta.sample_ids, by_row)
+            return meta
+
+    def get_samples(
+        self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]
+    ) -> TensorDict:
+        """Measure `get_samples`."""
+        with self._measure("get_samples", partition_id, len(sample_ids)) as record:
+            wire = self.inner.get_samples(sample_ids, partition_id, select_fields)
+            record.columns = _column_bytes(wire)
+            return wire
+
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+        """Measure `clear_samples`; its rows are the ids given."""
+        rows = 0 if sample_ids is None else len(sample_ids)
+        with self._measure("clear_samples", partition_id, rows):
+            self.inner.clear_samples(sample_ids, partition_id)
+            with self._lock:
+                self._held.clear(partition_id, sample_ids)
+
+    def sample_ids(self, partition_id: str) -> list[str]:
+        """Return what `inner` lists."""
+        return self.inner.sample_ids(partition_id)
+
+    def close(self) -> None:
+        """Close `inner`."""
+        self.inner.close()
+
+    @contextmanager
+    def _measure(self, op: str, partition: str, rows: int) -> "Iterator[_Record]":
+        record = _Record(rows)
+        status: Status = "error"
+        start = time.perf_counter()
+        try:
+            yield record
+            status = "ok"
+        except ClaimTimeout:
+            status = "timeout"
+            raise
+        finally:
+            seconds = time.perf_counter() - start
+            event = DataPlaneEvent(op, partition, record.rows, record.columns, seconds, status)
+            self._count(event)
+            self._on_event(event)
+
+    def _count(self, event: DataPlaneEvent) -> None:
+        with self._lock:
+            totals = self._ops.setdefault(event.op, OpTotals(count=0, rows=0, bytes=0, seconds=0.0, errors=0))
+            totals["count"] += 1
+            totals["rows"] += event.rows
+            totals["bytes"] += event.bytes
+            totals["seconds"] += event.seconds
+            totals["errors"] += event.status != "ok"
+            if event.columns:
+                self._moved["put" if event.op == "put_samples" else "get"].update(event.columns)
+
+
+@dataclass
+class _Record:
+    """What an operation turned out to move."""
+
+    rows: int
+    columns: dict[str, int] = field(default_factory=dict)
+
+
+class _HeldBytes:
+    """Bytes of every cell (partition, column, sample) that was put and not cleared."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._cells: dict[str, dict[str, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
+
+    def put(self, partition: str, ids: Sequence[str], by_row: Mapping[str, Sequence[int]]) -> None:
+        for name, sizes in by_row.items():
+            cells = self._cells[partition][name]
+            self.total += sum(sizes) - sum(cells.get(sample_id, 0) for sample_id in ids)
+            cells.update(zip(ids, sizes))
+
+    def clear(self, partition: str, ids: Sequence[str] | None) -> None:
+        if ids is None:
+            gone = self._cells.pop(partition, {})
+            self.total -= sum(sum(cells.values()) for cells in gone.values())
+            return
+        for cells in self._cells[partition].values():
+            self.total -= sum(cells.pop(str(sample_id), 0) for sample_id in ids)
+
+
+def _leaves(wire: TensorDict | None) -> Iterator[tuple[str, Leaf]]:
+    return leaves(wire) if wire is not None else iter(())
+
+
+def _column_bytes(wire: TensorDict) -> dict[str, int]:
+    return {name: sum(_row_bytes(name, leaf)) for name, leaf in leaves(wire)}
+
+
+def _row_bytes(name: str, leaf: Leaf) -> list[int]:
+    if isinstance(leaf, Ragged):
+        token_bytes = leaf.values[:1].numel() * leaf.values.element_size()
+        sizes: list[int] = (leaf.offsets.diff() * token_bytes).tolist()
+        return sizes
+    if isinstance(leaf, torch.Tensor):
+        return [leaf[:1].numel() * leaf.element_size()] * int(leaf.shape[0])
+    return [len(message) for message in encode_column(name, leaf)]

@@ -1,0 +1,66 @@
+"""From one step's metadata to each data-parallel rank's: which rows, in which microbatches. No I/O."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.data_plane.interfaces import KVBatchMeta
+from headrace.data_plane.schema import ELEM_COUNTS_PER_GB, MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS
+from headrace.distributed.packing import (
+    DynamicBatchingArgs,
+    MicrobatchPlan,
+    SequencePackingArgs,
+    plan_microbatches,
+)
+from headrace.errors import SchemaError
+
+
+def shard_meta_for_dp(
+    meta: KVBatchMeta,
+    *,
+    dp_world: int,
+    batch_size: int | None = None,
+    sequence_packing_args: SequencePackingArgs | Mapping[str, Any] | None = None,
+    dynamic_batching_args: DynamicBatchingArgs | Mapping[str, Any] | None = None,
+) -> tuple[list[KVBatchMeta], list[int] | None]:
+    """Return the metadata of each of `dp_world` ranks, and how to restore the caller's row order.
+
+    Rows fall to ranks exactly as `BatchedDataDict.shard_by_batch_size` gives them, from the lengths alone.
+    Ids, lengths and tags of a row stay together; `extra_info` is copied to every rank, with that rank's
+    microbatch plan when packing or dynamic batching is on (then every rank has the same number of
+    microbatches per global batch).
+
+    Returns:
+        The metas, and `inverse`: rows concatenated in rank order return to the caller's order by
+        `reorder_data(inverse)`. None if they are in that order already, which without packing and dynamic
+        batching is so for a single global batch.
+
+    Raises:
+        SchemaError: packing or dynamic batching without `sequence_lengths`.
+        ConfigError: sizes that do not divide, a row over the token budget (by sample id), or bad arguments.
+    """
+    planned = sequence_packing_args is not None or dynamic_batching_args is not None
+    if planned and meta.sequence_lengths is None:
+        raise SchemaError(
+            f"the meta of partition '{meta.partition_id}' has {meta.size} rows without sequence_lengths; "
+            "packing and dynamic batching need them"
+        )
+    plan = plan_microbatches(
+        meta.sequence_lengths if meta.sequence_lengths is not None else [0] * meta.size,
+        shards=dp_world,
+        batch_size=batch_size,
+        sequence_packing_args=sequence_packing_args,
+        dynamic_batching_args=dynamic_batching_args,
+        row_names=meta.sample_ids,
+    )
+    inverse = plan.inverse
+    metas = [_rank_meta(meta, plan, rank) for rank in range(dp_world)]
+    return metas, inverse if planned or inverse != list(range(meta.size)) else None
+
+
+def _rank_meta(meta: KVBatchMeta, plan: MicrobatchPlan, rank: int) -> KVBatchMeta:
+    shard = meta.subset(plan.rank_rows(rank).tolist())
+    if plan.kind != "contiguous":
+        shard.extra_info[MICRO_BATCH_INDICES] = plan.micro_batch_indices(rank)
+        shard.extra_info[MICRO_BATCH_LENGTHS] = plan.micro_batch_lengths(rank)
+        shard.extra_info[ELEM_COUNTS_PER_GB] = plan.elem_counts_per_gb(rank)
+    return shard

@@ -1,0 +1,192 @@
+"""The field table: the only place where a column is declared.
+
+A FieldSpec says what a column is (one value per token, per sample, or an object), which dtypes it takes, what
+pads it, who produces it and who reads it. Every field list, pad value and dtype check in headrace derives from
+`FIELDS`; no other module names the columns of a stage. A column that is not in the table is allowed everywhere
+and travels as it is: dense stays dense, nested stays nested, objects are encoded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+import torch
+
+from headrace.errors import SchemaError
+
+Layout = Literal["padded", "jagged"]
+
+# Keys of KVBatchMeta.extra_info.
+MICRO_BATCH_INDICES = "micro_batch_indices"
+MICRO_BATCH_LENGTHS = "micro_batch_lengths"
+ELEM_COUNTS_PER_GB = "elem_counts_per_gb"
+GLOBAL_FORWARD_PAD_SEQLEN = "global_forward_pad_seqlen"
+PAD_TO_MULTIPLE = "pad_to_multiple"
+
+# Columns that code names one by one.
+INPUT_IDS = "input_ids"
+INPUT_LENGTHS = "input_lengths"
+SAMPLE_MASK = "sample_mask"
+ROUTED_EXPERTS_FIELD = "routed_experts"
+
+
+class Kind(StrEnum):
+    """What one row of a column holds."""
+
+    PER_TOKEN = "per_token"
+    """(L, ...) per sample, L = the sample's sequence length; jagged on the wire."""
+    PER_SAMPLE = "per_sample"
+    """A scalar per sample: (N,) for a batch."""
+    OBJECT = "object"
+    """A Python value made of None, bool, int, float, str, bytes, list and dict; encoded as msgpack."""
+
+
+class Stage(StrEnum):
+    """A step of the loop that produces or reads columns."""
+
+    ROLLOUT = "rollout"
+    PREV_LOGPROBS = "prev_logprobs"
+    REFERENCE_LOGPROBS = "reference_logprobs"
+    ADVANTAGES = "advantages"
+    TRAIN = "train"
+    LOG = "log"
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """The declaration of one column.
+
+    `dtype` is what headrace itself writes, `accepts` what a put may carry (a column keeps the dtype it was put
+    with). `pad` fills padded layouts; the string "pad_token" stands for the tokenizer's pad id. `trailing_dims`
+    counts the dimensions after the token dimension. `broadcast` allows one value per sample in a per-token
+    column: the value holds for all tokens of the row, and N numbers travel in place of N x L.
+    """
+
+    name: str
+    kind: Kind
+    dtype: torch.dtype | None
+    accepts: frozenset[torch.dtype]
+    pad: int | float | Literal["pad_token"]
+    producer: Stage
+    consumers: frozenset[Stage]
+    trailing_dims: int = 0
+    broadcast: bool = False
+    optional: bool = False
+
+
+_INTEGERS = frozenset({torch.int64, torch.int32})
+_FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+_MASKS = frozenset({torch.bool, torch.uint8}) | _INTEGERS | _FLOATS
+_ROUTES = frozenset({torch.uint8, torch.int16, torch.uint16})
+_LOGPROB_STAGES = frozenset({Stage.PREV_LOGPROBS, Stage.REFERENCE_LOGPROBS})
+_FORWARD = _LOGPROB_STAGES | {Stage.TRAIN}
+
+
+def _per_token(
+    name: str,
+    dtype: torch.dtype,
+    accepts: frozenset[torch.dtype],
+    producer: Stage,
+    consumers: frozenset[Stage],
+    *,
+    pad: int | float | Literal["pad_token"] = 0,
+    trailing_dims: int = 0,
+    broadcast: bool = False,
+    optional: bool = False,
+) -> FieldSpec:
+    return FieldSpec(
+        name, Kind.PER_TOKEN, dtype, accepts, pad, producer, consumers, trailing_dims, broadcast, optional
+    )
+
+
+def _per_sample(
+    name: str,
+    dtype: torch.dtype,
+    accepts: frozenset[torch.dtype],
+    producer: Stage,
+    consumers: frozenset[Stage],
+    *,
+    optional: bool = False,
+) -> FieldSpec:
+    return FieldSpec(name, Kind.PER_SAMPLE, dtype, accepts, 0, producer, consumers, optional=optional)
+
+
+def _object(name: str) -> FieldSpec:
+    return FieldSpec(
+        name, Kind.OBJECT, None, frozenset(), 0, Stage.ROLLOUT, frozenset({Stage.LOG}), optional=True
+    )
+
+
+_R, _T = Stage.ROLLOUT, frozenset({Stage.TRAIN})
+
+_TABLE = (
+    _per_token(INPUT_IDS, torch.int64, _INTEGERS, _R, _FORWARD | {Stage.LOG}, pad="pad_token"),
+    _per_sample(INPUT_LENGTHS, torch.int64, _INTEGERS, _R, _FORWARD),
+    # Logprobs are aligned with the token they score: position t scores token t, position 0 is 0.
+    _per_token("generation_logprobs", torch.float32, _FLOATS, _R, _T),
+    _per_token("prev_logprobs", torch.float32, _FLOATS, Stage.PREV_LOGPROBS, _T),
+    _per_token("reference_policy_logprobs", torch.float32, _FLOATS, Stage.REFERENCE_LOGPROBS, _T),
+    _per_token("advantages", torch.float32, _FLOATS, Stage.ADVANTAGES, _T, broadcast=True),
+    _per_token("token_mask", torch.uint8, _MASKS, _R, _FORWARD),
+    _per_sample(SAMPLE_MASK, torch.float32, _MASKS, _R, _FORWARD),
+    # Expert ids chosen during the rollout: (L, MoE layers, k). An all-255 (uint8) or all-max row is missing.
+    _per_token(ROUTED_EXPERTS_FIELD, torch.uint8, _ROUTES, _R, _FORWARD, trailing_dims=2, optional=True),
+    _object("message_log"),
+)
+
+FIELDS: dict[str, FieldSpec] = {spec.name: spec for spec in _TABLE}
+
+
+def _read_by(*stages: Stage) -> list[str]:
+    return [s.name for s in _TABLE if not s.optional and any(stage in s.consumers for stage in stages)]
+
+
+DP_TRAIN_FIELDS: list[str] = _read_by(Stage.TRAIN)
+"""Columns that a training step reads."""
+
+LP_SEED_FIELDS: list[str] = _read_by(Stage.PREV_LOGPROBS)
+"""Columns that a logprob forward reads."""
+
+ROLLOUT_FIELDS: list[str] = [s.name for s in _TABLE if s.producer is Stage.ROLLOUT and not s.optional]
+"""Columns that every rollout writes in its first put."""
+
+PROMOTE_1D_FIELDS: frozenset[str] = frozenset(s.name for s in _TABLE if s.kind is Kind.PER_SAMPLE)
+"""Scalar columns, which some backends carry as (N, 1)."""
+
+PER_TOKEN_FIELDS: frozenset[str] = frozenset(s.name for s in _TABLE if s.kind is Kind.PER_TOKEN)
+
+
+def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool) -> list[str]:
+    """Return `fields`, with the routes column appended once when router replay is `enabled`."""
+    names = list(fields)
+    if enabled and ROUTED_EXPERTS_FIELD not in names:
+        names.append(ROUTED_EXPERTS_FIELD)
+    return names
+
+
+def pad_values(pad_token_id: int) -> dict[str, int | float]:
+    """Return the pad value of every declared per-token column.
+
+    >>> pad_values(7)["input_ids"]
+    7
+    """
+    return {
+        s.name: pad_token_id if s.pad == "pad_token" else s.pad for s in _TABLE if s.kind is Kind.PER_TOKEN
+    }
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Hold a declared column to its dtypes; an undeclared one passes.
+
+    Raises:
+        SchemaError: the column is declared and does not take `dtype`.
+    """
+    spec = FIELDS.get(name)
+    if spec is None or dtype in spec.accepts:
+        return
+    wanted = ", ".join(sorted(str(d) for d in spec.accepts)) or "objects (numpy array of dtype object)"
+    raise SchemaError(
+        f"column '{name}' is declared as {spec.kind.value} and takes {wanted}; got {dtype}. "
+        f"Cast it to {spec.dtype or 'an object array'} before the put, or use an undeclared column name."
+    )

@@ -1,0 +1,233 @@
+"""What a policy worker needs to work from metadata: fetch its rows, run, write results back.
+
+A worker class mixes this in beside its own `train`, `get_logprobs` and `get_reference_policy_logprobs`, which
+take a BatchedDataDict. Ranks that hold parts of one replica (tensor, context, pipeline siblings) see the same
+rows: one of them, the leader, talks to the store.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from headrace.config import DataPlaneConfig
+from headrace.data_plane.codec import materialize
+from headrace.data_plane.column_io import pack_columns
+from headrace.data_plane.factory import build_data_plane_client
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.observability import MetricsDataPlaneClient
+from headrace.data_plane.schema import (
+    ELEM_COUNTS_PER_GB,
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    MICRO_BATCH_INDICES,
+    MICRO_BATCH_LENGTHS,
+    PER_TOKEN_FIELDS,
+    Layout,
+    pad_values,
+)
+from headrace.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from headrace.distributed.collectives import broadcast_columns
+from headrace.errors import DataPlaneError, HeadraceError, SchemaError
+
+FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
+Batch = BatchedDataDict
+
+
+class TQWorkerMixin:
+    """Metadata-driven entry points of a policy worker."""
+
+    _dp_client: DataPlaneClient | None = None
+    _pad_token_id: int = 0
+
+    # What the worker class brings.
+
+    train: Callable[..., dict[str, Any]]
+    train_microbatches: Callable[..., None]
+    get_logprobs: Callable[..., Batch]
+    get_reference_policy_logprobs: Callable[..., Batch]
+
+    def _get_replica_group(self) -> dist.ProcessGroup | None:
+        """Return the group of this replica's tensor, context and pipeline ranks; None if it is one rank."""
+        return None
+
+    def _is_replica_leader(self) -> bool:
+        """Return whether this rank speaks for its replica: the first of its group, whichever axes it spans."""
+        group = self._get_replica_group()
+        return group is None or dist.get_rank(group) == 0
+
+    # Set-up.
+
+    def setup_data_plane(self, cfg: DataPlaneConfig | Mapping[str, Any]) -> None:
+        """Attach to the store that the driver has started."""
+        self._dp_client = build_data_plane_client(cfg, bootstrap=False)
+
+    def close_data_plane(self) -> None:
+        """Let go of the store; may be called twice."""
+        if self._dp_client is not None:
+            self._dp_client.close()
+            self._dp_client = None
+
+    def _client(self) -> DataPlaneClient:
+        if self._dp_client is None:
+            raise DataPlaneError("the worker has no store; call setup_data_plane(cfg) first")
+        return self._dp_client
+
+    # Reading.
+
+    def _fetch(
+        self,
+        meta: KVBatchMeta,
+        *,
+        layout: Layout = "padded",
+        fetch_policy: FetchPolicy = "auto",
+        preprocess: Callable[[Batch], Batch] | None = None,
+    ) -> Batch:
+        """Read `meta.fields` of the rows of `meta`, padded to the batch-wide target, with the driver's plan.
+
+        `auto` has the leader of a replica of several ranks fetch and broadcast, and a replica of one rank
+        fetch for itself. `preprocess` runs on the fetching rank, before the broadcast.
+        """
+        group = None if fetch_policy == "independent" else self._get_replica_group()
+        if group is None:
+            if fetch_policy == "leader_broadcast":
+                raise DataPlaneError(
+                    "fetch_policy='leader_broadcast' needs a replica of several ranks; use 'auto'"
+                )
+            columns = self._read(meta, layout, preprocess)
+        else:
+            columns = self._read_and_broadcast(meta, layout, preprocess, group)
+        data: Batch = SlicedDataDict(columns)
+        data.token_columns = PER_TOKEN_FIELDS
+        _attach_plan(data, meta)
+        return data
+
+    def _read(
+        self, meta: KVBatchMeta, layout: Layout, preprocess: Callable[[Batch], Batch] | None
+    ) -> dict[str, Any]:
+        wire = self._client().get_samples(meta.sample_ids, meta.partition_id, meta.fields or [])
+        data = materialize(
+            wire,
+            layout=layout,
+            pad_value_dict=pad_values(self._pad_token_id),
+            pad_to_seqlen=int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0)),
+        )
+        return dict((preprocess(data) if preprocess else data).items())
+
+    def _read_and_broadcast(
+        self,
+        meta: KVBatchMeta,
+        layout: Layout,
+        preprocess: Callable[[Batch], Batch] | None,
+        group: dist.ProcessGroup,
+    ) -> dict[str, Any]:
+        if layout != "padded":
+            raise DataPlaneError(f"layout='{layout}' cannot be broadcast; use fetch_policy='independent'")
+        columns, error = None, None
+        if self._is_replica_leader():
+            try:
+                columns = self._read(meta, layout, preprocess)
+            except HeadraceError as caught:
+                error = caught
+        return broadcast_columns(columns, src=dist.get_global_rank(group, 0), group=group, error=error)
+
+    # Writing.
+
+    def _write_back(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
+        """Write columns of the rows of `meta`; only the leader of a replica does, once.
+
+        Raises:
+            SchemaError: a per-token column that does not fit the declared lengths, naming column, row, sizes.
+        """
+        if not self._is_replica_leader():
+            return
+        if meta.sequence_lengths is None:
+            raise SchemaError(f"cannot write back {list(fields)}: the meta has no sequence_lengths")
+        wire = pack_columns(dict(fields), lengths=torch.tensor(meta.sequence_lengths))
+        self._client().put_samples(meta.sample_ids, meta.partition_id, fields=wire)
+
+    def _write_back_result_field(
+        self, meta: KVBatchMeta, result: Mapping[str, Any], *, result_key: str, field: str
+    ) -> None:
+        """Write `result[result_key]` back as the column `field`."""
+        if result_key not in result:
+            raise DataPlaneError(
+                f"the worker returned {sorted(result)}; expected '{result_key}' for column '{field}'"
+            )
+        self._write_back(meta, {field: result[result_key]})
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Return the bytes that this rank has put and got so far, by column; empty if nothing measures them."""
+        return bytes_moved(self._client())
+
+    # Entry points.
+
+    def train_presharded(
+        self,
+        meta: KVBatchMeta,
+        loss_fn: Any,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """Train on this rank's rows; see the worker's `train`."""
+        return self.train(self._fetch(meta), loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
+
+    def train_microbatches_presharded(self, meta: KVBatchMeta, loss_fn: Any, mbs: int | None = None) -> None:
+        """Add the gradients of this rank's rows to the open train step; see the worker's split step."""
+        self.train_microbatches(self._fetch(meta), loss_fn, mbs=mbs)
+
+    def get_logprobs_presharded(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
+        """Compute the policy's logprobs of this rank's rows and write them back as `prev_logprobs`."""
+        result = self.get_logprobs(self._fetch(meta), micro_batch_size=micro_batch_size)
+        self._write_back_result_field(meta, result, result_key="logprobs", field="prev_logprobs")
+
+    def get_reference_policy_logprobs_presharded(
+        self, meta: KVBatchMeta, micro_batch_size: int | None = None
+    ) -> None:
+        """Compute the reference policy's logprobs and write them back as `reference_policy_logprobs`."""
+        result = self.get_reference_policy_logprobs(self._fetch(meta), micro_batch_size=micro_batch_size)
+        self._write_back_result_field(
+            meta, result, result_key="reference_logprobs", field="reference_policy_logprobs"
+        )
+
+    def reduce_rows_presharded(
+        self, meta: KVBatchMeta, reduce_fn: Callable[[Batch], Mapping[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """Return `reduce_fn` of this rank's rows: a few numbers per row, small enough for the driver.
+
+        Raises:
+            DataPlaneError: a result that is not one number per row.
+        """
+        reduced = dict(reduce_fn(self._fetch(meta)))
+        for name, value in reduced.items():
+            if tuple(value.shape) != (meta.size,):
+                raise DataPlaneError(
+                    f"'{name}' has shape {tuple(value.shape)} for {meta.size} rows; "
+                    "expected one number per row, bulk columns stay in the store"
+                )
+        return reduced
+
+
+def _attach_plan(data: Batch, meta: KVBatchMeta) -> None:
+    """Hand the driver's microbatch plan to the batch; it is never derived again on a rank."""
+    for key in (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB):
+        if key in meta.extra_info:
+            setattr(data, key, meta.extra_info[key])
+
+
+def bytes_moved(client: DataPlaneClient) -> dict[str, int]:
+    """Return the bytes put and got through `client`, by column; empty unless observability is on."""
+    if not isinstance(client, MetricsDataPlaneClient):
+        return {}
+    directions = client.snapshot()["bytes_by_column"].values()
+    return dict(sum((Counter(columns) for columns in directions), Counter()))
+
+
+def plan_fields(available: Sequence[str] | None, wanted: Sequence[str]) -> list[str]:
+    """Return the `wanted` columns that are `available`, in the order wanted; None: all of them."""
+    if available is None:
+        return list(wanted)
+    there = set(available)
+    return [name for name in wanted if name in there]

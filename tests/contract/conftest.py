@@ -1,0 +1,45 @@
+"""The contract of DataPlaneClient, held by every store. A new adapter joins by one line in CONFIGS."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from contract_batches import Start
+
+from headrace.data_plane import DataPlaneClient, build_data_plane_client
+from ray_session import SIMPLE, fresh_store
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "local": {"impl": "local"},
+    "local-metrics": {"impl": "local", "observability": {"enabled": True}},
+    "transfer_queue-simple": SIMPLE,
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The config of one kind of store."""
+    if CONFIGS[request.param] is SIMPLE:
+        request.getfixturevalue("transfer_queue_engine")
+        return fresh_store()
+    return CONFIGS[request.param]
+
+
+@pytest.fixture
+def start(config: dict[str, Any]) -> Iterator[Start]:
+    """Start a store (`start(storage_capacity=8)`); it is closed after the test."""
+    clients: list[DataPlaneClient] = []
+
+    def build(**changes: Any) -> DataPlaneClient:
+        clients.append(build_data_plane_client({**config, **changes}, bootstrap=True))
+        return clients[-1]
+
+    yield build
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def client(start: Start) -> DataPlaneClient:
+    """The client that started a store."""
+    return start()

@@ -1,0 +1,277 @@
+"""Partitions, claims and consumption."""
+
+import threading
+import time
+
+import pytest
+import torch
+from contract_batches import Start, put_numbers, tokens, wire
+
+from headrace.data_plane import DataPlaneClient, KVBatchMeta
+from headrace.errors import CapacityExceeded, ClaimTimeout, DataPlaneError, SampleNotFound, SchemaError
+
+
+def register(client: DataPlaneClient, *tasks: str, group_size: int | None = None) -> None:
+    client.register_partition("p", ["x", "y"], 8, list(tasks), grpo_group_size=group_size)
+
+
+def claim(client: DataPlaneClient, count: int, task: str = "train", *fields: str) -> list[str] | None:
+    meta = client.claim_meta("p", task, list(fields) or ["x"], count, blocking=False)
+    return None if meta is None else meta.sample_ids
+
+
+def test_a_task_gets_every_row_once_in_the_order_of_the_puts(client: DataPlaneClient) -> None:
+    register(client, "train")
+    put_numbers(client, ["b", "a"], x=0)
+    put_numbers(client, ["c", "d"], x=0)
+    assert [claim(client, 3), claim(client, 1), claim(client, 1)] == [["b", "a", "c"], ["d"], None]
+
+
+def test_each_task_has_a_cursor_of_its_own(client: DataPlaneClient) -> None:
+    register(client, "logprob", "train")
+    put_numbers(client, ["a", "b"], x=0)
+    assert claim(client, 2, "logprob") == ["a", "b"]
+    assert claim(client, 1, "train") == ["a"]
+
+
+def test_a_row_is_ready_when_it_has_all_required_columns(client: DataPlaneClient) -> None:
+    register(client, "train")
+    put_numbers(client, ["a", "b", "c"], x=0)
+    put_numbers(client, ["c", "b"], y=0)
+    assert claim(client, 2, "train", "x", "y") == ["b", "c"]
+    assert claim(client, 1, "train", "x", "y") is None
+    assert claim(client, 1, "train", "x") == ["a"]
+
+
+def test_a_claim_takes_all_it_asks_for_or_nothing(client: DataPlaneClient) -> None:
+    register(client, "train")
+    put_numbers(client, ["a", "b"], x=0)
+    assert claim(client, 3) is None
+    assert claim(client, 2) == ["a", "b"]
+
+
+def test_no_two_ranks_share_a_row(client: DataPlaneClient) -> None:
+    register(client, "train")
+    put_numbers(client, list("abcdef"), x=0)
+    shares = [client.claim_meta("p", "train", ["x"], 2, dp_rank=rank, blocking=False) for rank in range(3)]
+    assert [share.sample_ids for share in shares if share] == [["a", "b"], ["c", "d"], ["e", "f"]]
+
+
+def test_groups_are_handed_out_whole(client: DataPlaneClient) -> None:
+    register(client, "train", group_size=2)
+    put_numbers(client, ["p0_g0", "p0_g1", "p1_g0"], x=0)
+    assert claim(client, 4) is None
+    put_numbers(client, ["p1_g1", "p2_g0"], x=0)
+    assert claim(client, 4) == ["p0_g0", "p0_g1", "p1_g0", "p1_g1"]
+    assert claim(client, 2) is None
+
+
+def test_a_group_waits_for_the_columns_of_all_its_rows(client: DataPlaneClient) -> None:
+    register(client, "train", group_size=2)
+    put_numbers(client, list("abcd"), x=0)
+    put_numbers(client, ["b", "c", "d"], y=0)
+    assert claim(client, 2, "train", "x", "y") == ["c", "d"]
+
+
+def test_groups_stay_aligned_after_a_group_was_cleared(client: DataPlaneClient) -> None:
+    register(client, "train", group_size=2)
+    put_numbers(client, list("abcdef"), x=0)
+    client.clear_samples(["a", "b"], "p")
+    assert claim(client, 4) == ["c", "d", "e", "f"]
+
+
+def test_what_is_left_of_a_broken_group_is_not_handed_out(client: DataPlaneClient) -> None:
+    register(client, "train", group_size=2)
+    put_numbers(client, list("abcd"), x=0)
+    client.clear_samples(["a"], "p")
+    assert claim(client, 2) == ["c", "d"]
+    assert claim(client, 2) is None
+
+
+@pytest.mark.parametrize("count", [0, -1, 3])
+def test_a_claim_that_splits_a_group_is_refused(client: DataPlaneClient, count: int) -> None:
+    register(client, "train", group_size=2)
+    with pytest.raises(DataPlaneError, match=f"batch_size={count}"):
+        claim(client, count)
+
+
+def test_cleared_rows_are_no_longer_counted(client: DataPlaneClient) -> None:
+    register(client, "train")
+    put_numbers(client, list("abc"), x=0)
+    client.clear_samples(["b"], "p")
+    assert claim(client, 3) is None
+    assert claim(client, 2) == ["a", "c"]
+
+
+def test_a_row_that_was_cleared_and_put_again_is_new(client: DataPlaneClient) -> None:
+    register(client, "train")
+    put_numbers(client, ["a"], x=0)
+    assert claim(client, 1) == ["a"]
+    client.clear_samples(["a"], "p")
+    put_numbers(client, ["a"], x=0)
+    assert claim(client, 1) == ["a"]
+
+
+def test_a_claimed_row_that_is_written_again_stays_claimed(client: DataPlaneClient) -> None:
+    register(client, "train")
+    put_numbers(client, ["a"], x=0)
+    claim(client, 1)
+    put_numbers(client, ["a"], x=5)
+    assert claim(client, 1) is None
+
+
+def test_claims_survive_the_clearing_of_other_rows(client: DataPlaneClient) -> None:
+    client.register_partition("p", ["x"], 4000, ["train"])
+    ids = [f"s{i}" for i in range(4000)]
+    put_numbers(client, ids, x=0)
+    assert claim(client, 3500) == ids[:3500]
+    client.clear_samples(ids[:3400], "p")
+    assert claim(client, 500) == ids[3500:]
+    assert claim(client, 1) is None
+
+
+def test_a_claim_says_what_it_claimed(client: DataPlaneClient) -> None:
+    register(client, "train")
+    fields = wire(2, input_ids=tokens([1, 2], [3]), input_lengths=torch.tensor([2, 1]))
+    client.put_samples(["a", "b"], "p", fields=fields, tags=[{"r": 1.0}, {"r": 0.0}])
+    meta = client.claim_meta("p", "train", ["input_ids"], 2)
+    assert meta == KVBatchMeta("p", "train", ["a", "b"], ["input_ids"], [2, 1], {}, [{"r": 1.0}, {"r": 0.0}])
+
+
+def test_data_of_a_claim_are_its_required_columns_by_default(client: DataPlaneClient) -> None:
+    register(client, "train")
+    put_numbers(client, ["a", "b"], x=0, y=5, z=9)
+    meta = client.claim_meta("p", "train", ["x", "y"], 2)
+    assert meta is not None
+    assert sorted(client.get_data(meta).keys()) == ["x", "y"]
+    assert client.get_data(meta, ["z"])["z"].tolist() == [9, 10]
+    assert list(client.get_data(meta, []).keys()) == []
+
+
+def test_data_of_a_meta_without_fields_are_the_columns_that_its_rows_share(client: DataPlaneClient) -> None:
+    put_numbers(client, ["a", "b"], x=0)
+    put_numbers(client, ["a"], y=5)
+    assert list(client.get_data(KVBatchMeta("p", "t", ["a", "b"])).keys()) == ["x"]
+    assert sorted(client.get_data(KVBatchMeta("p", "t", ["a"])).keys()) == ["x", "y"]
+    with pytest.raises(SampleNotFound, match="'nobody'"):
+        client.get_data(KVBatchMeta("p", "t", ["nobody"]))
+
+
+def test_a_blocking_claim_waits_for_the_rows(client: DataPlaneClient) -> None:
+    register(client, "train")
+    put_numbers(client, ["a"], x=0)
+    timer = threading.Timer(0.1, put_numbers, (client, ["b"]), {"x": 0})
+    timer.start()
+    meta = client.claim_meta("p", "train", ["x"], 2, timeout_s=10)
+    timer.join()
+    assert meta is not None
+    assert meta.sample_ids == ["a", "b"]
+
+
+def test_a_blocking_claim_waits_for_a_column(client: DataPlaneClient) -> None:
+    register(client, "train")
+    put_numbers(client, ["a"], x=0)
+    timer = threading.Timer(0.1, put_numbers, (client, ["a"]), {"y": 0})
+    timer.start()
+    assert client.claim_meta("p", "train", ["x", "y"], 1, timeout_s=10) is not None
+    timer.join()
+
+
+def test_a_claim_in_vain_times_out_and_says_what_is_missing(client: DataPlaneClient) -> None:
+    register(client, "train")
+    put_numbers(client, ["a", "b"], x=0)
+    put_numbers(client, ["a"], y=0)
+    start = time.monotonic()
+    with pytest.raises(ClaimTimeout) as caught:
+        client.claim_meta("p", "train", ["x", "y", "z"], 2, timeout_s=0.05)
+    assert 0.05 <= time.monotonic() - start < 5
+    for part in (
+        "'train'",
+        "2 samples",
+        "0 are ready of 2",
+        "'y' is written for 1",
+        "'z' is written for 0",
+        "timeout_s",
+    ):
+        assert part in str(caught.value)
+
+
+def test_a_waiting_claim_blocks_no_other_client(client: DataPlaneClient) -> None:
+    register(client, "train")
+    waiting = threading.Thread(
+        target=client.claim_meta, args=("p", "train", ["x"], 1), kwargs={"timeout_s": 10}
+    )
+    waiting.start()
+    start = time.monotonic()
+    put_numbers(client, ["v"], "other", x=0)
+    client.get_samples(["v"], "other", ["x"])
+    assert time.monotonic() - start < 5
+    put_numbers(client, ["a"], x=0)
+    waiting.join(10)
+    assert not waiting.is_alive()
+
+
+def test_unknown_partitions_and_tasks_are_errors(client: DataPlaneClient) -> None:
+    with pytest.raises(DataPlaneError, match="unknown partition 'p'"):
+        claim(client, 1)
+    register(client, "train")
+    with pytest.raises(DataPlaneError, match="no task 'val'; registered consumer_tasks: 'train'"):
+        claim(client, 1, "val")
+    with pytest.raises(DataPlaneError, match="no task 'val'"):
+        client.check_consumption_status("p", ["val"])
+
+
+def test_a_partition_is_consumed_when_each_task_had_every_row(client: DataPlaneClient) -> None:
+    register(client, "logprob", "train")
+    put_numbers(client, ["a", "b"], x=0)
+    claim(client, 2, "train")
+    assert client.check_consumption_status("p", ["train"])
+    assert not client.check_consumption_status("p", ["train", "logprob"])
+    claim(client, 1, "logprob")
+    assert not client.check_consumption_status("p", ["train", "logprob"])
+    claim(client, 1, "logprob")
+    assert client.check_consumption_status("p", ["train", "logprob"])
+    put_numbers(client, ["c"], x=0)
+    assert not client.check_consumption_status("p", ["train"])
+
+
+def test_an_empty_partition_is_not_a_consumed_one(client: DataPlaneClient) -> None:
+    register(client, "train")
+    assert not client.check_consumption_status("p", ["train"])
+    put_numbers(client, ["a"], x=0)
+    claim(client, 1)
+    client.clear_samples(None, "p")
+    assert not client.check_consumption_status("p", ["train"])
+
+
+def test_registering_again_empties_the_partition(client: DataPlaneClient) -> None:
+    register(client, "train")
+    put_numbers(client, ["a"], x=0)
+    claim(client, 1)
+    register(client, "train", "late")
+    with pytest.raises(SampleNotFound):
+        client.get_samples(["a"], "p", ["x"])
+    put_numbers(client, ["a"], x=0)
+    assert (claim(client, 1), claim(client, 1, "late")) == (["a"], ["a"])
+
+
+def test_a_cleared_partition_keeps_its_tasks(client: DataPlaneClient) -> None:
+    register(client, "train")
+    put_numbers(client, ["a"], x=0)
+    client.clear_samples(None, "p")
+    put_numbers(client, ["b"], x=0)
+    assert claim(client, 1) == ["b"]
+
+
+def test_more_samples_than_the_store_holds_are_refused_at_registration(start: Start) -> None:
+    client = start(storage_capacity=7)
+    with pytest.raises(CapacityExceeded, match="expects 8 samples; the store holds at most 7"):
+        register(client, "train")
+
+
+def test_tags_outside_their_enum_are_refused_by_sample(client: DataPlaneClient) -> None:
+    client.register_partition("p", ["x"], 2, [], enums={"status": ["kept", "filtered"]})
+    client.put_samples(["a"], "p", tags=[{"status": "kept"}])
+    with pytest.raises(SchemaError, match="tag 'status' of sample 'b' is 'lost'"):
+        client.put_samples(["a", "b"], "p", tags=[{"status": "filtered"}, {"status": "lost"}])
+    assert client.put_samples(["a"], "p").tags == [{"status": "kept"}]

@@ -1,0 +1,30 @@
+"""`import headrace.data_plane` is cheap: what its users need, and nothing else."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+PROBE = """
+import json, sys, time
+start = time.process_time()
+import torch, tensordict
+base = time.process_time()
+import headrace.data_plane
+done = time.process_time()
+heavy = {"ray", "transformers", "transfer_queue", "vllm", "sglang", "megatron", "datasets"} & set(sys.modules)
+print(json.dumps({"heavy": sorted(heavy), "base_s": base - start, "own_s": done - base}))
+"""
+
+
+def probe() -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_importing_the_data_plane_loads_no_heavy_package_and_takes_under_four_seconds() -> None:
+    # Processor time, and the best of three: other processes may share the machine.
+    results = [probe() for _ in range(3)]
+    assert all(result["heavy"] == [] for result in results)
+    assert min(result["base_s"] + result["own_s"] for result in results) < 4
+    assert min(result["own_s"] for result in results) < 0.5

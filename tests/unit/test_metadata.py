@@ -1,0 +1,200 @@
+"""The edge rules of KVBatchMeta, one test each, named for the rule."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.data_plane import KVBatchMeta
+from headrace.data_plane.schema import (
+    ELEM_COUNTS_PER_GB,
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    MICRO_BATCH_INDICES,
+    MICRO_BATCH_LENGTHS,
+    PAD_TO_MULTIPLE,
+)
+from headrace.errors import SchemaError
+
+PLAN = {MICRO_BATCH_INDICES: [[[0, 3]]], MICRO_BATCH_LENGTHS: [[7]], ELEM_COUNTS_PER_GB: [3]}
+
+
+def meta(**changes: Any) -> KVBatchMeta:
+    values: dict[str, Any] = {
+        "partition_id": "train",
+        "task_name": "train",
+        "sample_ids": ["a", "b", "c"],
+        "fields": ["input_ids"],
+        "sequence_lengths": [3, 5, 4],
+        "extra_info": {"step": 1},
+        "tags": [{"r": 0.0}, {"r": 1.0}, {"r": 2.0}],
+    }
+    return KVBatchMeta(**{**values, **changes})
+
+
+def test_size_is_the_number_of_rows() -> None:
+    assert (meta().size, len(meta())) == (3, 3)
+
+
+def test_the_defaults_are_unknown_and_empty() -> None:
+    bare = KVBatchMeta("p", "t", ["a"])
+    assert (bare.fields, bare.sequence_lengths, bare.extra_info, bare.tags) == (None, None, {}, None)
+
+
+@pytest.mark.parametrize("name", ["sequence_lengths", "tags"])
+def test_misaligned_lengths_or_tags_are_refused_at_construction(name: str) -> None:
+    with pytest.raises(SchemaError, match=f"{name} has 2 entries for 3 sample_ids"):
+        meta(**{name: [1, 2] if name == "sequence_lengths" else [{}, {}]})
+
+
+def test_a_negative_length_is_refused_by_sample() -> None:
+    with pytest.raises(SchemaError, match="sample 'b' has sequence length -1"):
+        meta(sequence_lengths=[1, -1, 2])
+
+
+def test_a_repeated_id_is_legal() -> None:
+    assert meta(sample_ids=["a", "a", "b"]).subset([0, 1]).sample_ids == ["a", "a"]
+
+
+def test_lengths_may_be_a_tensor() -> None:
+    assert meta(sequence_lengths=torch.tensor([3, 5, 4])).sequence_lengths == [3, 5, 4]
+
+
+def test_subset_keeps_ids_lengths_and_tags_together() -> None:
+    part = meta().subset(torch.tensor([2, 0, 2]))
+    assert part.sample_ids == ["c", "a", "c"]
+    assert part.sequence_lengths == [4, 3, 4]
+    assert part.tags == [{"r": 2.0}, {"r": 0.0}, {"r": 2.0}]
+    assert (part.fields, part.extra_info) == (["input_ids"], {"step": 1})
+
+
+def test_subset_takes_no_index_out_of_range_and_no_mask() -> None:
+    with pytest.raises(IndexError, match="row 3"):
+        meta().subset([3])
+    for mask in ([True, False, True], torch.tensor([True, False, True]), np.array([True, False, True])):
+        with pytest.raises(SchemaError, match="boolean mask"):
+            meta().subset(mask)
+        with pytest.raises(SchemaError, match="boolean mask"):
+            meta().drop(mask)
+
+
+def test_no_tag_dict_is_shared_between_two_metas() -> None:
+    given = [{"r": 0}, {"r": 1}, {"r": 2}]
+    whole = meta(tags=given)
+    derived = [
+        whole.subset([0, 0, 1]),
+        whole.slice(0, 2),
+        whole.with_fields(["x"]),
+        whole.concat(whole),
+        whole.drop([2]),
+    ]
+    dicts = [*given, *(whole.tags or [])]
+    for part in derived:
+        assert part is not None
+        dicts.extend(part.tags or [])
+    assert len({id(tag) for tag in dicts}) == len(dicts)
+
+
+def test_no_extra_info_dict_is_shared_between_two_metas() -> None:
+    whole = meta()
+    whole.subset([0]).extra_info["step"] = 2
+    whole.concat(whole).extra_info["step"] = 3
+    assert whole.extra_info == {"step": 1}
+
+
+def test_a_subset_drops_the_plan_and_with_fields_keeps_it() -> None:
+    planned = meta(extra_info={"step": 1, **PLAN})
+    assert planned.subset([0, 1]).extra_info == {"step": 1}
+    assert planned.concat(planned).extra_info == {"step": 1}
+    assert planned.with_fields(["x"]).extra_info == {"step": 1, **PLAN}
+
+
+@pytest.mark.parametrize(("start", "stop", "ids"), [(0, 2, "ab"), (1, 99, "bc"), (-1, 3, "c"), (2, 1, "")])
+def test_slice_has_the_bounds_of_a_python_slice(start: int, stop: int, ids: str) -> None:
+    assert meta().slice(start, stop).sample_ids == list(ids)
+
+
+def test_drop_takes_rows_away_and_gives_none_if_nothing_is_left() -> None:
+    kept = meta().drop([0, -1])
+    assert kept is not None
+    assert (kept.sample_ids, kept.sequence_lengths, kept.tags) == (["b"], [5], [{"r": 1.0}])
+    assert meta().drop([0, 1, 2]) is None
+
+
+def test_with_fields_names_the_columns_of_the_same_rows() -> None:
+    narrowed = meta().with_fields(["x", "y"])
+    assert (narrowed.fields, narrowed.sample_ids) == (["x", "y"], ["a", "b", "c"])
+    assert meta().fields == ["input_ids"]
+
+
+def test_stamp_tags_sets_values_in_place() -> None:
+    stamped = meta(tags=None)
+    assert (
+        stamped.stamp_tags({"reward": torch.tensor([0.0, 1.0, 2.0]), "kept": [True, False, True]}) is stamped
+    )
+    assert stamped.tags == [
+        {"reward": 0.0, "kept": True},
+        {"reward": 1.0, "kept": False},
+        {"reward": 2.0, "kept": True},
+    ]
+
+
+def test_stamped_numbers_are_python_numbers() -> None:
+    stamped = meta(tags=None).stamp_tags({"x": np.array([1.5, 2.5, 3.5]), "y": torch.tensor([1, 2, 3])})
+    assert stamped.tags is not None
+    assert {type(value) for tag in stamped.tags for value in tag.values()} == {float, int}
+
+
+def test_stamping_another_number_of_values_is_refused_and_stamps_nothing() -> None:
+    whole = meta()
+    with pytest.raises(SchemaError, match="tag 'late' has 2 entries for 3"):
+        whole.stamp_tags({"first": [1, 2, 3], "late": [1, 2]})
+    assert whole.tags == [{"r": 0.0}, {"r": 1.0}, {"r": 2.0}]
+
+
+def test_concat_joins_rows_in_order_and_merges_fields() -> None:
+    joined = meta().concat(meta(sample_ids=["d", "e", "f"], fields=["advantages", "input_ids"]))
+    assert joined.sample_ids == list("abcdef")
+    assert joined.sequence_lengths == [3, 5, 4] * 2
+    assert joined.fields == ["input_ids", "advantages"]
+    assert joined.tags == [{"r": 0.0}, {"r": 1.0}, {"r": 2.0}] * 2
+
+
+def test_concat_of_different_partitions_is_refused() -> None:
+    with pytest.raises(SchemaError, match="'val' to 'train'"):
+        meta().concat(meta(partition_id="val"))
+
+
+@pytest.mark.parametrize("name", ["sequence_lengths", "tags"])
+def test_concat_gives_none_for_what_one_part_lacks(name: str) -> None:
+    assert getattr(meta().concat(meta(**{name: None})), name) is None
+
+
+def test_concat_raises_a_pad_target_that_is_smaller_than_the_longest_row() -> None:
+    first = meta(extra_info={GLOBAL_FORWARD_PAD_SEQLEN: 16, PAD_TO_MULTIPLE: 8})
+    second = meta(sequence_lengths=[100, 1, 1], extra_info={})
+    assert first.concat(second).extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 104
+    assert second.concat(first).extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 104
+
+
+def test_concat_keeps_the_largest_pad_target() -> None:
+    parts = [meta(extra_info={GLOBAL_FORWARD_PAD_SEQLEN: n}) for n in (16, 64, 32)]
+    assert parts[0].concat(*parts[1:]).extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 64
+
+
+def test_concat_without_pad_targets_makes_none_up() -> None:
+    assert GLOBAL_FORWARD_PAD_SEQLEN not in meta().concat(meta()).extra_info
+
+
+def test_concat_of_one_part_is_that_part() -> None:
+    assert meta().concat() == meta()
+
+
+def test_metas_pickle() -> None:
+    assert pickle.loads(pickle.dumps(meta(extra_info=PLAN))) == meta(extra_info=PLAN)
+
+
+def test_the_longest_row_is_rounded_up_to_the_multiple() -> None:
+    assert meta(extra_info={PAD_TO_MULTIPLE: 4}).longest_padded() == 8
+    assert meta(sequence_lengths=None).longest_padded() == 0

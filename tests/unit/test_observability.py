@@ -1,0 +1,138 @@
+import logging
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from headrace.data_plane import (
+    DataPlaneEvent,
+    KVBatchMeta,
+    MetricsDataPlaneClient,
+    build_data_plane_client,
+    print_event,
+)
+from headrace.data_plane.adapters.local import LocalDataPlaneClient
+from headrace.data_plane.codec import nest
+from headrace.data_plane.object_codec import encode, object_array
+from headrace.errors import ClaimTimeout, SampleNotFound, SchemaError
+
+
+def measured() -> tuple[MetricsDataPlaneClient, list[DataPlaneEvent]]:
+    events: list[DataPlaneEvent] = []
+    return MetricsDataPlaneClient(LocalDataPlaneClient(), events.append), events
+
+
+def wire(rows: int, **columns: object) -> TensorDict:
+    return TensorDict(columns, batch_size=[rows])
+
+
+def test_a_put_is_one_event_with_the_bytes_of_each_column() -> None:
+    client, events = measured()
+    log = object_array(["hello", None])
+    fields = wire(2, x=nest([torch.ones(3), torch.ones(0)]), y=torch.ones(2, 4, dtype=torch.uint8), log=log)
+    client.put_samples(["a", "b"], "p", fields=fields)
+    (event,) = events
+    assert (event.op, event.partition, event.rows, event.status) == ("put_samples", "p", 2, "ok")
+    messages = len(encode("hello")) + len(encode(None))
+    assert dict(event.columns) == {"x": 12, "y": 8, "log": messages}
+    assert event.bytes == 20 + messages
+    assert event.seconds > 0
+
+
+def test_every_operation_is_one_event() -> None:
+    client, events = measured()
+    client.register_partition("p", ["x"], 2, ["t"])
+    client.put_samples(["a", "b"], "p", fields=wire(2, x=torch.ones(2)))
+    meta = client.claim_meta("p", "t", ["x"], 2)
+    assert isinstance(meta, KVBatchMeta)
+    assert client.claim_meta("p", "t", ["x"], 1, blocking=False) is None
+    client.get_data(meta)
+    client.get_samples(["a"], "p", ["x"])
+    client.check_consumption_status("p", ["t"])
+    client.clear_samples(["a"], "p")
+    assert [(event.op, event.rows, event.bytes) for event in events] == [
+        ("register_partition", 2, 0),
+        ("put_samples", 2, 8),
+        ("claim_meta", 2, 0),
+        ("claim_meta", 0, 0),
+        ("get_data", 2, 8),
+        ("get_samples", 1, 4),
+        ("check_consumption_status", 0, 0),
+        ("clear_samples", 1, 0),
+    ]
+
+
+def test_an_error_is_an_event_and_still_raised() -> None:
+    client, events = measured()
+    with pytest.raises(SampleNotFound):
+        client.get_samples(["a"], "p", ["x"])
+    with pytest.raises(SchemaError):
+        client.put_samples(["a", "a"], "p", fields=wire(2, x=torch.ones(2)))
+    assert [(event.op, event.status, event.bytes) for event in events] == [
+        ("get_samples", "error", 0),
+        ("put_samples", "error", 0),
+    ]
+    assert client.snapshot()["ops"]["put_samples"]["errors"] == 1
+
+
+def test_a_claim_in_vain_is_a_timeout_and_its_waiting_is_measured() -> None:
+    client, events = measured()
+    client.register_partition("p", ["x"], 1, ["t"])
+    with pytest.raises(ClaimTimeout):
+        client.claim_meta("p", "t", ["x"], 1, timeout_s=0.05)
+    assert events[-1].status == "timeout"
+    assert events[-1].seconds >= 0.05
+
+
+def test_the_snapshot_sums_operations_and_columns() -> None:
+    client, _ = measured()
+    for ids in (["a", "b"], ["c", "d"]):
+        client.put_samples(ids, "p", fields=wire(2, x=torch.ones(2), y=torch.ones(2, 3)))
+    client.get_samples(["a", "b", "c"], "p", ["x"])
+    client.get_data(KVBatchMeta("p", "t", ["a"]), ["x"])
+    totals = client.snapshot()
+    assert totals["bytes_by_column"] == {"put": {"x": 16, "y": 48}, "get": {"x": 16}}
+    put = totals["ops"]["put_samples"]
+    assert (put["count"], put["rows"], put["bytes"], put["errors"]) == (2, 4, 64, 0)
+    assert put["seconds"] > 0
+
+
+def test_an_overwrite_is_not_new_bytes_and_a_clear_gives_them_back() -> None:
+    client, _ = measured()
+    client.put_samples(["a", "b"], "p", fields=wire(2, x=nest([torch.ones(1), torch.ones(2)])))
+    assert client.snapshot()["bytes_held"] == 12
+    client.put_samples(["b"], "p", fields=wire(1, x=nest([torch.ones(5)])))
+    assert client.snapshot()["bytes_held"] == 24
+    assert client.snapshot()["bytes_by_column"]["put"] == {"x": 32}
+    client.put_samples(["a"], "other", fields=wire(1, x=torch.ones(1)))
+    client.clear_samples(["b", "unknown"], "p")
+    assert client.snapshot()["bytes_held"] == 8
+    client.clear_samples(None, "p")
+    assert client.snapshot()["bytes_held"] == 4
+    client.register_partition("other", [], 1, [])
+    assert client.snapshot()["bytes_held"] == 0
+
+
+def test_the_snapshot_is_a_copy() -> None:
+    client, _ = measured()
+    client.put_samples(["a"], "p", fields=wire(1, x=torch.ones(1)))
+    client.snapshot()["bytes_by_column"]["put"]["x"] = 0
+    assert client.snapshot()["bytes_by_column"]["put"]["x"] == 4
+
+
+def test_events_are_logged_and_not_printed(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO, logger="headrace.data_plane"):
+        print_event(DataPlaneEvent("put_samples", "train", 2, {"x": 8}, 0.0015, "ok"))
+    assert caplog.messages == ["put_samples train: 2 rows, 1 columns, 8 bytes, 1.500 ms, ok"]
+    assert capsys.readouterr().out == ""
+
+
+def test_the_config_switches_observability_on(caplog: pytest.LogCaptureFixture) -> None:
+    client = build_data_plane_client({"observability": {"enabled": True}}, bootstrap=True)
+    with caplog.at_level(logging.INFO, logger="headrace.data_plane"):
+        client.put_samples(["a"], "p")
+    client.close()
+    assert isinstance(client, MetricsDataPlaneClient)
+    assert len(caplog.messages) == 1
