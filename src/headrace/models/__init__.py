@@ -1,0 +1,1 @@
+"""Language models: training, scoring, sampling, and the policies over them."""

@@ -1,0 +1,1 @@
+"""Hugging Face causal LMs: from batches to inputs, logprobs, gradients and checkpoints."""

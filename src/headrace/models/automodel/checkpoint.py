@@ -1,0 +1,152 @@
+"""A policy on disk: the model in Hugging Face layout, and what training needs to go on bit for bit.
+
+    model/                   config.json, model.safetensors, tokenizer files: loads with AutoModelForCausalLM
+    optimizer.safetensors    AdamW's moments and step counts, by parameter name
+    rng.safetensors          torch's generator states
+    trainer.json             counters
+
+Nothing is pickled. Hyperparameters come from the recipe, not from here.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from headrace.errors import ConfigError
+from headrace.models.automodel.setup import load_pretrained, no_progress_bars
+
+logger = logging.getLogger(__name__)
+
+_MODEL = "model"
+_OPTIMIZER = "optimizer.safetensors"
+_RNG = "rng.safetensors"
+_STATE = "trainer.json"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Counters of a run: updates since the first weights, and updates of the present schedule."""
+
+    weight_version: int
+    scheduler_updates: int
+
+
+def save_model(directory: Path, model: Any, tokenizer: Any) -> None:
+    """Write `directory` as a Hugging Face model directory, with float32 safetensors and the tokenizer."""
+    with no_progress_bars():
+        model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def load_weights(directory: Path, model: Any) -> None:
+    """Copy the weights of a Hugging Face model directory into `model`, bit for bit.
+
+    Raises:
+        ConfigError: nothing there that can be read, or weights of another shape or architecture.
+    """
+    try:
+        with no_progress_bars():
+            saved = load_pretrained(directory, dtype=torch.float32)
+        model.load_state_dict(saved.state_dict())
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(
+            f"{directory}: cannot load these weights ({' '.join(str(error).split())[:300]}); the checkpoint must "
+            "be whole and of the recipe's policy.model"
+        ) from error
+
+
+def save_checkpoint(
+    directory: Path,
+    model: Any,
+    tokenizer: Any,
+    optimizer: torch.optim.Optimizer | None,
+    state: TrainerState,
+) -> None:
+    """Write everything into `directory`, made if absent; with `optimizer` None its state is left out."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_model(directory / _MODEL, model, tokenizer)
+    if optimizer is not None:
+        save_file(_optimizer_tensors(model, optimizer), directory / _OPTIMIZER)
+    save_file(_rng_states(), directory / _RNG)
+    (directory / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
+
+
+def load_checkpoint(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -> TrainerState:
+    """Restore weights, optimizer and this process's RNG, and return the counters.
+
+    `optimizer` must be fresh and built for `model`; it stays so, with a warning, if none was saved.
+
+    Raises:
+        ConfigError: a file that is missing or damaged, or that belongs to another model.
+    """
+    load_weights(directory / _MODEL, model)
+    state = _read_state(directory / _STATE)
+    _restore_rng(_read(directory / _RNG))
+    file = directory / _OPTIMIZER
+    if file.is_file():
+        _restore_optimizer(model, optimizer, _read(file), file)
+    else:
+        logger.warning("%s was saved without optimizer state; AdamW starts anew from its weights", directory)
+    return state
+
+
+def _optimizer_tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[id(parameter)]}/{key}": value.detach().to("cpu").contiguous()
+        for parameter, slots in optimizer.state.items()
+        for key, value in slots.items()
+    }
+
+
+def _restore_optimizer(
+    model: Any, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], source: Path
+) -> None:
+    slots: dict[str, dict[str, torch.Tensor]] = {}
+    for name, value in tensors.items():
+        parameter, _, key = name.rpartition("/")
+        slots.setdefault(parameter, {})[key] = value
+    parameters = dict(model.named_parameters())
+    if slots.keys() - parameters.keys():
+        raise ConfigError(
+            f"{source}: has state of {sorted(slots.keys() - parameters.keys())[0]}, which the model does not have; "
+            "resume with the recipe's own policy.model"
+        )
+    order = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    state = {order[id(parameters[name])]: values for name, values in slots.items()}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def _rng_states() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _restore_rng(states: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(path)
+        return tensors
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: missing or damaged ({error}); use another checkpoint") from error
+
+
+def _read_state(path: Path) -> TrainerState:
+    try:
+        return TrainerState(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: missing or damaged ({error}); use another checkpoint") from error

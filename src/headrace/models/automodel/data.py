@@ -1,0 +1,291 @@
+"""From a batch on one rank to what a model's forward takes: microbatches, packed or padded, and global counts.
+
+Three ways to cut: fixed size, dynamic shapes and packed sequences; the last two follow the plan that the
+batch carries (`micro_batch_indices`). Every data-parallel rank runs the same number of microbatches: a rank
+with fewer runs fillers, which weigh nothing. Tensors stay on the device that they come on.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headrace.config import PolicyConfig
+from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, SAMPLE_MASK
+from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.ragged import RowLayout
+from headrace.errors import ConfigError, SchemaError
+from headrace.models.huggingface.common import (
+    FlashAttentionKwargs,
+    get_flash_attention_kwargs,
+    pack_sequences,
+)
+from headrace.models.interfaces import LossFn, LossType
+from headrace.utils.rounding import round_up
+
+Batch = BatchedDataDict
+Config = Mapping[str, Any] | PolicyConfig
+
+TOKEN_MASK = "token_mask"
+
+
+@dataclass
+class ProcessedInputs:
+    """Inputs of one forward pass.
+
+    Padded: `input_ids` (b, S), `attention_mask` (b, S) bool, `position_ids` (b, S). Packed: `input_ids` and
+    `position_ids` (1, T), no mask, and `flash_attn_kwargs` with the boundaries of the sequences. With context
+    parallelism, `cp_buffers` are the tensors to split along the sequence, `seq_index` (1, S) the positions in it.
+    """
+
+    input_ids: torch.Tensor
+    seq_len: int
+    attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    flash_attn_kwargs: FlashAttentionKwargs | dict[str, Any] = field(default_factory=dict)
+    vlm_kwargs: dict[str, Any] = field(default_factory=dict)
+    cp_buffers: list[torch.Tensor] = field(default_factory=list)
+    seq_index: torch.Tensor | None = None
+
+    @property
+    def has_context_parallel(self) -> bool:
+        """Whether the sequence is split over ranks."""
+        return len(self.cp_buffers) > 0
+
+    @property
+    def has_flash_attention(self) -> bool:
+        """Whether sequence boundaries are there: a dataclass, or a dict that is not empty."""
+        return bool(self.flash_attn_kwargs)
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether images or other media go into the forward pass."""
+        return len(self.vlm_kwargs) > 0
+
+    def forward_kwargs(self) -> dict[str, Any]:
+        """Return the keyword arguments of a transformers causal LM's `forward`."""
+        boundaries = self.flash_attn_kwargs
+        extra = boundaries if isinstance(boundaries, dict) else boundaries.as_forward_kwargs()
+        return {
+            "input_ids": self.input_ids,
+            # Padding is on the right: under causal attention no token sees it, with a mask or without, and
+            # without one SDPA takes its fastest kernels.
+            "attention_mask": self.attention_mask if self.is_multimodal else None,
+            "position_ids": self.position_ids,
+            **extra,
+            **self.vlm_kwargs,
+        }
+
+
+@dataclass
+class ProcessedMicrobatch:
+    """A microbatch: its columns (b rows padded to S, as the loss sees them) and the inputs made of them.
+
+    `original_batch_size` is b and `original_seq_len` S, before any packing.
+    """
+
+    data_dict: Batch
+    processed_inputs: ProcessedInputs
+    original_batch_size: int
+    original_seq_len: int
+
+
+def get_microbatch_iterator(
+    data: Batch,
+    cfg: Config,
+    mbs: int,
+    dp_mesh: Any,
+    tokenizer: Any,
+    cp_size: int = 1,
+) -> tuple[Iterator[ProcessedMicrobatch], int]:
+    """Cut one global batch's rows on this rank into processed microbatches, and say how many there are.
+
+    The number is equal on all ranks of `dp_mesh` (a one-axis device mesh, a process group, or None for one
+    process); every rank must call this together. `mbs` counts for fixed-size microbatches only.
+
+    Raises:
+        ConfigError: fixed size, and the rows are no multiple of `mbs`.
+    """
+    if setting(cfg, "dynamic_batching.enabled", False):
+        raw = data.make_microbatch_iterator_with_dynamic_shapes()
+        count = data.get_microbatch_iterator_dynamic_shapes_len()
+    elif setting(cfg, "sequence_packing.enabled", False):
+        raw = data.make_microbatch_iterator_for_packable_sequences()
+        count, _ = data.get_microbatch_iterator_for_packable_sequences_len()
+    else:
+        raw = data.make_microbatch_iterator(mbs)
+        count = data.size // mbs
+    length = _largest(count, _group_of(dp_mesh))
+    fillers = (data.make_filler() for _ in range(length - count))
+    return make_processed_microbatch_iterator(itertools.chain(raw, fillers), tokenizer, cfg, cp_size), length
+
+
+def make_processed_microbatch_iterator(
+    raw_iterator: Iterator[Batch], tokenizer: Any, cfg: Config, cp_size: int
+) -> Iterator[ProcessedMicrobatch]:
+    """Process each microbatch as it is asked for; packed if `cfg` has `sequence_packing.enabled`."""
+    packing = bool(setting(cfg, "sequence_packing.enabled", False))
+    for microbatch in raw_iterator:
+        rows, width = microbatch[INPUT_IDS].shape[:2]
+        inputs = process_microbatch(microbatch, tokenizer, packing, cfg, cp_size)
+        yield ProcessedMicrobatch(microbatch, inputs, rows, width)
+
+
+def process_microbatch(
+    mb: Batch, tokenizer: Any, enable_seq_packing: bool, cfg: Config, cp_size: int
+) -> ProcessedInputs:
+    """Make the forward pass's inputs of one microbatch.
+
+    A packed row is filled up to a multiple of `make_sequence_length_divisible_by`; the filling is a sequence
+    of its own.
+
+    Raises:
+        ConfigError: media with packing, context or sequence parallelism; packing with context parallelism.
+        SchemaError: no `input_lengths`, or a length that is greater than the width, with its row.
+    """
+    input_ids = mb[INPUT_IDS]
+    if INPUT_LENGTHS not in mb:
+        raise SchemaError(f"a microbatch needs the column '{INPUT_LENGTHS}'; got {sorted(mb)}")
+    media = dict(mb.get_multimodal_dict(as_tensors=True, device=input_ids.device))
+    _check_combination(media, enable_seq_packing, cfg, cp_size)
+    if enable_seq_packing:
+        multiple = int(setting(cfg, "make_sequence_length_divisible_by", 1))
+        return _pack(input_ids, mb[INPUT_LENGTHS], _filling_id(tokenizer), multiple)
+    inputs = _pad(input_ids, mb[INPUT_LENGTHS])
+    if media:
+        # The model derives positions from where the media stand.
+        inputs.position_ids, inputs.vlm_kwargs = None, media
+    if cp_size > 1:
+        assert inputs.position_ids is not None
+        inputs.seq_index = torch.arange(inputs.seq_len, device=input_ids.device).unsqueeze(0)
+        inputs.cp_buffers = [inputs.input_ids, inputs.position_ids, inputs.seq_index]
+    return inputs
+
+
+def process_global_batch(
+    data: Batch,
+    loss_fn: LossFn,
+    dp_group: dist.ProcessGroup | None,
+    *,
+    batch_idx: int,
+    batch_size: int,
+) -> dict[str, Any]:
+    """Take rows `batch_idx * batch_size` onwards of this rank, and count what the loss is normalised by.
+
+    Returns:
+        `batch`: the rows; `global_valid_seqs`: sum of `sample_mask`; `global_valid_toks`: sum of
+        `token_mask[:, 1:] * sample_mask`; the sums are 0-D float32, over all ranks of `dp_group` (None: this
+        process alone).
+
+    Raises:
+        SchemaError: no `sample_mask`, or no `token_mask` for a token-level loss.
+    """
+    batch = data.get_batch(batch_idx=batch_idx, batch_size=batch_size)
+    if SAMPLE_MASK not in batch:
+        raise SchemaError(f"a training batch needs the column '{SAMPLE_MASK}'; got {sorted(batch)}")
+    sample_mask = batch[SAMPLE_MASK].double()
+    if TOKEN_MASK in batch:
+        tokens = (batch[TOKEN_MASK][:, 1:].double() * sample_mask[:, None]).sum()
+    elif loss_fn.loss_type == LossType.TOKEN_LEVEL:
+        raise SchemaError(f"a token-level loss needs the column '{TOKEN_MASK}'; got {sorted(batch)}")
+    else:
+        tokens = sample_mask.sum() * batch[INPUT_IDS].shape[1]
+    counts = torch.stack([sample_mask.sum(), tokens])
+    if dp_group is not None:
+        counts = _all_reduce(counts, dist.ReduceOp.SUM, dp_group)
+    sequences, tokens = counts.float()
+    return {"batch": batch, "global_valid_seqs": sequences, "global_valid_toks": tokens}
+
+
+def setting(cfg: Config, key: str, default: Any) -> Any:
+    """Return a dotted key of a mapping or of the config model, or `default` where it is not set."""
+    value: Any = cfg
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+        if value is None:
+            return default
+    return value
+
+
+def _pack(
+    input_ids: torch.Tensor, input_lengths: torch.Tensor, filling_id: int, multiple: int
+) -> ProcessedInputs:
+    total = int(input_lengths.sum())
+    width = round_up(max(total, 1), multiple)
+    packed, positions, _ = pack_sequences(
+        input_ids,
+        input_lengths,
+        packed_sequence_size=[len(input_ids)],
+        padding_value=filling_id,
+        return_attention_mask=False,
+        min_seq_len=width,
+    )
+    lengths = input_lengths
+    if width > total:
+        positions[:, total:] = torch.arange(width - total, device=positions.device)
+        lengths = torch.cat([lengths, lengths.new_tensor([width - total])])
+    return ProcessedInputs(
+        packed, width, position_ids=positions, flash_attn_kwargs=get_flash_attention_kwargs(lengths)
+    )
+
+
+def _pad(input_ids: torch.Tensor, input_lengths: torch.Tensor) -> ProcessedInputs:
+    rows, width = input_ids.shape[:2]
+    RowLayout(input_lengths, width)  # refuses rows that are longer
+    columns = torch.arange(width, device=input_ids.device)
+    # A row of length 0 sees its first pad token: softmax over nothing is NaN, in the gradients too.
+    visible = columns < input_lengths.to(input_ids.device).clamp(min=1)[:, None]
+    return ProcessedInputs(input_ids, width, attention_mask=visible, position_ids=columns.expand(rows, width))
+
+
+def _check_combination(media: Mapping[str, Any], packing: bool, cfg: Config, cp_size: int) -> None:
+    if packing and cp_size > 1:
+        raise ConfigError(
+            f"sequence_packing.enabled with context parallel size {cp_size}: a packed row cannot be split over "
+            "ranks; use dynamic_batching"
+        )
+    if not media:
+        return
+    rivals = {
+        "sequence_packing.enabled": packing,
+        f"context parallel size {cp_size}": cp_size > 1,
+        "dtensor_cfg.sequence_parallel": bool(setting(cfg, "dtensor_cfg.sequence_parallel", False)),
+    }
+    for name, active in rivals.items():
+        if active:
+            raise ConfigError(
+                f"the batch has media ({', '.join(sorted(media))}) and {name} is on: the positions of media are "
+                "set per padded row; switch it off for multimodal batches"
+            )
+
+
+def _filling_id(tokenizer: Any) -> int:
+    for name in ("pad_token_id", "eos_token_id"):
+        value = getattr(tokenizer, name, None)
+        if isinstance(value, int):
+            return value
+    return 0
+
+
+def _group_of(dp_mesh: Any) -> dist.ProcessGroup | None:
+    if dp_mesh is None or not dist.is_initialized():
+        return None
+    group: dist.ProcessGroup = dp_mesh.get_group() if hasattr(dp_mesh, "get_group") else dp_mesh
+    return group
+
+
+def _largest(count: int, group: dist.ProcessGroup | None) -> int:
+    if group is None:
+        return count
+    return int(_all_reduce(torch.tensor([count]), dist.ReduceOp.MAX, group))
+
+
+def _all_reduce(values: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torch.Tensor:
+    """Reduce a copy, on the device that the group's backend works on; return it on the device of `values`."""
+    on_cuda = "nccl" in str(dist.get_backend(group))
+    reduced = values.to("cuda" if on_cuda else "cpu", copy=True)
+    dist.all_reduce(reduced, op=op, group=group)
+    return reduced.to(values.device)

@@ -1,0 +1,221 @@
+"""Log-probabilities of the tokens of a microbatch, without ever holding [tokens, vocabulary] scores.
+
+The model runs up to its last hidden state; the output head then scores `chunk_tokens` tokens at a time, and
+the backward pass computes each chunk's scores anew.
+"""
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from headrace.data_plane.schema import INPUT_LENGTHS
+from headrace.distributed.ragged import offsets_from_lengths, ragged_indices, row_lengths
+from headrace.models.automodel.data import ProcessedMicrobatch
+from headrace.models.sampling import filter_logits, selected_logprobs
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """The distribution that tokens are scored under, as the generator samples them, and the chunk size."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    chunk_tokens: int = 1024
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Per token, (b, S) float32: 0 at position 0 and beyond a row's length.
+
+    `logprobs` has gradients where they are enabled; `entropy` (nats, of the same distribution) has none.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """From hidden states (n, H) to logits (n, V): a projection, then what families do to its result."""
+
+    projection: torch.nn.Module
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        logits: torch.Tensor = self.projection(hidden)
+        if self.scale != 1:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+class Autocast:
+    """Makes the context in which forwards run: bfloat16 autocast, or none for float32."""
+
+    def __init__(self, device: torch.device, precision: str) -> None:
+        self._device, self._enabled = device, precision == "bfloat16"
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        """Return a new context."""
+        return torch.autocast(self._device.type, torch.bfloat16) if self._enabled else nullcontext()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of matrix products."""
+        return torch.bfloat16 if self._enabled else torch.float32
+
+
+class TokenScorer:
+    """A model with its output head, and how its tokens are scored."""
+
+    def __init__(self, model: Any, scoring: Scoring, autocast: Autocast) -> None:
+        self.model = model
+        self.autocast = autocast
+        self._scoring = scoring
+        with autocast():
+            self._head = output_head(model)
+
+    def __call__(self, microbatch: ProcessedMicrobatch, *, with_entropy: bool = False) -> TokenScores:
+        """Score every token of a microbatch; see `token_logprobs`."""
+        with self.autocast():
+            return token_logprobs(
+                self.model, microbatch, self._scoring, head=self._head, with_entropy=with_entropy
+            )
+
+
+def output_head(model: Any) -> OutputHead | None:
+    """Return the model's head, if that makes the model's own logits of two tokens, or else None.
+
+    Without a head, `token_logprobs` lets the model compute all logits of a microbatch at once.
+    """
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    head = OutputHead(model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None))
+    ids = torch.tensor([[0, 1]], device=model.device)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with torch.no_grad():
+        own = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+        hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        if hidden.shape[-1] == model.get_output_embeddings().weight.shape[-1]:
+            ours = head(hidden).float()
+            if torch.allclose(ours, own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
+                return head
+    logger.warning(
+        "%s computes its logits in a way that cannot be cut into chunks; policy.logprob_chunk_tokens has no effect "
+        "and a microbatch's [tokens, vocabulary] scores are held whole",
+        type(model).__name__,
+    )
+    return None
+
+
+def token_logprobs(
+    model: Any,
+    microbatch: ProcessedMicrobatch,
+    scoring: Scoring,
+    *,
+    head: OutputHead | None,
+    with_entropy: bool = False,
+) -> TokenScores:
+    """Score every token of a microbatch given the tokens before it.
+
+    Packed and padded microbatches give the same (b, S), so that nothing after this sees the packing. `head` is
+    `output_head(model)`.
+    """
+    inputs = microbatch.processed_inputs
+    places = _places(microbatch)
+    hidden = _last_hidden(model, inputs.forward_kwargs(), whole=head is None)
+    chosen = hidden.flatten(0, 1).index_select(0, places.source)
+    targets = inputs.input_ids.flatten().index_select(0, places.source + 1)
+    logprobs, entropy = _score(head, chosen, targets, scoring, with_entropy)
+    shape = (microbatch.original_batch_size, microbatch.original_seq_len)
+    return TokenScores(
+        _spread(logprobs, places.target, shape),
+        None if entropy is None else _spread(entropy, places.target, shape),
+    )
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Flat indices: of the hidden states that score a token, and of the scores in b x S."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+def _places(microbatch: ProcessedMicrobatch) -> _Places:
+    inputs = microbatch.processed_inputs
+    lengths = row_lengths(microbatch.data_dict[INPUT_LENGTHS])
+    offsets = offsets_from_lengths((lengths - 1).clamp(min=0))
+    row, position = ragged_indices(offsets)
+    width = microbatch.original_seq_len
+    starts = lengths.cumsum(0) - lengths if inputs.has_flash_attention else torch.arange(len(lengths)) * width
+    device = inputs.input_ids.device
+    return _Places((starts[row] + position).to(device), (row * width + position + 1).to(device))
+
+
+def _last_hidden(model: Any, kwargs: dict[str, Any], *, whole: bool) -> torch.Tensor:
+    if whole:
+        logits: torch.Tensor = model(**kwargs, use_cache=False).logits
+        return logits
+    hidden: torch.Tensor = model.base_model(**kwargs, use_cache=False).last_hidden_state
+    return hidden
+
+
+def _score(
+    head: OutputHead | None,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    scoring: Scoring,
+    with_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    size = scoring.chunk_tokens
+    recompute = torch.is_grad_enabled() and len(targets) > size
+    logprobs: list[torch.Tensor] = []
+    entropies: list[Any] = []
+    for part, ids in zip(torch.split(hidden, size), torch.split(targets, size)):
+        arguments = (head, part, ids, scoring, with_entropy)
+        logprob, entropy = (
+            checkpoint(_score_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
+            if recompute
+            else _score_chunk(*arguments)
+        )
+        logprobs.append(logprob)
+        entropies.append(entropy)
+    return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+
+
+def _score_chunk(
+    head: OutputHead | None,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    scoring: Scoring,
+    with_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logits = hidden if head is None else head(hidden)
+    options: Any = {"temperature": scoring.temperature, "top_k": scoring.top_k, "top_p": scoring.top_p}
+    logprobs = selected_logprobs(logits, targets, **options)
+    entropy = _entropy(filter_logits(logits.detach(), **options)) if with_entropy else None
+    return logprobs, entropy
+
+
+@torch.no_grad()
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Return the entropy (n,) of softmax(logits): log sum exp(z) - sum p z, where p > 0."""
+    probabilities = logits.softmax(-1)
+    expected = (probabilities * logits.masked_fill(logits == -torch.inf, 0)).sum(-1)
+    return logits.logsumexp(-1) - expected
+
+
+def _spread(values: torch.Tensor, target: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    flat = values.new_zeros(shape[0] * shape[1])
+    return flat.scatter(0, target, values).view(shape)

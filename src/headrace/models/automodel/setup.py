@@ -1,0 +1,321 @@
+"""Models, tokenizers, optimizers and schedules from a recipe; what it gets wrong about the model shows here.
+
+Weights are float32 and in evaluation mode, whatever the compute precision; a model made from a config draws
+them from the run's seed, alike on every device and in every process.
+"""
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging as transformers_logging
+
+from headrace.config import ModelConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
+from headrace.errors import ConfigError
+from headrace.models.automodel.attention import choose_attention
+from headrace.models.gguf import convert_gguf_package
+from headrace.models.tokenizers import build_character_tokenizer
+from headrace.utils.seeding import derive_seed
+
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+# Keys that models read, or that the hub writes, and that no config class declares.
+_UNDECLARED_KEYS = {"auto_map", "head_dim", "rope_scaling", "rope_theta", "torch_dtype"}
+_OFF_IN_TRAINING = ("dropout", "pdrop", "layerdrop", "jitter")
+
+
+def resolve_device(cfg: PolicyConfig) -> torch.device:
+    """Return the device of `policy.device`; `auto` is CUDA where there is one.
+
+    Raises:
+        ConfigError: `cuda` on a machine without it.
+    """
+    available = torch.cuda.is_available()
+    if cfg.device == "cuda" and not available:
+        raise ConfigError("policy.device=cuda: no CUDA device is usable here; set policy.device=cpu or auto")
+    if cfg.device == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+# Tokenizer and model.
+
+
+def load_tokenizer(cfg: PolicyConfig) -> Any:
+    """Return the policy's tokenizer, with a pad token: its own, or else end-of-text.
+
+    Raises:
+        ConfigError: no such directory, no tokenizer in it, none named for a model made from a config, or one
+            with neither pad token nor end-of-text.
+    """
+    if cfg.tokenizer.builder == "characters":
+        return build_character_tokenizer(cfg.tokenizer.characters)
+    key, directory = _tokenizer_directory(cfg)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{key}={directory}: no tokenizer can be read there ({_first_line(error)}); set policy.tokenizer.path"
+        ) from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"{key}={directory}: the tokenizer has neither a pad token nor end-of-text; add one"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    cfg: PolicyConfig, *, seed: int, device: torch.device | None = None, tokenizer: Any = None
+) -> Any:
+    """Return the policy's causal LM: float32 weights, evaluation mode, on `device` (None: `policy.device`).
+
+    A model made from a config without `vocab_size` takes size and special ids from the tokenizer (None: the
+    policy's). Dropout and router noise are 0 in its config, and balancing losses off.
+
+    Raises:
+        ConfigError: a directory that is missing or lacks weights, a config that transformers refuses, a length
+            or vocabulary that the model cannot hold, an attention or experts implementation that it lacks.
+    """
+    device = device or resolve_device(cfg)
+    directory = _model_directory(cfg.model)
+    tokenizer = load_tokenizer(cfg) if tokenizer is None else tokenizer
+    config = _read_config(directory) if directory else _build_config(cfg.model.config or {}, tokenizer)
+    check_fit(cfg, config, tokenizer)
+    _switch_off_noise(config)
+    options: dict[str, Any] = {
+        "config": config,
+        "dtype": torch.float32,
+        "attn_implementation": choose_attention(
+            device, COMPUTE_DTYPES[cfg.precision], False, cfg.model.attn_implementation
+        ),
+        "experts_implementation": cfg.model.experts_implementation,
+    }
+    try:
+        with no_progress_bars(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(seed, "model"))
+            model = (
+                load_pretrained(directory, **options)
+                if directory
+                else AutoModelForCausalLM.from_config(**options)
+            )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ConfigError(
+            f"policy.model: transformers cannot build this model with attn_implementation="
+            f"{options['attn_implementation']} (eager works for most) and experts_implementation="
+            f"{options['experts_implementation']}: {_first_line(error)}"
+        ) from error
+    return model.eval().to(device)
+
+
+def load_pretrained(directory: Path, **options: Any) -> Any:
+    """Return the model of a Hugging Face directory.
+
+    Raises:
+        ConfigError: weights that the files do not hold; transformers would draw them at random.
+    """
+    model, report = AutoModelForCausalLM.from_pretrained(
+        directory, local_files_only=True, output_loading_info=True, **options
+    )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"{directory}: no weights for {', '.join(missing[:3])} ({len(missing)} in all); the files must be whole "
+            "and of the config beside them"
+        )
+    return model
+
+
+def check_fit(cfg: PolicyConfig, config: Any, tokenizer: Any) -> None:
+    """Hold the recipe's lengths and the tokenizer's ids to what a model config can take.
+
+    Raises:
+        ConfigError: sequences longer than the model's positions, or more token ids than it has embeddings.
+    """
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and cfg.max_total_sequence_length > limit:
+        raise ConfigError(
+            f"policy.max_total_sequence_length={cfg.max_total_sequence_length} is more than the model's "
+            f"max_position_embeddings={limit}; lower the first"
+        )
+    if len(tokenizer) > text.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model vocab_size={text.vocab_size}; set "
+            "policy.tokenizer to the model's own, or raise vocab_size in policy.model.config"
+        )
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers' progress bars off the terminal for a while."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def enable_activation_checkpointing(model: Any) -> None:
+    """Have each layer keep only its inputs, and compute the rest again in the backward pass."""
+    # The second name is that of older transformers.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    # transformers checkpoints layers in training mode only; what is inside a layer stays in evaluation mode.
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def _model_directory(cfg: ModelConfig) -> Path | None:
+    if cfg.gguf_package is not None:
+        return Path(convert_gguf_package(cfg.gguf_package, cfg.cache_dir))
+    if cfg.path is None:
+        return None
+    directory = Path(cfg.path).expanduser()
+    if not directory.is_dir():
+        raise ConfigError(
+            f"policy.model.path={cfg.path}: no such directory; give a Hugging Face model directory"
+        )
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"policy.model.path={cfg.path}: no config.json there; give a Hugging Face model directory"
+        )
+    if not any(file for pattern in _WEIGHT_FILES for file in directory.glob(pattern)):
+        raise ConfigError(
+            f"policy.model.path={cfg.path}: no weights there (*.safetensors); copy them beside config.json"
+        )
+    return directory
+
+
+def _tokenizer_directory(cfg: PolicyConfig) -> tuple[str, Path]:
+    if cfg.tokenizer.path is not None:
+        directory = Path(cfg.tokenizer.path).expanduser()
+        if not directory.is_dir():
+            raise ConfigError(
+                f"policy.tokenizer.path={cfg.tokenizer.path}: no such directory; check the path"
+            )
+        return "policy.tokenizer.path", directory
+    model_directory = _model_directory(cfg.model)
+    if model_directory is None:
+        raise ConfigError(
+            "policy.model.config has no tokenizer of its own; set policy.tokenizer.path, or "
+            "policy.tokenizer.builder=characters"
+        )
+    return ("policy.model.path" if cfg.model.path else "policy.model.gguf_package"), model_directory
+
+
+def _read_config(directory: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy.model.path={directory}: {_first_line(error)}") from error
+
+
+def _build_config(values: Mapping[str, Any], tokenizer: Any) -> Any:
+    given = dict(values)
+    model_type = given.pop("model_type", None)
+    if model_type is None:
+        raise ConfigError("policy.model.config has no model_type; set it, for example to qwen3_moe or llama")
+    if "vocab_size" not in given:
+        given["vocab_size"] = len(tokenizer)
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            given.setdefault(name, getattr(tokenizer, name))
+    if model_type not in CONFIG_MAPPING:
+        close = difflib.get_close_matches(str(model_type), CONFIG_MAPPING.keys(), n=3)
+        raise ConfigError(
+            f"policy.model.config.model_type={model_type}: transformers knows no such model; close names: "
+            f"{', '.join(close) or 'none'}"
+        )
+    try:
+        config = AutoConfig.for_model(model_type, **given)
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"policy.model.config: {_first_line(error)}") from error
+    _refuse_unknown_keys(config, given)
+    return config
+
+
+def _refuse_unknown_keys(config: Any, given: Mapping[str, Any]) -> None:
+    # transformers keeps any key as an attribute, so a misspelt one would silently do nothing.
+    known = {
+        *type(config).__dataclass_fields__,
+        *config.attribute_map,
+        *config.sub_configs,
+        *_UNDECLARED_KEYS,
+    }
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(sorted(known))}"
+            raise ConfigError(f"policy.model.config.{key}: {type(config).__name__} has no such key; {hint}")
+
+
+def _switch_off_noise(config: Any) -> None:
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for name, value in vars(part).items():
+            if isinstance(value, float) and any(word in name for word in _OFF_IN_TRAINING):
+                setattr(part, name, 0.0)
+        if getattr(part, "output_router_logits", False):
+            part.output_router_logits = False
+
+
+def _first_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+# Optimizer and schedule.
+
+
+def build_optimizer(model: torch.nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return AdamW over all trainable weights; weight decay on matrices only, not on norms and biases.
+
+    Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101).
+    """
+    weights = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in weights if p.dim() >= 2], "weight_decay": cfg.weight_decay},
+        {"params": [p for p in weights if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True
+    )
+
+
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, cfg: SchedulerConfig, *, updates_done: int = 0
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Return the schedule of a fresh optimizer, as it stands after `updates_done`; it advances once per update."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda update: lr_factor(update, cfg), last_epoch=updates_done - 1
+    )
+
+
+def lr_factor(update: int, cfg: SchedulerConfig) -> float:
+    """Return the learning rate of an update (from 0) as a share of the peak.
+
+    The last update of warm-up has the peak; decay reaches `min_lr_ratio` after `decay_steps` more, and stays.
+
+    >>> [lr_factor(u, SchedulerConfig(kind="linear", warmup_steps=2, decay_steps=4)) for u in range(7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    if update < cfg.warmup_steps:
+        return (update + 1) / cfg.warmup_steps
+    if cfg.kind == "constant" or cfg.decay_steps is None:
+        return 1.0
+    progress = min((update - cfg.warmup_steps) / cfg.decay_steps, 1.0)
+    left = 1 - progress if cfg.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * left

@@ -1,0 +1,125 @@
+"""One optimizer step over a global batch: forward and backward per microbatch, then clip and update, once.
+
+Weights, gradients and optimizer state are float32; with `precision="bfloat16"` the forward runs under
+autocast. The model stays in evaluation mode: dropout, router noise and balancing losses are off, so that
+logprobs before and during training are of the same function.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from headrace.data_plane.schema import SAMPLE_MASK
+from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.models.automodel.data import TOKEN_MASK, ProcessedMicrobatch
+from headrace.models.automodel.scoring import TokenScorer, TokenScores
+from headrace.models.interfaces import LossFn
+from headrace.models.policy.results import combine_metrics
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one global batch gave: this rank's share of loss and metrics, and the norm of the whole gradient.
+
+    `updated` is False where the gradient was not finite: weights and optimizer are then as before the step.
+    """
+
+    loss: float
+    grad_norm: float
+    metrics: dict[str, float]
+    num_microbatches: int
+    tokens: int
+    updated: bool
+
+
+@dataclass
+class TrainStep:
+    """A step that has begun: what normalises its loss, and what its microbatches have given so far."""
+
+    global_valid_seqs: torch.Tensor
+    global_valid_toks: torch.Tensor
+    losses: list[torch.Tensor] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    tokens: int = 0
+
+    def result(self, grad_norm: float = 0.0, *, updated: bool = False) -> StepResult:
+        """Return the sums over microbatches, with how the step ended."""
+        loss = float(torch.stack(self.losses).sum()) if self.losses else 0.0
+        metrics = combine_metrics(self.metrics)
+        return StepResult(loss, grad_norm, metrics, len(self.losses), self.tokens, updated)
+
+
+def run_microbatches(
+    scorer: TokenScorer,
+    microbatches: Iterable[ProcessedMicrobatch],
+    loss_fn: LossFn,
+    step: TrainStep,
+    *,
+    backward: bool = True,
+) -> None:
+    """Add the loss, metrics and (with `backward`) gradients of `microbatches` to `step` and to the model.
+
+    Beside the loss's own metrics there is `entropy`, in nats per token, unless the loss has one itself.
+    """
+    for microbatch in microbatches:
+        data = microbatch.data_dict
+        with torch.set_grad_enabled(backward):
+            scores = scorer(microbatch, with_entropy=True)
+            loss, metrics = loss_fn(
+                scores.logprobs,
+                data,
+                global_valid_seqs=step.global_valid_seqs,
+                global_valid_toks=step.global_valid_toks,
+            )
+        if backward:
+            loss.backward()  # type: ignore[no-untyped-call]
+        step.losses.append(loss.detach().float())
+        step.metrics.append({**_entropy_metric(scores, data, step), **metrics})
+
+
+def reduce_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Sum gradients over data-parallel ranks; a weight that no token of this rank reached counts as zero.
+
+    Losses are normalised by global counts, so the sum is the gradient of the global batch.
+    """
+    if group is None:
+        return
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad, group=group)
+
+
+def apply_gradients(
+    parameters: Sequence[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    *,
+    max_grad_norm: float | None,
+) -> tuple[float, bool]:
+    """Clip to `max_grad_norm`, update and advance the schedule; return the norm before, and whether updated.
+
+    A norm that is not finite updates nothing and leaves optimizer and schedule where they are. Gradients are
+    freed either way.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    total = torch.nn.utils.get_total_norm(gradients)
+    norm = float(total)
+    updated = bool(torch.isfinite(total))
+    if updated:
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, total)
+        optimizer.step()
+        scheduler.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm, updated
+
+
+def _entropy_metric(scores: TokenScores, data: BatchedDataDict, step: TrainStep) -> dict[str, float]:
+    if scores.entropy is None or TOKEN_MASK not in data:
+        return {}
+    weights = data[TOKEN_MASK].float() * data[SAMPLE_MASK].float()[:, None]
+    total = (scores.entropy[:, 1:] * weights[:, 1:]).sum()
+    return {"entropy": float(total / step.global_valid_toks.clamp(min=1))}

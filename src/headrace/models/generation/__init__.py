@@ -1,0 +1,1 @@
+"""Generators: they sample answers from a model."""

@@ -1,0 +1,275 @@
+"""Answers from a Hugging Face causal LM: a decode loop over its own forward pass and key-value cache.
+
+Prompts are sorted by length and decoded in left-padded batches. Equal prompts of a batch are prefilled once;
+a row that ends leaves its batch and costs nothing further. Sampling takes one random number per prompt and
+token, all drawn at once from one seeded generator. So an answer depends on the weights, its prompt, the
+params, the seed and its place in the call. Its neighbours and the batch size reach it only through rounding:
+padding and matrix shapes change the last bits of a logit.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import DynamicCache
+
+from headrace.config import GenerationConfig
+from headrace.errors import ConfigError, GenerationError
+from headrace.models.generation.stopping import StopRule, build_stop_rule
+from headrace.models.generation.weights import cast_parameters, copy_weights
+from headrace.models.interfaces import GenerationOutput, SamplingParams
+from headrace.models.sampling import filter_logits, gather_logprobs, sample_at
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class HFGenerator:
+    """A Generator over a `PreTrainedModel`, which it owns: it casts it to `cfg.precision` and freezes it.
+
+    Logprobs are those of the filtered distribution that was sampled; of greedy answers, those of the plain
+    softmax. For a further turn of a conversation, pass all its ids again.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, cfg: GenerationConfig) -> None:
+        cast_parameters(model, _DTYPES[cfg.precision])
+        self._model = model.eval().requires_grad_(False)
+        self._tokenizer = tokenizer
+        self._batch_size = cfg.batch_size
+        self.weight_version = 0
+        keywords = signature(model.forward).parameters
+        self._options = {"use_cache": True, **({"logits_to_keep": 1} if "logits_to_keep" in keywords else {})}
+        self._cache_keyword = "cache" if "cache" in keywords else "past_key_values"
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
+    ) -> GenerationOutput:
+        """Answer every prompt (token ids, at least one each), in order.
+
+        Metrics: `generated_tokens`, `generate_s`, `tokens_per_s`, `finished_share`.
+
+        Raises:
+            ConfigError: an empty prompt, an id outside the vocabulary, a prompt whose answer could pass the
+                model's position limit, or params that cannot be used.
+            GenerationError: a logprob that is not finite (the message names the prompt), or a call after
+                `shutdown`.
+        """
+        start = time.perf_counter()
+        self._check_request(prompts, params)
+        stop = build_stop_rule(self._model, self._tokenizer, params)
+        quantiles = None if params.greedy else _draw_quantiles(len(prompts), params.max_new_tokens, seed)
+        output = GenerationOutput([[] for _ in prompts], [[] for _ in prompts], [False for _ in prompts])
+        # The longest first: a batch that does not fit in memory fails at once. Equal prompts side by side.
+        order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), tuple(prompts[i])))
+        for begin in range(0, len(order), self._batch_size):
+            rows = order[begin : begin + self._batch_size]
+            noise = None if quantiles is None else quantiles[rows].to(self._model.device)
+            answers = self._decode([prompts[i] for i in rows], params, stop, noise)
+            answers.check_finite(rows)
+            answers.write_to(output, rows)
+        output.metrics = _metrics(output, time.perf_counter() - start)
+        return output
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Copy new weights in, by Hugging Face parameter name, and set `weight_version`; all or nothing.
+
+        Every parameter must be there once; of tied parameters one name is enough. Persistent buffers may be.
+
+        Raises:
+            GenerationError: unknown, missing or repeated names, wrong shapes, or tied names that differ.
+        """
+        copy_weights(self._model, named_tensors)
+        self.weight_version = version
+
+    def release(self) -> None:
+        """Give cached device memory back; the key-value cache itself ends with each `generate`."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def shutdown(self) -> None:
+        """Let go of the model."""
+        self._model = None
+        self.release()
+
+    def _check_request(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        if self._model is None:
+            raise GenerationError("generate was called after shutdown; build a new generator")
+        if params.max_new_tokens < 1:
+            raise ConfigError(f"generation.max_new_tokens={params.max_new_tokens}: expected 1 or more")
+        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        for i, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise ConfigError(
+                    f"prompt {i} is empty; expected at least one token id (check the chat template)"
+                )
+            if limit is not None and len(prompt) + params.max_new_tokens > limit:
+                raise ConfigError(
+                    f"prompt {i} has {len(prompt)} tokens; with generation.max_new_tokens="
+                    f"{params.max_new_tokens} that is more than the model's {limit} positions "
+                    "(max_position_embeddings); lower generation.max_new_tokens or shorten the prompt"
+                )
+
+    @torch.inference_mode()
+    def _decode(
+        self,
+        prompts: list[Sequence[int]],
+        params: SamplingParams,
+        stop: StopRule,
+        quantiles: torch.Tensor | None,
+    ) -> "_Answers":
+        batch = self._pad(prompts)
+        answers = _Answers.empty(len(prompts), params.max_new_tokens, self._model.device)
+        live = torch.arange(len(prompts), device=self._model.device)
+        cache = DynamicCache(config=self._model.config)
+        logits = self._forward(batch.prefill_inputs(), cache)[batch.source]
+        cache.reorder_cache(batch.source)
+        for step in range(params.max_new_tokens):
+            ids, logprobs = _choose(logits, params, None if quantiles is None else quantiles[live, step])
+            answers.tokens[live, step] = ids
+            answers.logprobs[live, step] = logprobs
+            ended = stop.ended(answers.tokens[live, max(0, step + 1 - stop.window) : step + 1])
+            any_ended = bool(ended.any())
+            if any_ended:
+                answers.finish(live[ended], step + 1)
+            if step + 1 == params.max_new_tokens:
+                break
+            if any_ended:
+                going = (~ended).nonzero().squeeze(-1)
+                if len(going) == 0:
+                    break
+                live, ids = live[going], ids[going]
+                cache.reorder_cache(going)
+            logits = self._forward(batch.decode_inputs(live, ids, step), cache)
+        return answers
+
+    def _pad(self, prompts: list[Sequence[int]]) -> "_PaddedPrompts":
+        vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        return _PaddedPrompts.build(prompts, vocabulary, self._model.device)
+
+    def _forward(self, inputs: dict[str, Any], cache: DynamicCache) -> torch.Tensor:
+        """Run prefill or one decode step, grow the cache, and return the last position's logits (b, V)."""
+        output = self._model(**inputs, **{self._cache_keyword: cache}, **self._options)
+        logits: torch.Tensor = output.logits
+        return logits[:, -1]
+
+
+@dataclass
+class _PaddedPrompts:
+    """The U distinct prompts of a batch of B, padded on the left to a common width W.
+
+    `ids` (U, W); `mask` (U, W), or None when no row has padding; `lengths` (U); `source` (B) says which of
+    them each row of the batch is.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor | None
+    lengths: torch.Tensor
+    source: torch.Tensor
+
+    @classmethod
+    def build(cls, prompts: list[Sequence[int]], vocabulary: int, device: torch.device) -> "_PaddedPrompts":
+        keys = [tuple(prompt) for prompt in prompts]
+        place = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        lengths = torch.tensor([len(key) for key in place])
+        flat = torch.tensor(list(chain.from_iterable(place)), dtype=torch.int64)
+        low, high = (int(x) for x in flat.aminmax())
+        if low < 0 or high >= vocabulary:
+            raise ConfigError(
+                f"a prompt has token id {low if low < 0 else high}, outside the model's vocabulary of "
+                f"{vocabulary}; use the model's own tokenizer (policy.tokenizer)"
+            )
+        width = int(lengths.max())
+        mask = torch.arange(width) >= width - lengths.unsqueeze(1)
+        ids = torch.zeros(len(place), width, dtype=torch.int64)
+        ids[mask] = flat
+        source = torch.tensor([place[key] for key in keys])
+        padding = None if mask.all() else mask.long().to(device)
+        return cls(ids.to(device), padding, lengths.to(device), source.to(device))
+
+    def prefill_inputs(self) -> dict[str, Any]:
+        width = self.ids.shape[1]
+        shift = (width - self.lengths).unsqueeze(1)
+        positions = (torch.arange(width, device=self.ids.device) - shift).clamp_(min=0)
+        return {"input_ids": self.ids, "attention_mask": self.mask, "position_ids": positions}
+
+    def decode_inputs(self, live: torch.Tensor, ids: torch.Tensor, step: int) -> dict[str, Any]:
+        """Return the inputs that feed `ids` (b), sampled at `step` (0: the first), to the `live` rows (b)."""
+        rows = self.source[live]
+        mask = None if self.mask is None else pad(self.mask[rows], (0, step + 1), value=1)
+        positions = (self.lengths[rows] + step).unsqueeze(1)
+        return {"input_ids": ids.unsqueeze(1), "attention_mask": mask, "position_ids": positions}
+
+
+@dataclass
+class _Answers:
+    """B answers of up to T tokens; row i's first `counts[i]` entries are used."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    counts: torch.Tensor
+    finished: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, limit: int, device: torch.device) -> "_Answers":
+        return cls(
+            tokens=torch.zeros(rows, limit, dtype=torch.int64, device=device),
+            logprobs=torch.zeros(rows, limit, device=device),
+            counts=torch.full((rows,), limit, device=device),
+            finished=torch.zeros(rows, dtype=torch.bool, device=device),
+        )
+
+    def finish(self, rows: torch.Tensor, count: int) -> None:
+        self.counts[rows] = count
+        self.finished[rows] = True
+
+    def check_finite(self, prompt_indices: list[int]) -> None:
+        # Entries past a row's count are 0.
+        bad = (~self.logprobs.isfinite()).nonzero()
+        if len(bad):
+            row, token = bad[0].tolist()
+            raise GenerationError(
+                f"prompt {prompt_indices[row]}: logprob {float(self.logprobs[row, token])} at new token "
+                f"{token}; the weights give logits that are not finite (a diverged update?); "
+                "lower policy.optimizer.lr or start again from a checkpoint"
+            )
+
+    def write_to(self, output: GenerationOutput, prompt_indices: list[int]) -> None:
+        """Put each answer in its prompt's place."""
+        columns = (self.tokens.tolist(), self.logprobs.tolist(), self.counts.tolist(), self.finished.tolist())
+        for i, ids, logprobs, count, finished in zip(prompt_indices, *columns, strict=True):
+            output.token_ids[i] = ids[:count]
+            output.logprobs[i] = logprobs[:count]
+            output.finished[i] = finished
+
+
+def _draw_quantiles(rows: int, limit: int, seed: int) -> torch.Tensor:
+    # On CPU whatever the model's device: the same seed gives the same numbers everywhere.
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.rand(rows, limit, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def _choose(
+    logits: torch.Tensor, params: SamplingParams, quantiles: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a token id and its logprob per row of `logits` (b, V); greedy when `quantiles` is None."""
+    if quantiles is None:
+        scores = logits.float()
+        ids = scores.argmax(-1)
+    else:
+        scores = filter_logits(logits, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+        ids = sample_at(scores, quantiles)
+    return ids, gather_logprobs(scores, ids)
+
+
+def _metrics(output: GenerationOutput, seconds: float) -> dict[str, float]:
+    tokens = sum(map(len, output.token_ids))
+    return {
+        "generated_tokens": float(tokens),
+        "generate_s": seconds,
+        "tokens_per_s": tokens / seconds,
+        "finished_share": sum(output.finished) / max(len(output.finished), 1),
+    }

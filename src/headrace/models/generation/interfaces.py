@@ -1,0 +1,39 @@
+"""The generator protocol, and the one place that chooses an implementation."""
+
+from typing import Any
+
+from headrace.config import GenerationConfig
+from headrace.errors import ConfigError
+from headrace.models.generation.hf import HFGenerator
+from headrace.models.interfaces import GenerationOutput, Generator, SamplingParams
+
+__all__ = ["GenerationOutput", "Generator", "SamplingParams", "build_generator", "sampling_params"]
+
+_BACKENDS = {"hf": HFGenerator}
+
+
+def build_generator(cfg: GenerationConfig, model: Any, tokenizer: Any) -> Generator:
+    """Return the generator that `cfg.backend` names; it owns `model` from then on.
+
+    Raises:
+        ConfigError: a backend that is not there.
+    """
+    backend = _BACKENDS.get(cfg.backend)
+    if backend is None:
+        raise ConfigError(
+            f"generation.backend={cfg.backend!r} is not there; choose one of: {', '.join(_BACKENDS)}"
+        )
+    return backend(model, tokenizer, cfg)
+
+
+def sampling_params(cfg: GenerationConfig, *, greedy: bool = False) -> SamplingParams:
+    """Return the recipe's way to sample, or its greedy counterpart with the same limits and stops."""
+    return SamplingParams(
+        max_new_tokens=cfg.max_new_tokens,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        greedy=greedy,
+        stop_token_ids=cfg.stop_token_ids,
+        stop_strings=cfg.stop_strings,
+    )

@@ -1,0 +1,1 @@
+"""The shapes in which Hugging Face models take packed sequences."""

@@ -1,0 +1,104 @@
+"""Protocols between models, policies, generators and losses, so that nothing here imports algorithms."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+
+class LossType(StrEnum):
+    """What a loss is normalised by."""
+
+    TOKEN_LEVEL = "token_level"
+    """Valid tokens of the global batch."""
+    SEQUENCE_LEVEL = "sequence_level"
+    """Valid sequences of the global batch."""
+
+
+@runtime_checkable
+class LossFn(Protocol):
+    """A loss over the log-probabilities of the tokens that are there.
+
+    The loss is a sum over the rows it is given, divided by the *global* count of valid tokens or sequences; so
+    the sum over microbatches and ranks is the loss of the global batch, however it is cut.
+    """
+
+    loss_type: LossType
+
+    def __call__(
+        self,
+        logprobs: torch.Tensor,
+        data: Mapping[str, Any],
+        *,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the loss (0-D, float32, with gradient) and metrics.
+
+        Args:
+            logprobs: (b, S) float32; position t scores token t, position 0 is 0 and never counts.
+            data: Columns of the same b rows, each (b, S) or (b,), on the device of `logprobs`.
+            global_valid_seqs: 0-D; sum of `sample_mask` over the global batch.
+            global_valid_toks: 0-D; sum of `token_mask[:, 1:] * sample_mask` over the global batch.
+
+        Metrics whose name ends in `_min` or `_max` are combined by min or max over microbatches; all others
+        are shares of the global batch and are summed.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample.
+
+    `greedy` takes the most likely token; temperature, top-p and top-k then do not matter.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    greedy: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass
+class GenerationOutput:
+    """What a generator made of B prompts.
+
+    `token_ids[i]` are the new tokens of prompt i, a stop token included; `logprobs[i]` has one float per new
+    token, of the distribution sampled from (after temperature, top-p, top-k); `finished[i]` is True where a stop
+    token or string ended the answer and False where the token limit cut it.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    finished: list[bool]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Generator(Protocol):
+    """Samples answers. One `generate` call is a pure function of weights, prompts, params and seed."""
+
+    weight_version: int
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
+    ) -> GenerationOutput:
+        """Answer every prompt (token ids, at least one each), in order."""
+        ...
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Copy new weights in, by Hugging Face parameter name, and set `weight_version`."""
+        ...
+
+    def release(self) -> None:
+        """Free what is not needed until the next `generate`: caches and their memory."""
+        ...
+
+    def shutdown(self) -> None:
+        """Let go of everything."""
+        ...

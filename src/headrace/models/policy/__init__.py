@@ -1,0 +1,1 @@
+"""Policies: what the driver calls, and the workers behind it."""

@@ -1,0 +1,213 @@
+"""The policy as the driver sees it: whole batches in, whole batches out, over data-parallel workers.
+
+`Policy` carries tensors through the driver; `TQPolicy` (tq_policy.py) does the same from metadata.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from headrace.config import GenerationConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
+from headrace.data_plane.schema import (
+    INPUT_IDS,
+    INPUT_LENGTHS,
+    LP_SEED_FIELDS,
+    PER_TOKEN_FIELDS,
+    fields_with_optional_routed_experts,
+)
+from headrace.distributed.batched_data_dict import BatchedDataDict, DynamicBatchingArgs, SequencePackingArgs
+from headrace.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
+from headrace.errors import ConfigError
+from headrace.models.interfaces import Generator, LossFn
+from headrace.models.policy.results import aggregate_train_results, merge_rows
+from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
+from headrace.utils.timer import Timer
+
+TokenBudget = Literal["train_mb_tokens", "logprob_mb_tokens"]
+Batch = BatchedDataDict
+
+
+class Policy:
+    """A trainable language model with optional frozen reference, on one or more data-parallel workers.
+
+    `media_fields` names undeclared columns that the model's forward takes (pixel values and the like).
+    """
+
+    def __init__(
+        self,
+        cfg: PolicyConfig,
+        generation: GenerationConfig,
+        *,
+        tokenizer: Any,
+        seed: int,
+        with_reference: bool = False,
+        media_fields: Sequence[str] = (),
+        workers: WorkerGroup | None = None,
+    ) -> None:
+        if workers is None and cfg.workers > 1:
+            raise ConfigError(
+                f"policy.workers={cfg.workers}: this version runs one worker in the driver's process; "
+                "set policy.workers=1"
+            )
+        self.cfg = cfg
+        self.tokenizer = tokenizer
+        self.media_fields = tuple(media_fields)
+        self.workers = workers or LocalWorkerGroup(
+            AutomodelPolicyWorker(
+                cfg, generation, tokenizer=tokenizer, seed=seed, with_reference=with_reference
+            )
+        )
+
+    # Batches.
+
+    def train(
+        self,
+        data: Batch,
+        loss_fn: LossFn,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+    ) -> dict[str, Any]:
+        """Take one optimizer step per global batch of `gbs` rows (none in `eval_mode`).
+
+        Returns:
+            `loss` (0-D, mean over global batches), `grad_norm`, `all_mb_metrics` (name -> value),
+            `total_flops`, `num_ranks`, `theoretical_tflops`.
+        """
+        gbs = gbs or self.cfg.train_global_batch_size
+        with timed(timer, "policy_training/shard"):
+            shards, _ = self._shard(data, "train_mb_tokens", batch_size=gbs)
+        with timed(timer, "policy_training/run"):
+            results = self.workers.run_sharded(
+                "train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
+            )
+        return self._finish_train(results, data[INPUT_LENGTHS].tolist())
+
+    def get_logprobs(
+        self, data: Batch, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> Batch:
+        """Return {"logprobs": (N, S) float32} of the policy, in the caller's row order."""
+        return self._logprobs(data, "get_logprobs", "logprobs", micro_batch_size, timer)
+
+    def get_reference_policy_logprobs(
+        self, data: Batch, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> Batch:
+        """Return {"reference_logprobs": (N, S) float32} of the frozen reference."""
+        return self._logprobs(
+            data, "get_reference_policy_logprobs", "reference_logprobs", micro_batch_size, timer
+        )
+
+    def _logprobs(
+        self, data: Batch, method: str, key: str, micro_batch_size: int | None, timer: Timer | None
+    ) -> Batch:
+        wanted = fields_with_optional_routed_experts(LP_SEED_FIELDS, enabled=True)
+        needed: Batch = BatchedDataDict(
+            {name: data[name] for name in (*wanted, *self.media_fields) if name in data}
+        )
+        shards, inverse = self._shard(needed, "logprob_mb_tokens", batch_size=None)
+        with timed(timer, method):
+            results = self.workers.run_sharded(method, shards, micro_batch_size=micro_batch_size)
+        return merge_rows([r[key] for r in results], key, inverse)
+
+    def _shard(
+        self, data: Batch, budget: TokenBudget, *, batch_size: int | None
+    ) -> tuple[Sequence[Batch], list[int] | None]:
+        data.token_columns = PER_TOKEN_FIELDS
+        packing, dynamic = self._packing_args(budget)
+        sharded = data.shard_by_batch_size(
+            self.workers.dp_size,
+            batch_size=batch_size,
+            sequence_packing_args=packing,
+            dynamic_batching_args=dynamic,
+        )
+        return sharded if isinstance(sharded, tuple) else (sharded, None)
+
+    def _packing_args(
+        self, mb_tokens_key: TokenBudget
+    ) -> tuple[SequencePackingArgs | None, DynamicBatchingArgs | None]:
+        """Return the planner's arguments for a stage, named by its token budget's key; both None: fixed size."""
+        packing, dynamic = self.cfg.sequence_packing, self.cfg.dynamic_batching
+        if packing.enabled:
+            return SequencePackingArgs(
+                algorithm=packing.algorithm,
+                input_key=INPUT_IDS,
+                input_lengths_key=INPUT_LENGTHS,
+                sequence_length_pad_multiple=self.cfg.make_sequence_length_divisible_by,
+                max_tokens_per_microbatch=getattr(packing, mb_tokens_key),
+                microbatch_order=packing.microbatch_order,
+            ), None
+        if dynamic.enabled:
+            return None, DynamicBatchingArgs(
+                input_key=INPUT_IDS,
+                input_lengths_key=INPUT_LENGTHS,
+                sequence_length_round=dynamic.sequence_length_round,
+                max_tokens_per_microbatch=getattr(dynamic, mb_tokens_key),
+            )
+        return None, None
+
+    def _finish_train(self, results: list[dict[str, Any]], lengths: Sequence[int]) -> dict[str, Any]:
+        flops = self.workers.run_all("training_flops", list(lengths))[0]
+        peak = self.workers.run_all("peak_tflops")[0]
+        return aggregate_train_results(results, total_flops=flops, theoretical_tflops=peak)
+
+    # Weights.
+
+    def refresh_generator(self, generator: Generator) -> None:
+        """Give the generator the policy's weights of now."""
+        generator.update_weights(self.named_weights(), self.weight_version)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every weight by its Hugging Face name; no copies where the workers share this process."""
+        weights: Iterator[tuple[str, torch.Tensor]] = self.workers.run_all("named_weights")[0]
+        return weights
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights, tied ones once."""
+        return int(self.workers.run_all("num_parameters")[0])
+
+    @property
+    def weight_version(self) -> int:
+        """Optimizer steps taken since the policy's first weights."""
+        return int(self.workers.run_all("get_weight_version")[0])
+
+    def snapshot_reference(self) -> None:
+        """Make the weights of now the reference policy."""
+        self.workers.run_all("snapshot_reference")
+
+    def save_reference(self, directory: Path) -> None:
+        """Write the reference as a Hugging Face model directory."""
+        self.workers.run_all("save_reference", directory)
+
+    def load_reference(self, directory: Path) -> None:
+        """Read the reference's weights back."""
+        self.workers.run_all("load_reference", directory)
+
+    def reset_optimizer(self, optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> None:
+        """Start optimizer and schedule anew, with other settings."""
+        self.workers.run_all("reset_optimizer", optimizer, scheduler)
+
+    def save_checkpoint(self, directory: Path, *, with_optimizer: bool = True) -> None:
+        """Write model, tokenizer and (with `with_optimizer`) optimizer, scheduler and RNG into `directory`."""
+        self.workers.run_all("save_checkpoint", directory, with_optimizer=with_optimizer)
+
+    def load_checkpoint(self, directory: Path) -> None:
+        """Restore what `save_checkpoint` wrote, bit for bit."""
+        self.workers.run_all("load_checkpoint", directory)
+
+    def shutdown(self) -> bool:
+        """End the workers; may be called twice."""
+        self.workers.shutdown()
+        return True
+
+
+def timed(timer: Timer | None, label: str) -> AbstractContextManager[None]:
+    """Time a block if there is a timer."""
+    return timer.time(label) if timer else nullcontext()
+
+
+RowReducer = Callable[[Batch], Mapping[str, torch.Tensor]]

@@ -1,0 +1,254 @@
+"""The policy that works from metadata: workers fetch their rows from the store and write results back.
+
+Every dispatch cuts the list of sample ids by data-parallel rank (`shard_meta_for_dp`); no tensor passes through
+the driver, and no key is made here: ids come from the rollout's first write and live until `finish_step`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from headrace.config import DataPlaneConfig
+from headrace.data_plane.column_io import read_columns, write_columns
+from headrace.data_plane.factory import build_data_plane_client
+from headrace.data_plane.interfaces import KVBatchMeta
+from headrace.data_plane.preshard import shard_meta_for_dp
+from headrace.data_plane.schema import (
+    DP_TRAIN_FIELDS,
+    GLOBAL_FORWARD_PAD_SEQLEN,
+    LP_SEED_FIELDS,
+    PAD_TO_MULTIPLE,
+    fields_with_optional_routed_experts,
+    pad_values,
+)
+from headrace.data_plane.worker_mixin import bytes_moved, plan_fields
+from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.errors import SchemaError
+from headrace.models.interfaces import LossFn
+from headrace.models.policy.lm_policy import Policy, RowReducer, TokenBudget, timed
+from headrace.models.policy.results import merge_rows
+from headrace.utils.timer import Timer
+
+
+class TQPolicy(Policy):
+    """A Policy whose batches are KVBatchMetas; same results, row order and return shapes as `Policy`."""
+
+    def __init__(
+        self,
+        *args: Any,
+        dp_cfg: DataPlaneConfig | Mapping[str, Any],
+        tq_partition_id: str = "train",
+        **kwargs: Any,
+    ) -> None:
+        self.dp_cfg = dp_cfg
+        self.tq_partition_id = tq_partition_id
+        self.dp_client = build_data_plane_client(dp_cfg, bootstrap=True)
+        super().__init__(*args, **kwargs)
+        self._open_lengths: list[int] = []
+        self.workers.run_all("setup_data_plane", dp_cfg)
+
+    # A step's rows.
+
+    def prepare_step(self, num_samples: int, group_size: int | None = None) -> None:
+        """Open the step's partition, empty, for every column that a stage of the step reads."""
+        self.dp_client.register_partition(
+            self.tq_partition_id,
+            fields_with_optional_routed_experts(DP_TRAIN_FIELDS, enabled=True),
+            num_samples,
+            ["prev_lp", "ref_lp", "train"],
+            grpo_group_size=group_size,
+        )
+
+    def prepare_val_partition(self, num_samples: int, *, partition_id: str = "val") -> None:
+        """Open a validation partition: one reader, no groups."""
+        self.dp_client.register_partition(partition_id, LP_SEED_FIELDS, num_samples, ["val"])
+
+    def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
+        """Remove rows in mid-step (filtered groups, a failed step)."""
+        self.dp_client.clear_samples(list(sample_ids), partition_id)
+
+    def finish_step(self, meta: KVBatchMeta) -> None:
+        """Remove the step's rows."""
+        self.discard_samples(meta.sample_ids, meta.partition_id)
+
+    def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
+        """Set the batch-wide pad target in `meta.extra_info`; a target grows if a longer row has joined."""
+        if meta.sequence_lengths is None:
+            raise SchemaError(
+                f"the meta of partition '{meta.partition_id}' has no sequence_lengths to pad by"
+            )
+        meta.extra_info.setdefault(PAD_TO_MULTIPLE, self.cfg.make_sequence_length_divisible_by)
+        stamped = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0))
+        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = max(stamped, meta.longest_padded())
+
+    def read_from_dataplane(
+        self,
+        meta: KVBatchMeta,
+        *,
+        select_fields: Sequence[str],
+        pad_value_dict: Mapping[str, int | float] | None = None,
+    ) -> BatchedDataDict:
+        """Read columns on the driver, padded as the workers pad them. For small columns and few rows."""
+        pads = {**pad_values(self._pad_token_id), **(pad_value_dict or {})}
+        return read_columns(self.dp_client, meta, list(select_fields), pad_value_dict=pads)
+
+    def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
+        """Write columns that the driver computed and add them to `meta.fields`."""
+        write_columns(self.dp_client, meta, dict(fields))
+        _add_fields(meta, fields)
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Return the bytes put and got so far by this client and the workers, by column."""
+        parts = [bytes_moved(self.dp_client), *self.workers.run_all("moved_bytes")]
+        return dict(sum((Counter(part) for part in parts), Counter()))
+
+    # Stages.
+
+    def get_logprobs_from_meta(
+        self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> None:
+        """Have the workers write the policy's logprobs as `prev_logprobs`."""
+        self._logprob_dispatch(
+            meta,
+            task_name="prev_lp",
+            worker_method="get_logprobs_presharded",
+            timer_prefix="get_logprobs",
+            timer=timer,
+            common_kwargs={"micro_batch_size": micro_batch_size},
+        )
+        _add_fields(meta, ["prev_logprobs"])
+
+    def get_reference_policy_logprobs_from_meta(
+        self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
+    ) -> None:
+        """Have the workers write the reference's logprobs as `reference_policy_logprobs`."""
+        self._logprob_dispatch(
+            meta,
+            task_name="ref_lp",
+            worker_method="get_reference_policy_logprobs_presharded",
+            timer_prefix="get_reference_policy_logprobs",
+            timer=timer,
+            common_kwargs={"micro_batch_size": micro_batch_size},
+            with_routes=False,
+        )
+        _add_fields(meta, ["reference_policy_logprobs"])
+
+    def _logprob_dispatch(
+        self,
+        meta: KVBatchMeta,
+        *,
+        task_name: str,
+        worker_method: str,
+        timer_prefix: str,
+        timer: Timer | None,
+        common_kwargs: dict[str, Any],
+        with_routes: bool = True,
+    ) -> None:
+        """Run a logprob stage; workers fetch the seed columns only and write their result back themselves."""
+        wanted = fields_with_optional_routed_experts(LP_SEED_FIELDS, enabled=with_routes)
+        shards, _ = self._shard_meta(
+            meta, [*wanted, *self.media_fields], "logprob_mb_tokens", None, task_name
+        )
+        with timed(timer, f"{timer_prefix}/run"):
+            self.workers.run_sharded(worker_method, shards, **common_kwargs)
+
+    def train_from_meta(
+        self,
+        meta: KVBatchMeta,
+        loss_fn: LossFn,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        timer: Timer | None = None,
+        train_fields: Sequence[str] = DP_TRAIN_FIELDS,
+    ) -> dict[str, Any]:
+        """Train on the rows of `meta`; returns what `Policy.train` returns. The rows stay in the store."""
+        gbs = gbs or self.cfg.train_global_batch_size
+        wanted = fields_with_optional_routed_experts(list(train_fields), enabled=True)
+        shards, _ = self._shard_meta(meta, [*wanted, *self.media_fields], "train_mb_tokens", gbs, "train")
+        with timed(timer, "policy_training/run"):
+            results = self.workers.run_sharded(
+                "train_presharded", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
+            )
+        assert meta.sequence_lengths is not None
+        return self._finish_train(results, meta.sequence_lengths)
+
+    # The same training step in pieces: the rows of a global batch may come in several parts.
+
+    def begin_train_step(self, meta: KVBatchMeta) -> None:
+        """Open a step over the global batch of `meta`: its valid sequences and tokens are counted."""
+        counts = self.reduce_rows_from_meta(meta, _valid_counts, select_fields=LP_SEED_FIELDS)
+        seqs, toks = counts["seqs"].sum(), counts["toks"].sum()
+        self._open_lengths = []
+        self.workers.run_all("begin_train_step", seqs, toks)
+
+    def train_microbatches_from_meta(
+        self, meta: KVBatchMeta, loss_fn: LossFn, mbs: int | None = None
+    ) -> None:
+        """Add the gradients of some rows of the open step's global batch."""
+        wanted = fields_with_optional_routed_experts(DP_TRAIN_FIELDS, enabled=True)
+        shards, _ = self._shard_meta(meta, [*wanted, *self.media_fields], "train_mb_tokens", None, "train")
+        self.workers.run_sharded("train_microbatches_presharded", shards, loss_fn=loss_fn, mbs=mbs)
+        self._open_lengths.extend(meta.sequence_lengths or [])
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Update the weights; returns what `train_from_meta` returns."""
+        steps = self.workers.run_all("finish_train_step")
+        results = [{"loss": [s.loss], "grad_norm": [s.grad_norm], "metrics": [s.metrics]} for s in steps]
+        return self._finish_train(results, self._open_lengths)
+
+    def abort_train_step(self) -> None:
+        """Drop the open step and its gradients; without an open step, do nothing."""
+        self.workers.run_all("abort_train_step")
+
+    def reduce_rows_from_meta(
+        self, meta: KVBatchMeta, reduce_fn: RowReducer, *, select_fields: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """Return `reduce_fn` of the rows, computed by the workers: {name: (N,)} in the caller's row order."""
+        shards, inverse = self._shard_meta(meta, select_fields, None, None, "train")
+        results = self.workers.run_sharded("reduce_rows_presharded", shards, reduce_fn=reduce_fn)
+        merged = {key: merge_rows([r[key] for r in results], key, inverse)[key] for key in results[0]}
+        return merged
+
+    def _shard_meta(
+        self,
+        meta: KVBatchMeta,
+        wanted: Sequence[str],
+        budget: TokenBudget | None,
+        batch_size: int | None,
+        task_name: str,
+    ) -> tuple[list[KVBatchMeta], Sequence[int] | None]:
+        self._stamp_pad_seqlen(meta)
+        packing, dynamic = self._packing_args(budget) if budget else (None, None)
+        narrowed = meta.with_fields(plan_fields(meta.fields, wanted))
+        narrowed.task_name = task_name
+        return shard_meta_for_dp(
+            narrowed,
+            dp_world=self.workers.dp_size,
+            batch_size=batch_size,
+            sequence_packing_args=packing,
+            dynamic_batching_args=dynamic,
+        )
+
+    @property
+    def _pad_token_id(self) -> int:
+        return int(self.tokenizer.pad_token_id)
+
+    def shutdown(self) -> bool:
+        """Close the store's clients, then end the workers; may be called twice."""
+        self.workers.run_all("close_data_plane")
+        self.dp_client.close()
+        return super().shutdown()
+
+
+def _valid_counts(rows: BatchedDataDict) -> dict[str, torch.Tensor]:
+    """Valid sequences and tokens of each row, as `process_global_batch` counts them."""
+    mask = rows["sample_mask"].float()
+    return {"seqs": mask, "toks": (rows["token_mask"][:, 1:].float() * mask.unsqueeze(-1)).sum(-1)}
+
+
+def _add_fields(meta: KVBatchMeta, names: Sequence[str] | Mapping[str, Any]) -> None:
+    if meta.fields is not None:
+        meta.fields = list(dict.fromkeys([*meta.fields, *names]))

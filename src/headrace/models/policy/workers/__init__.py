@@ -1,0 +1,1 @@
+"""One rank of a policy, by kind of trainer."""

@@ -1,0 +1,70 @@
+"""A tokenizer with one token per character, for small models trained from scratch."""
+
+from collections import Counter
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+from headrace.errors import ConfigError
+
+SPECIAL_TOKENS = {
+    "pad_token": "<|pad|>",
+    "bos_token": "<|begin|>",
+    "eos_token": "<|end|>",
+    "sep_token": "<|answer|>",
+    "unk_token": "<|unknown|>",
+}
+"""In the order of their ids, from 0; the characters follow in the order given."""
+
+# The separator belongs to the question, with or without `add_generation_prompt`: adding a turn never changes
+# what was written before it.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
+    "{{ eos_token if message['role'] == 'assistant' else sep_token }}{% endfor %}"
+)
+
+
+def build_character_tokenizer(
+    characters: str, directory: str | Path | None = None
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of five special tokens and `characters`; save it in `directory` if given.
+
+    The same characters give the same ids everywhere. Other characters become the unknown token; text made of
+    `characters` decodes back to itself. In a chat, a message is its text followed by the separator, an
+    assistant's by end-of-text.
+
+    >>> tokenizer = build_character_tokenizer("abc")
+    >>> tokenizer.apply_chat_template([{"role": "user", "content": "cab"}], tokenize=False)
+    '<|begin|>cab<|answer|>'
+    >>> tokenizer.encode("cab")
+    [7, 5, 6]
+
+    Raises:
+        ConfigError: no characters, or one of them twice.
+    """
+    repeated = [c for c, count in Counter(characters).items() if count > 1]
+    if repeated or not characters:
+        fault = f"holds {''.join(repeated)!r} more than once" if repeated else "is empty"
+        raise ConfigError(
+            f"policy.tokenizer.characters {fault}; expected each character of the task once, "
+            f"got {characters!r}"
+        )
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS.values(), *characters])}
+    core = Tokenizer(WordLevel(vocabulary, unk_token=SPECIAL_TOKENS["unk_token"]))
+    core.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+        **SPECIAL_TOKENS,
+    )
+    if directory is not None:
+        tokenizer.save_pretrained(directory)
+    return tokenizer

@@ -1,0 +1,123 @@
+"""Checkpoints: whole, exact, readable by transformers, and refused when damaged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headrace.config import OptimizerConfig
+from headrace.errors import ConfigError
+from headrace.models.automodel.checkpoint import TrainerState, load_checkpoint, load_weights, save_checkpoint
+from headrace.models.automodel.setup import build_optimizer
+from tiny_models import tiny_model, tiny_tokenizer
+
+CONFIG = OptimizerConfig(lr=0.05)
+
+
+def _trained(name: str) -> tuple[Any, torch.optim.Optimizer]:
+    model = tiny_model(name)
+    optimizer = build_optimizer(model, CONFIG)
+    _train_once(model, optimizer)
+    return model, optimizer
+
+
+def _train_once(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model(input_ids=torch.arange(5, 25).view(2, 10), use_cache=False).logits.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _same_weights(a: Any, b: Any) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_weights_and_optimizer_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    model, optimizer = _trained(name)
+    save_checkpoint(tmp_path / "c", model, tiny_tokenizer(), optimizer, TrainerState(7, 3))
+    other = tiny_model(name, seed=9)
+    fresh = build_optimizer(other, CONFIG)
+    assert load_checkpoint(tmp_path / "c", other, fresh) == TrainerState(7, 3)
+    assert _same_weights(model, other)
+    for _ in range(2):
+        _train_once(model, optimizer)
+        _train_once(other, fresh)
+    assert _same_weights(model, other)
+
+
+def test_the_model_folder_loads_with_transformers_alone(tmp_path: Path) -> None:
+    model, optimizer = _trained("qwen3_moe")
+    save_checkpoint(tmp_path, model, tiny_tokenizer(), optimizer, TrainerState(1, 1))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert _same_weights(model, loaded)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab() == tiny_tokenizer().get_vocab()
+
+
+def test_nothing_on_disk_is_pickled(tmp_path: Path) -> None:
+    model, optimizer = _trained("llama")
+    save_checkpoint(tmp_path, model, tiny_tokenizer(), optimizer, TrainerState(1, 1))
+    kinds = {file.suffix for file in tmp_path.rglob("*") if file.is_file()}
+    assert kinds <= {".safetensors", ".json", ".jinja"}
+
+
+def test_the_random_state_continues_where_it_was_saved(tmp_path: Path) -> None:
+    model, optimizer = _trained("llama")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        save_checkpoint(tmp_path, model, tiny_tokenizer(), optimizer, TrainerState(1, 1))
+        expected = torch.rand(3)
+        torch.manual_seed(5)
+        load_checkpoint(tmp_path, model, build_optimizer(model, CONFIG))
+        assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_checkpoint_without_optimizer_state_says_so_and_starts_it_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, _ = _trained("llama")
+    save_checkpoint(tmp_path, model, tiny_tokenizer(), None, TrainerState(2, 2))
+    fresh = build_optimizer(model, CONFIG)
+    assert load_checkpoint(tmp_path, model, fresh) == TrainerState(2, 2)
+    assert not fresh.state
+    assert "without optimizer state" in caplog.text
+
+
+def test_an_untrained_policy_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    save_checkpoint(tmp_path, model, tiny_tokenizer(), build_optimizer(model, CONFIG), TrainerState(0, 0))
+    other = tiny_model("llama", seed=1)
+    load_checkpoint(tmp_path, other, build_optimizer(other, CONFIG))
+    assert _same_weights(model, other)
+
+
+@pytest.mark.parametrize(
+    "file", ["trainer.json", "rng.safetensors", "optimizer.safetensors", "model/model.safetensors"]
+)
+def test_a_damaged_file_is_named(file: str, tmp_path: Path) -> None:
+    model, optimizer = _trained("llama")
+    save_checkpoint(tmp_path, model, tiny_tokenizer(), optimizer, TrainerState(1, 1))
+    (tmp_path / file).write_bytes(b"{")
+    with pytest.raises(ConfigError, match=file.split("/")[0]) as caught:
+        load_checkpoint(tmp_path, model, build_optimizer(model, CONFIG))
+    assert "\n" not in str(caught.value)
+
+
+def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
+    model, optimizer = _trained("llama")
+    save_checkpoint(tmp_path, model, tiny_tokenizer(), optimizer, TrainerState(1, 1))
+    other = tiny_model("qwen3_moe")
+    with pytest.raises(ConfigError, match=r"of the recipe's policy\.model"):
+        load_weights(tmp_path / "model", other)
+
+
+def test_counters_are_plain_json(tmp_path: Path) -> None:
+    model, optimizer = _trained("llama")
+    save_checkpoint(tmp_path, model, tiny_tokenizer(), optimizer, TrainerState(7, 3))
+    assert json.loads((tmp_path / "trainer.json").read_text()) == {
+        "weight_version": 7,
+        "scheduler_updates": 3,
+    }

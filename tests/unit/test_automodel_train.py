@@ -1,0 +1,94 @@
+"""One step: microbatches add up to the batch, clipping is what it says, and bad gradients change nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.config import OptimizerConfig, SchedulerConfig
+from headrace.models.automodel.data import get_microbatch_iterator, process_global_batch
+from headrace.models.automodel.scoring import Autocast, Scoring, TokenScorer
+from headrace.models.automodel.setup import build_optimizer, build_scheduler
+from headrace.models.automodel.train import TrainStep, apply_gradients, run_microbatches
+from reference_training import PolicyGradient, gradients, largest_gap, naive_loss
+from tiny_models import tiny_batch, tiny_model
+
+LENGTHS = [9, 4, 12, 7, 5, 3, 11, 8]
+
+
+def _accumulate(model: Any, mbs: int, *, backward: bool = True) -> TrainStep:
+    data, loss = tiny_batch(LENGTHS), PolicyGradient()
+    counted = process_global_batch(data, loss, None, batch_idx=0, batch_size=len(LENGTHS))
+    step = TrainStep(counted["global_valid_seqs"], counted["global_valid_toks"])
+    microbatches, _ = get_microbatch_iterator(counted["batch"], {}, mbs, None, None)
+    scorer = TokenScorer(model, Scoring(chunk_tokens=16), Autocast(torch.device("cpu"), "float32"))
+    run_microbatches(scorer, microbatches, loss, step, backward=backward)
+    return step
+
+
+@pytest.mark.parametrize("mbs", [1, 2, 8])
+def test_microbatches_add_up_to_the_loss_and_gradient_of_the_whole_batch(mbs: int) -> None:
+    ours, naive = tiny_model("qwen3_moe"), tiny_model("qwen3_moe")
+    result = _accumulate(ours, mbs).result()
+    loss = naive_loss(naive, tiny_batch(LENGTHS))
+    loss.backward()
+    assert result.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert largest_gap(gradients(ours), gradients(naive)) < 1e-4
+    assert result.num_microbatches == 8 // mbs
+
+
+def test_metrics_are_summed_or_are_extremes_by_their_names() -> None:
+    whole = _accumulate(tiny_model("llama"), 8).result().metrics
+    parts = _accumulate(tiny_model("llama"), 2).result().metrics
+    assert parts["tokens_share"] == pytest.approx(1.0)
+    for name in ("logprob_min", "logprob_max", "entropy"):
+        assert parts[name] == pytest.approx(whole[name], rel=1e-5)
+    assert parts["logprob_min"] < parts["logprob_max"] < 0 < parts["entropy"]
+
+
+def test_without_backward_no_gradient_is_made() -> None:
+    model = tiny_model("llama")
+    assert _accumulate(model, 4, backward=False).result().loss != 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def _step_of(model: Any, max_grad_norm: float | None) -> tuple[Any, Any, float, bool]:
+    optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.0))
+    schedule = build_scheduler(optimizer, SchedulerConfig(warmup_steps=4))
+    norm, updated = apply_gradients(
+        list(model.parameters()), optimizer, schedule, max_grad_norm=max_grad_norm
+    )
+    return optimizer, schedule, norm, updated
+
+
+@pytest.mark.parametrize("limit", [None, 1e-3, 1e6])
+def test_the_reported_norm_is_that_before_clipping(limit: float | None) -> None:
+    model = tiny_model("llama")
+    _accumulate(model, 4)
+    grads = gradients(model)
+    expected = float(torch.cat([g.flatten() for g in grads.values()]).norm())
+    optimizer, _, norm, updated = _step_of(model, limit)
+    assert updated
+    assert norm == pytest.approx(expected, rel=1e-5)
+    # After one step from zero, AdamW's first moment is 0.1 x the clipped gradient.
+    scale = 1.0 if limit is None else min(1.0, limit / (expected + 1e-6))
+    weight = model.get_output_embeddings().weight
+    torch.testing.assert_close(
+        optimizer.state[weight]["exp_avg"], 0.1 * scale * grads["lm_head.weight"], rtol=1e-4, atol=1e-9
+    )
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_optimizer(poison: float) -> None:
+    model = tiny_model("llama")
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    _accumulate(model, 4)
+    next(model.parameters()).grad[0, 0] = poison
+    optimizer, schedule, norm, updated = _step_of(model, 1.0)
+    assert not updated
+    assert not norm < float("inf")
+    assert not optimizer.state
+    assert schedule.last_epoch == 0
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())

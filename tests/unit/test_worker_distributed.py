@@ -1,0 +1,116 @@
+"""Two real processes over gloo: the same training as one process, and equal numbers of microbatches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from headrace.models.automodel.data import get_microbatch_iterator, process_global_batch
+from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
+from reference_training import PolicyGradient
+from tiny_models import tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
+
+LENGTHS = [9, 4, 12, 7, 5, 3, 11, 8, 10, 6, 2, 12, 9, 9, 4, 1]
+COLUMNS = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
+PACKED: dict[str, Any] = {
+    "sequence_packing": {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}
+}
+PACKING_ARGS: Any = {
+    **COLUMNS,
+    "max_tokens_per_microbatch": 32,
+    "algorithm": "first_fit_decreasing",
+    "sequence_length_pad_multiple": 1,
+}
+UNEVEN = ([95] * 5, [20] * 5)
+
+
+def _worker(**changes: Any) -> AutomodelPolicyWorker:
+    return AutomodelPolicyWorker(
+        tiny_policy_config("qwen3_moe", **changes),
+        tiny_generation_config(),
+        tokenizer=tiny_tokenizer(),
+        seed=0,
+    )
+
+
+def _train(shards: int, rank: int, *, packed: bool) -> dict[str, Any]:
+    worker = _worker(**(PACKED if packed else {}))
+    data = tiny_batch(LENGTHS)
+    if packed:
+        parts, _ = data.shard_by_batch_size(shards, batch_size=8, sequence_packing_args=PACKING_ARGS)
+    else:
+        parts = data.shard_by_batch_size(shards, batch_size=8)
+    result = worker.train(parts[rank], PolicyGradient())
+    return {**result, "weights": {name: t.clone() for name, t in worker.named_weights()}}
+
+
+def _counts(rank: int, group: Any) -> dict[str, Any]:
+    """Plan each rank by itself, so that the numbers of microbatches differ."""
+    args: Any = {**COLUMNS, "max_tokens_per_microbatch": 100, "sequence_length_round": 1}
+    parts, _ = tiny_batch(UNEVEN[rank]).shard_by_batch_size(1, dynamic_batching_args=args)
+    data = parts[0]
+    cfg = {"dynamic_batching": {"enabled": True}}
+    microbatches, length = get_microbatch_iterator(data, cfg, 1, group, tiny_tokenizer())
+    weights = [float(m.data_dict["sample_mask"].sum()) for m in microbatches]
+    counted = process_global_batch(data, PolicyGradient(), group, batch_idx=0, batch_size=5)
+    return {
+        "length": length,
+        "weights": weights,
+        "seqs": float(counted["global_valid_seqs"]),
+        "toks": float(counted["global_valid_toks"]),
+    }
+
+
+def _run_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    try:
+        results = {
+            "fixed": _train(2, rank, packed=False),
+            "packed": _train(2, rank, packed=True),
+            "counts": _counts(rank, dist.group.WORLD),
+        }
+    finally:
+        dist.destroy_process_group()
+    torch.save(results, f"{folder}/rank{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = Path(tmp_path_factory.mktemp("gloo"))
+    mp.spawn(_run_rank, args=(str(folder),), nprocs=2)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["fixed", "packed"])
+def test_two_ranks_take_the_step_of_one_process(kind: str, ranks: list[dict[str, Any]]) -> None:
+    alone = _train(1, 0, packed=kind == "packed")
+    first, second = (r[kind] for r in ranks)
+    # The first step starts from equal weights; AdamW then amplifies the last bit.
+    torch.testing.assert_close((first["loss"] + second["loss"])[0], alone["loss"][0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(first["grad_norm"][0], alone["grad_norm"][0], rtol=1e-5, atol=0)
+    assert torch.equal(first["grad_norm"], second["grad_norm"])
+    assert all(torch.equal(first["weights"][n], second["weights"][n]) for n in first["weights"])
+
+
+def test_metrics_are_shares_of_the_global_batch(ranks: list[dict[str, Any]]) -> None:
+    metrics = [r["fixed"]["metrics"][0] for r in ranks]
+    assert sum(m["tokens_share"] for m in metrics) == pytest.approx(1.0)
+    assert sum(m["lr"] for m in metrics) == pytest.approx(1e-2)
+
+
+def test_a_rank_with_fewer_microbatches_runs_fillers_that_weigh_nothing(ranks: list[dict[str, Any]]) -> None:
+    first, second = (r["counts"] for r in ranks)
+    assert first["length"] == second["length"] == 5
+    assert first["weights"] == [1.0] * 5
+    assert second["weights"] == [5.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_global_counts_span_the_ranks(ranks: list[dict[str, Any]]) -> None:
+    masks = [tiny_batch(lengths)["token_mask"] for lengths in UNEVEN]
+    for counts in (r["counts"] for r in ranks):
+        assert counts["seqs"] == 10
+        assert counts["toks"] == sum(int(m[:, 1:].sum()) for m in masks)
