@@ -1,0 +1,230 @@
+"""Questions and answers from a file: JSONL, or a Hugging Face dataset saved to disk."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from headrace.config import DataConfig, DatasetConfig, MathConfig
+from headrace.environments.interfaces import StepResult
+from headrace.environments.splits import Splits, conversation, hold_out
+from headrace.errors import ConfigError
+from headrace.experience.types import Message, Prompt
+
+Judge = Callable[[str, str], bool]
+"""Whether the text of an answer (first) gives the right answer (second)."""
+
+# Digits with optional thousands separators, fraction and exponent; a sign counts unless it follows a digit.
+_NUMBER = re.compile(r"(?:(?<!\d)[-+])?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3})?|\.\d+")
+
+
+class DatasetEnvironment:
+    """Questions of a file, with reward 1 where `judge` accepts the answer and 0 elsewhere; single-turn.
+
+    `check_answer` returns what is wrong with a right answer, or None. A repeated question counts once, with
+    its first answer. `data.validation_size` questions are held out at random, the same ones for every run;
+    of the others, the first `data.train_size` train.
+
+    Raises:
+        ConfigError: a missing, malformed or empty file, a missing key, an answer that `check_answer`
+            refuses, or too few distinct questions; with the path, the line and the key to change.
+    """
+
+    def __init__(
+        self,
+        cfg: DatasetConfig | MathConfig,
+        data: DataConfig,
+        *,
+        judge: Judge,
+        check_answer: Callable[[str], str | None],
+        seed: int,
+    ) -> None:
+        self._judge = judge
+        splits = _read_splits(cfg, data)
+        for prompt in (*splits.train, *splits.validation):
+            fault = check_answer(prompt.info["answer"])
+            if fault is not None:
+                place = prompt.info["place"]
+                raise ConfigError(
+                    f"{cfg.path}, {place}: key '{cfg.answer_key}' {fault}; mend it, or remove the row"
+                )
+        self._splits = splits.shuffled(seed) if data.shuffle else splits
+
+    def prompts(self, split: str) -> list[Prompt]:
+        """Return all prompts of `train` or `validation`, in a fixed order."""
+        return self._splits.of(split)
+
+    def step(
+        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], finished: Sequence[bool]
+    ) -> list[StepResult]:
+        """Judge the last message of each conversation by its text alone."""
+        results = []
+        for prompt, talk, _ in zip(prompts, conversations, finished, strict=True):
+            correct = self._judge(talk[-1].content, prompt.info["answer"])
+            results.append(StepResult(reward=float(correct), correct=correct))
+        return results
+
+
+def dataset_environment(cfg: DatasetConfig, data: DataConfig, *, seed: int) -> DatasetEnvironment:
+    """Build the environment that compares answers as text, by `cfg.match`.
+
+    `exact`: equal, outer whitespace aside. `contains`: the answer holds the right one. `last_number`: the
+    last numbers in both are equal as numbers (`1,200` = `1200.0`).
+
+    Raises:
+        ConfigError: see `DatasetEnvironment`; for `last_number` also an answer without a number.
+    """
+    check = _lacks_number if cfg.match == "last_number" else _accept_all
+    return DatasetEnvironment(cfg, data, judge=_JUDGES[cfg.match], check_answer=check, seed=seed)
+
+
+def last_number(text: str) -> Decimal | None:
+    """Return the last number in `text`, or None.
+
+    >>> last_number("3 + 4 = 7, so 1,200.50 in all.")
+    Decimal('1200.50')
+    """
+    found = _NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def _match_exact(text: str, answer: str) -> bool:
+    return text.strip() == answer.strip()
+
+
+def _match_contains(text: str, answer: str) -> bool:
+    return answer.strip() in text
+
+
+def _match_last_number(text: str, answer: str) -> bool:
+    got = last_number(text)
+    return got is not None and got == last_number(answer)
+
+
+_JUDGES: dict[str, Judge] = {
+    "exact": _match_exact,
+    "contains": _match_contains,
+    "last_number": _match_last_number,
+}
+
+
+def _accept_all(answer: str) -> str | None:
+    return None
+
+
+def _lacks_number(answer: str) -> str | None:
+    return (
+        None
+        if last_number(answer) is not None
+        else f"holds no number ({answer[:40]!r}), as env.match=last_number needs"
+    )
+
+
+@dataclass(frozen=True)
+class _Record:
+    place: str
+    """`line 3` of a text file, `row 2` of a dataset."""
+    values: dict[str, Any]
+
+
+def _read_splits(cfg: DatasetConfig | MathConfig, data: DataConfig) -> Splits:
+    path = Path(cfg.path).expanduser()
+    prompts: dict[str, Prompt] = {}
+    for record in _records(path):
+        question = _text(path, record, "question_key", cfg.question_key)
+        answer = _text(path, record, "answer_key", cfg.answer_key)
+        if question not in prompts:
+            uid = f"{path.stem}-{record.place.split()[-1]}"
+            info = {"task": cfg.kind, "answer": answer, "place": record.place}
+            prompts[question] = Prompt(uid, conversation(question, data.system_prompt), info, answer)
+    if not prompts:
+        raise ConfigError(
+            f"env.path={cfg.path}: the file has no rows; give one with a question and an answer each"
+        )
+    if len(prompts) <= data.validation_size:
+        raise ConfigError(
+            f"env.path={cfg.path} has {len(prompts)} distinct questions, and data.validation_size="
+            f"{data.validation_size} leaves none of them for training; lower it, or add rows"
+        )
+    return hold_out(list(prompts.values()), train_size=data.train_size, validation_size=data.validation_size)
+
+
+def _records(path: Path) -> Iterator[_Record]:
+    if path.is_dir():
+        return _saved_dataset_records(path)
+    return _jsonl_records(path)
+
+
+def _jsonl_records(path: Path) -> Iterator[_Record]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise ConfigError(
+            f"env.path={path}: cannot read it ({error.strerror or error}); check the path"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"env.path={path}: not UTF-8 text; expected JSONL, one object per line") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+            raise ConfigError(
+                f"env.path={path}, line {number}: not valid JSON ({reason}); write one JSON object per line"
+            ) from error
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"env.path={path}, line {number}: expected a JSON object; got {type(values).__name__}; "
+                "write one JSON object per line"
+            )
+        yield _Record(f"line {number}", values)
+
+
+def _saved_dataset_records(path: Path) -> Iterator[_Record]:
+    dataset = _load_from_disk(path)
+    if hasattr(dataset, "keys"):
+        names = ", ".join(dataset.keys())
+        raise ConfigError(
+            f"env.path={path} holds several splits ({names}); add one to the path, as in {path}/train"
+        )
+    for number, values in enumerate(dataset):
+        yield _Record(f"row {number}", values)
+
+
+def _load_from_disk(path: Path) -> Any:
+    try:
+        from datasets import load_from_disk  # noqa: PLC0415 - optional, and slow to import
+    except ImportError as error:
+        raise ConfigError(
+            f"env.path={path} is a folder, and reading a saved Hugging Face dataset needs the package "
+            "'datasets'; install headrace[train], or give a JSONL file"
+        ) from error
+    try:
+        return load_from_disk(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"env.path={path}: not a Hugging Face dataset made by save_to_disk ({reason}); check the path"
+        ) from error
+
+
+def _text(path: Path, record: _Record, knob: str, key: str) -> str:
+    """Return the text under `key`; a number counts as text."""
+    place = f"env.path={path}, {record.place}"
+    if key not in record.values:
+        there = ", ".join(map(str, record.values)) or "none"
+        raise ConfigError(
+            f"{place}: missing key '{key}' (keys there: {there}); set env.{knob}, or mend the row"
+        )
+    value = record.values[key]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ConfigError(f"{place}: key '{key}' is {value!r:.60}; expected text or a number (env.{knob})")
+    text = str(value)
+    if not text.strip():
+        raise ConfigError(f"{place}: key '{key}' is empty; mend or remove the row (env.{knob})")
+    return text

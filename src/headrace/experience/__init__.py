@@ -1,0 +1,1 @@
+"""Rollouts: prompts in, scored samples out, flat rows for the store."""

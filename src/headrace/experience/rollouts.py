@@ -1,0 +1,360 @@
+"""Rolling out: prompts to scored samples, over one or several turns.
+
+    render prompts -> [generate -> append and decode -> judge -> append observation]* -> Rollout
+
+All rows that are still active take a turn together: one `generate` and one `step` of the environment.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from numbers import Real
+
+import numpy as np
+
+from headrace.config import RecipeConfig
+from headrace.environments.interfaces import Environment, StepResult
+from headrace.errors import ConfigError, GenerationError, RewardError
+from headrace.experience.chat import ChatTokenizer, decode_answers, render_observation, render_prompt
+from headrace.experience.types import Message, Prompt, Rollout
+from headrace.models.generation.interfaces import sampling_params
+from headrace.models.interfaces import GenerationOutput, Generator, SamplingParams
+from headrace.utils.seeding import derive_seed
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How long and how samples are made, the same for all of a run.
+
+    `max_total_tokens` bounds a whole sample: the prompt, all answers and all observations. `pad_to_multiple`
+    goes with the rows, for the stages that pad them.
+    """
+
+    sampling: SamplingParams
+    max_total_tokens: int
+    max_turns: int = 1
+    pad_to_multiple: int = 1
+
+    @classmethod
+    def from_recipe(cls, recipe: RecipeConfig) -> "RolloutSettings":
+        """Return what a recipe says about rollouts."""
+        return cls(
+            sampling_params(recipe.generation),
+            recipe.policy.max_total_sequence_length,
+            recipe.grpo.max_rollout_turns,
+            recipe.policy.make_sequence_length_divisible_by,
+        )
+
+
+@dataclass
+class RolloutBatch:
+    """Samples, prompt-major: the first prompt's group first, its samples by group index."""
+
+    rollouts: list[Rollout]
+    metrics: dict[str, float]
+    generation_metrics: dict[str, float]
+
+
+def run_rollouts(
+    prompts: Sequence[Prompt],
+    *,
+    generator: Generator,
+    tokenizer: ChatTokenizer,
+    environment: Environment,
+    settings: RolloutSettings,
+    group_size: int,
+    seed: int,
+    tag: str | None = None,
+    greedy: bool = False,
+) -> RolloutBatch:
+    """Sample `group_size` answers per prompt and have the environment score them.
+
+    The result is a function of the weights, the prompts, the settings and `seed`. `tag` goes into the sample
+    ids (see `mint_uids`); by default it is made of the weight version and the seed, which together name the
+    samples. An answer is cut where its sample reaches `settings.max_total_tokens`.
+
+    Raises:
+        ConfigError: no prompts, or a prompt that leaves no room for an answer, before anything is generated.
+        GenerationError: the generator returns other than one answer per row, each with one finite logprob per
+            token.
+        RewardError: the environment returns other than one finite reward per row.
+    """
+    sampling = replace(settings.sampling, greedy=greedy or settings.sampling.greedy)
+    if tag is None:
+        tag = f"{generator.weight_version}.{derive_seed(seed, 'tag') >> 31:08x}"
+    rollouts = _open_samples(prompts, tokenizer, settings, group_size, tag, generator.weight_version)
+    calls: list[_Call] = []
+    active = rollouts
+    for turn in range(settings.max_turns):
+        call = _generate(generator, active, sampling, settings, derive_seed(seed, "turn", turn))
+        calls.append(call)
+        _append_answers(active, call.output, tokenizer, sampling, settings)
+        results = _judge(environment, active)
+        _credit(active, results)
+        is_last = turn + 1 == settings.max_turns
+        active = [] if is_last else _append_observations(active, results, tokenizer, settings)
+        if not active:
+            break
+    return RolloutBatch(rollouts, rollout_metrics(rollouts), _generation_metrics(calls))
+
+
+def mint_uids(prompts: Sequence[Prompt], tag: str) -> list[str]:
+    """Return one uid per place in `prompts`, all different: `<prompt uid>@<tag>`, with `#2` for a second one.
+
+    A uid names a group, so a prompt that is drawn twice in a step gives two groups.
+
+    >>> mint_uids([Prompt("a", ()), Prompt("b", ()), Prompt("a", ())], "7.0")
+    ['a@7.0', 'b@7.0', 'a@7.0#2']
+    """
+    seen: dict[str, int] = {}
+    uids = []
+    for prompt in prompts:
+        count = seen[prompt.uid] = seen.get(prompt.uid, 0) + 1
+        uids.append(f"{prompt.uid}@{tag}" + (f"#{count}" if count > 1 else ""))
+    return uids
+
+
+def group_uid(rollout: Rollout) -> str:
+    """Return the uid that a sample shares with its group, and with no other sample.
+
+    Example: `group_uid(r)` is `a@7.0` for `r.sample_id == "a@7.0_g3"`.
+    """
+    return rollout.sample_id.removesuffix(f"_g{rollout.group_index}")
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return what is worth plotting; `rollout/accuracy` is over samples with a verdict, if there are any."""
+    rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
+    lengths = np.array([r.response_tokens for r in rollouts])
+    metrics = {
+        "rollout/reward_mean": float(rewards.mean()),
+        "rollout/reward_std": float(rewards.std()),
+        "rollout/reward_min": float(rewards.min()),
+        "rollout/reward_max": float(rewards.max()),
+        "rollout/response_tokens_mean": float(lengths.mean()),
+        "rollout/response_tokens_max": float(lengths.max()),
+        "rollout/cut_share": float(np.mean([not r.finished for r in rollouts])),
+        "rollout/turns_mean": float(np.mean([r.turns for r in rollouts])),
+    }
+    verdicts = [r.correct for r in rollouts if r.correct is not None]
+    if verdicts:
+        metrics["rollout/accuracy"] = float(np.mean(verdicts))
+    for name in sorted({name for r in rollouts for name in r.metrics}):
+        metrics[f"environment/{name}"] = float(
+            np.mean([r.metrics[name] for r in rollouts if name in r.metrics])
+        )
+    return metrics
+
+
+def _open_samples(
+    prompts: Sequence[Prompt],
+    tokenizer: ChatTokenizer,
+    settings: RolloutSettings,
+    group_size: int,
+    tag: str,
+    weight_version: int,
+) -> list[Rollout]:
+    if not prompts or group_size < 1:
+        raise ConfigError(
+            f"a rollout needs prompts and at least one sample of each; got {len(prompts)} prompts x {group_size} "
+            "samples (grpo.num_generations_per_prompt)"
+        )
+    rollouts: list[Rollout] = []
+    for uid, prompt in zip(mint_uids(prompts, tag), prompts):
+        ids = render_prompt(tokenizer, prompt.messages)
+        if len(ids) >= settings.max_total_tokens:
+            raise ConfigError(
+                f"prompt '{prompt.uid}' has {len(ids)} tokens and leaves no room for an answer within policy."
+                f"max_total_sequence_length={settings.max_total_tokens}; raise it, or remove the prompt"
+            )
+        rollouts.extend(
+            Rollout(
+                sample_id=f"{uid}_g{index}",
+                prompt=prompt,
+                group_index=index,
+                token_ids=list(ids),
+                token_mask=[0] * len(ids),
+                logprobs=[0.0] * len(ids),
+                messages=list(prompt.messages),
+                reward=0.0,
+                finished=False,
+                turns=0,
+                weight_version=weight_version,
+            )
+            for index in range(group_size)
+        )
+    return rollouts
+
+
+# Generating.
+
+
+@dataclass
+class _Call:
+    """One call of the generator."""
+
+    output: GenerationOutput
+    seconds: float
+    prompt_tokens: int
+    new_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.new_tokens = sum(map(len, self.output.token_ids))
+
+
+def _generate(
+    generator: Generator,
+    active: Sequence[Rollout],
+    sampling: SamplingParams,
+    settings: RolloutSettings,
+    seed: int,
+) -> _Call:
+    # One call for all rows: the roomiest row sets the limit, and the others are cut to their own.
+    room = max(settings.max_total_tokens - len(r.token_ids) for r in active)
+    params = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+    started = time.perf_counter()
+    output = generator.generate([r.token_ids for r in active], params, seed=seed)
+    seconds = time.perf_counter() - started
+    _check_output(output, active, params.max_new_tokens)
+    return _Call(output, seconds, sum(len(r.token_ids) for r in active))
+
+
+def _check_output(output: GenerationOutput, active: Sequence[Rollout], max_new_tokens: int) -> None:
+    for name in ("token_ids", "logprobs", "finished"):
+        fault = _miscount(len(getattr(output, name)), active)
+        if fault:
+            raise GenerationError(f"the generator returned {name} for {fault}")
+    for rollout, tokens, logprobs in zip(active, output.token_ids, output.logprobs):
+        if len(tokens) > max_new_tokens:
+            raise GenerationError(
+                f"sample '{rollout.sample_id}': the generator returned {len(tokens)} tokens; expected at "
+                f"most {max_new_tokens}, the max_new_tokens it was asked for"
+            )
+        if len(logprobs) != len(tokens):
+            raise GenerationError(
+                f"sample '{rollout.sample_id}': the generator returned {len(logprobs)} logprobs for "
+                f"{len(tokens)} tokens; expected one per token"
+            )
+    _check_finite(output.logprobs, active)
+
+
+def _check_finite(logprobs: Sequence[Sequence[float]], active: Sequence[Rollout]) -> None:
+    lengths = [len(row) for row in logprobs]
+    flat = np.fromiter(chain.from_iterable(logprobs), dtype=np.float64, count=sum(lengths))
+    bad = np.flatnonzero(~np.isfinite(flat))
+    if bad.size:
+        ends = np.cumsum(lengths)
+        row = int(np.searchsorted(ends, bad[0], side="right"))
+        position = int(bad[0] - ends[row]) + lengths[row]
+        raise GenerationError(
+            f"sample '{active[row].sample_id}': the generator returned logprob {flat[bad[0]]} for new token "
+            f"{position} ({bad.size} such values in all); expected finite numbers"
+        )
+
+
+def _miscount(got: int, active: Sequence[Rollout]) -> str | None:
+    """Return what is wrong with a count of results, or None if there is one per sample."""
+    if got == len(active):
+        return None
+    fate = f"sample '{active[got].sample_id}' has none" if got < len(active) else "some belong to no sample"
+    return f"{got} samples in place of {len(active)}; {fate}"
+
+
+def _append_answers(
+    active: Sequence[Rollout],
+    output: GenerationOutput,
+    tokenizer: ChatTokenizer,
+    sampling: SamplingParams,
+    settings: RolloutSettings,
+) -> None:
+    kept = []
+    for rollout, tokens, logprobs, finished in zip(
+        active, output.token_ids, output.logprobs, output.finished
+    ):
+        room = settings.max_total_tokens - len(rollout.token_ids)
+        answer = list(tokens[:room])
+        kept.append(answer)
+        rollout.token_ids.extend(answer)
+        rollout.token_mask.extend([1] * len(answer))
+        rollout.logprobs.extend(logprobs[:room])
+        rollout.finished = bool(finished) and len(tokens) <= room
+        rollout.turns += 1
+    for rollout, text in zip(active, decode_answers(tokenizer, kept, sampling.stop_token_ids)):
+        rollout.messages.append(Message("assistant", text))
+
+
+def _generation_metrics(calls: Sequence[_Call]) -> dict[str, float]:
+    """Return the cost of all calls, and the generator's own metrics (max, min or mean of calls, by name)."""
+    seconds = sum(call.seconds for call in calls)
+    new_tokens = sum(call.new_tokens for call in calls)
+    metrics = {
+        "generation/calls": float(len(calls)),
+        "generation/prompt_tokens": float(sum(call.prompt_tokens for call in calls)),
+        "generation/new_tokens": float(new_tokens),
+        "generation/seconds": seconds,
+        "rollout/tokens_per_s": new_tokens / max(seconds, 1e-9),
+    }
+    for name in sorted({name for call in calls for name in call.output.metrics}):
+        values = [call.output.metrics[name] for call in calls if name in call.output.metrics]
+        combine = {"_max": np.max, "_min": np.min}.get(name[-4:], np.mean)
+        metrics[f"generator/{name}"] = float(combine(values))
+    return metrics
+
+
+# Judging.
+
+
+def _judge(environment: Environment, active: Sequence[Rollout]) -> list[StepResult]:
+    results = environment.step(
+        [r.prompt for r in active], [tuple(r.messages) for r in active], [r.finished for r in active]
+    )
+    fault = _miscount(len(results), active)
+    if fault:
+        raise RewardError(f"the environment returned results for {fault}")
+    for rollout, result in zip(active, results):
+        reward = result.reward
+        if not isinstance(reward, Real) or not np.isfinite(float(reward)):
+            raise RewardError(
+                f"sample '{rollout.sample_id}': the environment returned reward {reward!r} in turn "
+                f"{rollout.turns}; expected a finite number"
+            )
+        if not result.done and not result.observation:
+            raise RewardError(
+                f"sample '{rollout.sample_id}': the environment returned done=False without an observation "
+                f"in turn {rollout.turns}; give at least one message, or done=True"
+            )
+    return results
+
+
+def _credit(active: Sequence[Rollout], results: Sequence[StepResult]) -> None:
+    for rollout, result in zip(active, results):
+        rollout.reward += float(result.reward)
+        rollout.correct = rollout.correct if result.correct is None else bool(result.correct)
+        rollout.metrics.update(result.metrics)
+
+
+def _append_observations(
+    active: Sequence[Rollout],
+    results: Sequence[StepResult],
+    tokenizer: ChatTokenizer,
+    settings: RolloutSettings,
+) -> list[Rollout]:
+    """Give the environment's messages to the rows that go on, and return those rows."""
+    going_on = []
+    for rollout, result in zip(active, results):
+        if result.done:
+            continue
+        # The last token is the answer's unless the answer is empty.
+        stopped_by = rollout.token_ids[-1] if rollout.finished and rollout.token_mask[-1] else None
+        ids = render_observation(tokenizer, rollout.messages[:-1], result.observation, stopped_by=stopped_by)
+        if len(rollout.token_ids) + len(ids) >= settings.max_total_tokens:
+            # No room for another answer: the token limit ends the episode.
+            rollout.finished = False
+            continue
+        rollout.token_ids.extend(ids)
+        rollout.token_mask.extend([0] * len(ids))
+        rollout.logprobs.extend([0.0] * len(ids))
+        rollout.messages.extend(result.observation)
+        going_on.append(rollout)
+    return going_on

@@ -1,0 +1,58 @@
+"""The rollout's data, as small dataclasses."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation, as text."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A task to solve.
+
+    `uid` is unique in its dataset and stable over runs. `info` is what the environment needs to score an answer
+    (values that msgpack can carry). `answer` is the right answer as text, if there is one; a supervised warm
+    start uses it.
+    """
+
+    uid: str
+    messages: tuple[Message, ...]
+    info: dict[str, Any] = field(default_factory=dict)
+    answer: str | None = None
+
+
+@dataclass
+class Rollout:
+    """One sample: a prompt, everything generated for it, and its reward.
+
+    `token_ids` (L), `token_mask` (L, 1 on generated assistant tokens, 0 on the rest) and `logprobs` (L, 0 where
+    the mask is 0) are aligned; nothing is padded. `sample_id` is `<uid>_g<i>`. `finished` is False where the
+    token limit cut the last turn. `correct` is the environment's word on the last answer, None where it has none.
+    """
+
+    sample_id: str
+    prompt: Prompt
+    group_index: int
+    token_ids: list[int]
+    token_mask: list[int]
+    logprobs: list[float]
+    messages: list[Message]
+    reward: float
+    finished: bool
+    turns: int
+    weight_version: int
+    correct: bool | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def response_tokens(self) -> int:
+        """Generated tokens over all turns."""
+        return sum(self.token_mask)
