@@ -1,0 +1,156 @@
+"""Advantages from rewards: how much better a sample did than its peers.
+
+Groups are given by one integer per row, in any order: rows with the same integer answer the same prompt. A
+prompt that occurs twice in a step has two integers. Invalid rows (masked out of the loss) enter no baseline
+and get an advantage of 0. Arithmetic is in float64; results are float32.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from headrace.config import AdvantageConfig
+from headrace.errors import SchemaError
+
+
+@dataclass(frozen=True)
+class AdvantageResult:
+    """Advantages of N samples, and what they were measured against; each (N,) float32."""
+
+    advantages: torch.Tensor
+    baseline: torch.Tensor
+    std: torch.Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Rewards with their groups' moments, float64; `centred` is exactly 0 in a group of equal rewards."""
+
+    index: torch.Tensor  # (N,) group of each row, 0..G-1
+    valid: torch.Tensor  # (N,) bool
+    count: torch.Tensor  # (G,) valid rows
+    centred: torch.Tensor  # (N,) reward - mean of its group; 0 where invalid
+    mean: torch.Tensor  # (G,); 0 without valid rows
+    std: torch.Tensor  # (G,); 0 with fewer than two valid rows
+
+    @property
+    def leave_one_out_factor(self) -> torch.Tensor:
+        """(G,) n / (n - 1): turns a distance from the mean into one from the peers' mean; 0 if n < 2."""
+        return torch.where(self.count > 1, self.count / (self.count - 1).clamp(min=1), 0.0)
+
+
+def group_baseline_and_std(
+    rewards: torch.Tensor, group_ids: torch.Tensor, valid_mask: torch.Tensor, leave_one_out: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's baseline and its group's standard deviation, both (N,) float32.
+
+    The baseline is the mean reward of the group's valid rows, or, with `leave_one_out`, of the other valid
+    rows. A row without peers is its own baseline. The standard deviation has n - 1 in its denominator and is
+    0 for fewer than two valid rows or equal rewards.
+
+    Rewards [1, 0, 0, 5] in groups [7, 7, 7, 9] have baselines [1/3, 1/3, 1/3, 5], or [0, 1/2, 1/2, 5] with
+    `leave_one_out`.
+    """
+    groups = _group(rewards, group_ids, valid_mask)
+    baseline = _baseline(rewards, groups, _peer_distance(groups, leave_one_out))
+    return baseline, groups.std[groups.index].to(torch.float32)
+
+
+def compute_advantages(
+    rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor, cfg: AdvantageConfig
+) -> AdvantageResult:
+    """Turn rewards into one advantage per sample.
+
+    - `grpo`: distance from the group's mean (or the peers' mean, `leave_one_out`), divided by the group's
+      standard deviation + epsilon if `normalize_std`. Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2.
+    - `rloo`: distance from the peers' mean, never divided. Source: arXiv:2402.14740, section 3.3 (RLOO).
+    - `reinforce_plus_plus`: distance from the mean of the whole batch, divided by the batch's standard
+      deviation + epsilon if `normalize_std`. Source: arXiv:2501.03262.
+
+    Rewards [1, 0, 0] of one group give [0.667, -0.333, -0.333] (grpo, undivided) or [1, -0.5, -0.5] (rloo).
+    A group of one sample, and a group of equal rewards, has advantages of exactly 0 (grpo, rloo).
+
+    Args:
+        rewards: (N,), finite where valid.
+        group_ids: (N,) integers.
+        valid: (N,) bool or 0/1.
+        cfg: The recipe's `grpo.advantage`.
+
+    Raises:
+        SchemaError: inputs of different lengths, or group ids that are not integers.
+    """
+    groups = _group(rewards, group_ids, valid)
+    if cfg.estimator == "reinforce_plus_plus":
+        yardstick = _group(rewards, torch.zeros_like(group_ids), valid)
+        advantages = yardstick.centred
+    else:
+        yardstick = groups
+        advantages = _peer_distance(groups, cfg.estimator == "rloo" or cfg.leave_one_out)
+    baseline = _baseline(rewards, yardstick, advantages)
+    std = yardstick.std[yardstick.index]
+    if cfg.normalize_std and cfg.estimator != "rloo":
+        advantages = advantages / (std + cfg.epsilon)
+    return AdvantageResult(
+        advantages=advantages.to(torch.float32),
+        baseline=baseline,
+        std=std.to(torch.float32),
+        metrics=_metrics(advantages, groups),
+    )
+
+
+def _group(rewards: torch.Tensor, group_ids: torch.Tensor, valid_mask: torch.Tensor) -> _Groups:
+    _check(rewards, group_ids, valid_mask)
+    ids, index = torch.unique(group_ids, return_inverse=True)
+    valid = valid_mask != 0
+    values = rewards.to(torch.float64)
+
+    def total(per_row: torch.Tensor) -> torch.Tensor:
+        return values.new_zeros(len(ids)).index_add_(0, index, per_row)
+
+    count = total(valid.to(torch.float64))
+    # Measured from the group's least reward, equal rewards are exact zeros, and so is all that follows.
+    least = values.new_full((len(ids),), torch.inf).scatter_reduce_(
+        0, index, values.masked_fill(~valid, torch.inf), "amin"
+    )
+    least = torch.where(count > 0, least, 0.0)
+    shifted = torch.where(valid, values - least[index], 0.0)
+    mean = total(shifted) / count.clamp(min=1)
+    centred = torch.where(valid, shifted - mean[index], 0.0)
+    std = (total(centred**2) / (count - 1).clamp(min=1)).sqrt()
+    return _Groups(index=index, valid=valid, count=count, centred=centred, mean=least + mean, std=std)
+
+
+def _peer_distance(groups: _Groups, leave_one_out: bool) -> torch.Tensor:
+    return groups.centred * groups.leave_one_out_factor[groups.index] if leave_one_out else groups.centred
+
+
+def _baseline(rewards: torch.Tensor, groups: _Groups, distance: torch.Tensor) -> torch.Tensor:
+    own = rewards.to(torch.float64) - distance
+    return torch.where(groups.valid, own, groups.mean[groups.index]).to(torch.float32)
+
+
+def _metrics(advantages: torch.Tensor, groups: _Groups) -> dict[str, float]:
+    """Return means over valid samples, and over groups that have one."""
+    samples = groups.valid.sum().clamp(min=1)
+    filled = groups.count > 0
+    filled_groups = filled.sum().clamp(min=1)
+    mean = advantages.sum() / samples
+    spread = torch.where(groups.valid, advantages - mean, 0.0)
+    values = {
+        "advantage/mean": mean,
+        "advantage/std": ((spread**2).sum() / samples).sqrt(),
+        "advantage/abs_max": torch.nn.functional.pad(advantages.abs(), (0, 1)).amax(),
+        "group/std_mean": groups.std.sum() / filled_groups,
+        "group/zero_variance_fraction": ((groups.std == 0) & filled).sum() / filled_groups,
+    }
+    return dict(zip(values, torch.stack([v.to(torch.float64) for v in values.values()]).tolist()))
+
+
+def _check(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -> None:
+    shapes = {"rewards": rewards.shape, "group_ids": group_ids.shape, "valid": valid.shape}
+    if rewards.dim() != 1 or len(set(shapes.values())) != 1:
+        got = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        raise SchemaError(f"advantages need rewards, group_ids and valid of one shape (N,); got {got}")
+    if group_ids.is_floating_point() or group_ids.is_complex():
+        raise SchemaError(f"group_ids must be integers, one per prompt; got {group_ids.dtype}")

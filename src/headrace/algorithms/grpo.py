@@ -1,0 +1,131 @@
+"""GRPO with rows in memory: the driver holds every tensor. The plain counterpart of `grpo_sync.py`.
+
+Rows are padded once, when all rollouts of a step are there, to the width that the data plane pads to.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace.algorithms.step import SampleTable
+from headrace.data_plane.schema import pad_values
+from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.environments.interfaces import Environment
+from headrace.experience.flatten import flatten, per_sample_values, to_padded_batch
+from headrace.experience.rollouts import RolloutSettings, run_rollouts
+from headrace.experience.types import Prompt, Rollout
+from headrace.models.interfaces import Generator, LossFn
+from headrace.models.policy.lm_policy import Policy
+from headrace.utils.rounding import round_up
+
+
+@dataclass
+class MemoryBatch:
+    """Rollouts, and their padded columns once a stage needs them."""
+
+    rollouts: list[Rollout]
+    columns: BatchedDataDict | None = None
+
+
+class InMemoryRows:
+    """Rows as padded tensors in the driver's memory."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        generator: Generator,
+        tokenizer: Any,
+        environment: Environment,
+        settings: RolloutSettings,
+    ) -> None:
+        self._policy = policy
+        self._generator = generator
+        self._tokenizer = tokenizer
+        self._environment = environment
+        self._settings = settings
+        self._group_size = 1
+
+    @contextmanager
+    def opened(self, num_samples: int, group_size: int) -> Iterator[None]:
+        """Remember the group size; memory needs no opening."""
+        self._group_size = group_size
+        yield
+
+    def rollout(
+        self, prompts: Sequence[Prompt], *, tag: str, seed: int
+    ) -> tuple[MemoryBatch, SampleTable, dict[str, float]]:
+        """Roll out and keep the samples as they are."""
+        try:
+            batch = run_rollouts(
+                prompts,
+                generator=self._generator,
+                tokenizer=self._tokenizer,
+                environment=self._environment,
+                settings=self._settings,
+                group_size=self._group_size,
+                seed=seed,
+                tag=tag,
+            )
+        finally:
+            self._generator.release()
+        table = SampleTable.from_values(per_sample_values(batch.rollouts))
+        return MemoryBatch(batch.rollouts), table, {**batch.metrics, **batch.generation_metrics}
+
+    def keep(self, rows: MemoryBatch, indices: Sequence[int]) -> MemoryBatch:
+        """Return the samples at `indices`."""
+        return MemoryBatch([rows.rollouts[i] for i in indices])
+
+    def join(self, parts: Sequence[MemoryBatch]) -> MemoryBatch:
+        """Return the samples of all parts."""
+        return MemoryBatch([r for part in parts for r in part.rollouts])
+
+    def prev_logprobs(self, rows: MemoryBatch) -> None:
+        """Score the rows with the policy."""
+        columns = self._columns(rows)
+        columns["prev_logprobs"] = self._policy.get_logprobs(columns)["logprobs"]
+
+    def reference_logprobs(self, rows: MemoryBatch) -> None:
+        """Score the rows with the reference."""
+        columns = self._columns(rows)
+        scored = self._policy.get_reference_policy_logprobs(columns)
+        columns["reference_policy_logprobs"] = scored["reference_logprobs"]
+
+    def reduce(
+        self,
+        rows: MemoryBatch,
+        reduce_fn: Callable[..., Mapping[str, torch.Tensor]],
+        fields: Sequence[str],
+    ) -> dict[str, torch.Tensor]:
+        """Reduce the columns that are there."""
+        columns = self._columns(rows)
+        return dict(reduce_fn(BatchedDataDict({f: columns[f] for f in fields if f in columns})))
+
+    def write(self, rows: MemoryBatch, columns: Mapping[str, torch.Tensor]) -> None:
+        """Add the columns."""
+        self._columns(rows).update(columns)
+
+    def train(self, rows: MemoryBatch, loss_fn: LossFn) -> dict[str, Any]:
+        """Train on the rows."""
+        return self._policy.train(self._columns(rows), loss_fn)
+
+    def conversations(self, rows: MemoryBatch, count: int) -> list[list[dict[str, str]]]:
+        """Return the messages of a few samples."""
+        return list(self._columns(rows)["message_log"][:count])
+
+    def finish(self, rows: MemoryBatch) -> None:
+        """Let go of the columns."""
+        rows.columns = None
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Nothing goes through a data plane."""
+        return {}
+
+    def _columns(self, rows: MemoryBatch) -> BatchedDataDict:
+        if rows.columns is None:
+            flat = flatten(rows.rollouts)
+            width = round_up(int(flat.lengths.max()), self._settings.pad_to_multiple)
+            rows.columns = to_padded_batch(flat, pad_values(int(self._tokenizer.pad_token_id)), width)
+        return rows.columns

@@ -1,0 +1,119 @@
+"""GRPO over the data plane: the driver holds metadata, the store holds the rows.
+
+    SyncRolloutActor  rolls out and puts the rows, once            -> KVBatchMeta + a few numbers per sample
+    TQPolicy          cuts the ids by rank; its workers fetch rows and write logprobs back
+    driver            turns rewards into advantages, writes one number per sample
+    TQPolicy          trains; then the rows are cleared
+
+`step.run_step` puts these in order; `grpo.py` is the same with rows in memory.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from headrace.algorithms.step import SampleTable
+from headrace.data_plane.interfaces import KVBatchMeta
+from headrace.errors import DataPlaneError
+from headrace.experience.sync_rollout_actor import SyncRolloutActor
+from headrace.experience.types import Prompt
+from headrace.models.interfaces import LossFn
+from headrace.models.policy.tq_policy import TQPolicy
+
+
+class DataPlaneRows:
+    """Rows in the store, named by a KVBatchMeta."""
+
+    def __init__(self, policy: TQPolicy, actor: SyncRolloutActor) -> None:
+        self._policy = policy
+        self._actor = actor
+        self._group_size = 1
+        self._bytes_before: dict[str, int] = {}
+
+    @contextmanager
+    def opened(self, num_samples: int, group_size: int) -> Iterator[None]:
+        """Open the step's partition; whatever ends the context, the partition is empty afterwards."""
+        self._group_size = group_size
+        partition = self._policy.tq_partition_id
+        self._policy.prepare_step(num_samples, group_size)
+        try:
+            yield
+        finally:
+            self._policy.dp_client.clear_samples(None, partition)
+
+    def rollout(
+        self, prompts: Sequence[Prompt], *, tag: str, seed: int
+    ) -> tuple[KVBatchMeta, SampleTable, dict[str, float]]:
+        """Have the actor roll out and put; only metadata and per-sample numbers come back."""
+        meta, carry, rollout_metrics, generation_metrics = self._actor.rollout_to_tq(
+            {"prompts": prompts, "seed": seed, "tag": tag},
+            partition_id=self._policy.tq_partition_id,
+            group_size=self._group_size,
+        )
+        table = SampleTable.from_values(carry)
+        return meta, table, {**rollout_metrics, **generation_metrics}
+
+    def keep(self, rows: KVBatchMeta, indices: Sequence[int]) -> KVBatchMeta:
+        """Clear all other rows from the store, so that filtered samples never pile up."""
+        kept = rows.subset(indices)
+        gone = sorted(set(rows.sample_ids) - set(kept.sample_ids))
+        if gone:
+            self._policy.discard_samples(gone, rows.partition_id)
+        return kept
+
+    def join(self, parts: Sequence[KVBatchMeta]) -> KVBatchMeta:
+        """Concatenate metadata; the rows stay where they are."""
+        return parts[0].concat(*parts[1:])
+
+    def prev_logprobs(self, rows: KVBatchMeta) -> None:
+        """Have the workers fetch, score and write back."""
+        self._policy.get_logprobs_from_meta(rows)
+
+    def reference_logprobs(self, rows: KVBatchMeta) -> None:
+        """Have the workers fetch, score with the reference and write back."""
+        self._policy.get_reference_policy_logprobs_from_meta(rows)
+
+    def reduce(
+        self,
+        rows: KVBatchMeta,
+        reduce_fn: Callable[..., Mapping[str, torch.Tensor]],
+        fields: Sequence[str],
+    ) -> dict[str, torch.Tensor]:
+        """Have the workers reduce their rows to a few numbers each."""
+        return self._policy.reduce_rows_from_meta(rows, reduce_fn, select_fields=fields)
+
+    def write(self, rows: KVBatchMeta, columns: Mapping[str, torch.Tensor]) -> None:
+        """Put one number per sample and column."""
+        self._policy.write_to_dataplane(rows, columns)
+
+    def train(self, rows: KVBatchMeta, loss_fn: LossFn) -> dict[str, Any]:
+        """Have the workers fetch the rows and train."""
+        return self._policy.train_from_meta(rows, loss_fn)
+
+    def conversations(self, rows: KVBatchMeta, count: int) -> list[list[dict[str, str]]]:
+        """Read the message column of a few rows."""
+        few = self._policy.read_from_dataplane(rows.slice(0, count), select_fields=["message_log"])
+        return list(few["message_log"])
+
+    def finish(self, rows: KVBatchMeta) -> None:
+        """Clear the step's rows.
+
+        Raises:
+            DataPlaneError: the partition holds rows that the step does not know (a leak), named.
+        """
+        self._policy.finish_step(rows)
+        left = self._policy.dp_client.sample_ids(rows.partition_id)
+        if left:
+            raise DataPlaneError(
+                f"{len(left)} rows are left in partition '{rows.partition_id}' after the step, for example "
+                f"{left[:3]}; each row of a step must be trained on or discarded"
+            )
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Return bytes put and got since the last call, by column."""
+        now = self._policy.moved_bytes()
+        moved = {name: total - self._bytes_before.get(name, 0) for name, total in now.items()}
+        self._bytes_before = now
+        return moved

@@ -1,0 +1,133 @@
+"""The outer loop: steps, validation, checkpoints and safe stops, the same for every kind of step."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.algorithms.observer import RunObserver, StepRecord
+from headrace.algorithms.step import StepContext, StepInterrupted, StepResult, run_step
+from headrace.config import RecipeConfig
+from headrace.models.interfaces import Generator
+from headrace.models.policy.lm_policy import Policy
+from headrace.utils.checkpoints import CheckpointManager
+from headrace.utils.timer import Timer
+
+Metrics = dict[str, float]
+VALIDATION = "validation"
+
+
+@dataclass
+class Progress:
+    """What a checkpoint remembers beside the weights."""
+
+    step: int = 0
+    prompt_position: int = 0
+    train_seconds: float = 0.0
+    warm_start_steps: int = 0
+    first_validation: Metrics | None = None
+    last_validation: Metrics = field(default_factory=dict)
+    last_validation_step: int = -1
+
+
+@dataclass
+class Loop:
+    """One run of GRPO steps over whatever rows the context has."""
+
+    recipe: RecipeConfig
+    ctx: StepContext[Any]
+    policy: Policy
+    generator: Generator
+    validate: Callable[[], Metrics]
+    checkpoints: CheckpointManager | None
+    observer: RunObserver
+    should_stop: Callable[[], bool]
+    progress: Progress
+    # Seconds of the checkpoint after a step go into the next step's record.
+    _saving: Timer = field(default_factory=Timer)
+
+    def run(self) -> bool:
+        """Run to the last step; return False if the user stopped it before.
+
+        Either way the newest checkpoint (if enabled) is of the last whole step.
+        """
+        total = self.recipe.grpo.max_num_steps
+        self.policy.refresh_generator(self.generator)
+        if self.progress.step == 0 and self.recipe.validation.at_start and not self.should_stop():
+            self._validate(Timer())
+            self.progress.first_validation = dict(self.progress.last_validation)
+        completed = True
+        while self.progress.step < total:
+            try:
+                self._one_step(self.progress.step + 1, total)
+            except StepInterrupted:
+                completed = False
+                break
+        self.save()
+        return completed
+
+    def _one_step(self, step: int, total: int) -> None:
+        timer = Timer()
+        started = time.perf_counter()
+        result = run_step(self.ctx, step, timer)
+        with timer.time("refresh"):
+            self.policy.refresh_generator(self.generator)
+        self.progress.train_seconds += time.perf_counter() - started
+        self.progress.step = step
+        self.progress.prompt_position = self.ctx.prompts.position
+        if self._validation_due(step, total):
+            self._validate(timer)
+        # First the record, then the checkpoint: a crash between the two costs no line of the metrics.
+        self._report(result, step, total, timer)
+        if self._save_due(step, total):
+            self.save()
+
+    def _report(self, result: StepResult, step: int, total: int, timer: Timer) -> None:
+        if result.samples:
+            self.observer.on_samples(step, "train", result.samples)
+        timings = {**timer.totals(), **self._saving.totals()}
+        self._saving = Timer()
+        self.observer.on_step(
+            StepRecord(step, total, result.metrics, timings, result.tokens, result.bytes_by_column)
+        )
+
+    def _validation_due(self, step: int, total: int) -> bool:
+        cfg = self.recipe.validation
+        if step == total:
+            return cfg.at_end
+        return bool(cfg.period) and step % cfg.period == 0
+
+    def _validate(self, timer: Timer) -> None:
+        self.observer.on_stage(self.progress.step, VALIDATION)
+        with timer.time(VALIDATION):
+            metrics = self.validate()
+        self.progress.last_validation = metrics
+        self.progress.last_validation_step = self.progress.step
+        self.observer.on_validation(self.progress.step, metrics)
+
+    def _save_due(self, step: int, total: int) -> bool:
+        # The last step is saved by run().
+        return step % self.recipe.checkpointing.save_period == 0 and step != total
+
+    def save(self) -> None:
+        """Write a checkpoint of the last whole step, unless there is one."""
+        if self.checkpoints is None or not self.recipe.checkpointing.enabled:
+            return
+        latest = self.checkpoints.latest()
+        if latest and latest.step == self.progress.step:
+            return
+        with self._saving.time("checkpoint"):
+            save_checkpoint(self.policy, self.checkpoints, self.recipe, self.progress)
+        info = self.checkpoints.latest()
+        if info is not None:
+            self.observer.on_checkpoint(info.step, info.path)
+
+
+def save_checkpoint(
+    policy: Policy, checkpoints: CheckpointManager, recipe: RecipeConfig, progress: Progress
+) -> None:
+    """Write the policy and the progress as one checkpoint, whole or not at all."""
+    with checkpoints.writing(progress.step) as draft:
+        policy.save_checkpoint(draft / "policy", with_optimizer=recipe.checkpointing.save_optimizer)
+    metrics = progress.last_validation if progress.last_validation_step == progress.step else {}
+    checkpoints.commit(progress.step, metrics, dict(vars(progress)))

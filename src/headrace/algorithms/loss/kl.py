@@ -1,0 +1,42 @@
+"""How far two sets of logprobs of the same sampled tokens are apart."""
+
+from typing import Literal
+
+import torch
+
+KLKind = Literal["k1", "k2", "k3"]
+
+MAX_LOG_RATIO = 20.0
+"""A difference of two logprobs counts as this at most, either way; exp(20) = 4.9e8 can still be summed."""
+
+
+def clamp_log_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Hold a difference of logprobs to +-MAX_LOG_RATIO; beyond, its gradient is 0. NaN stays NaN."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, kind: KLKind) -> torch.Tensor:
+    """Return a per-token estimate of KL(policy || reference) on tokens sampled from the policy.
+
+    With d = logprobs - reference: k1 = d (unbiased, any sign), k2 = d^2 / 2 (biased, never negative),
+    k3 = exp(-d) - 1 + d (unbiased, never negative). As a loss term, the gradient of k2 is the one of the KL
+    itself in expectation; the gradient of k1 is 0 in expectation.
+
+    For d = 0.5: k1 = 0.5, k2 = 0.125, k3 = 0.1065.
+
+    Source: J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
+    """
+    difference = clamp_log_ratio(logprobs - reference)
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference**2 / 2
+    return torch.expm1(-difference) + difference
+
+
+def probability_error(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return exp|log_ratio|: the factor by which two probabilities of a token differ, 1 if they agree.
+
+    For probabilities of 0.2 and 0.4 it is 2, whichever is the larger.
+    """
+    return clamp_log_ratio(log_ratio.abs()).exp()

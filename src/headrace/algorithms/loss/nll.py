@@ -1,0 +1,39 @@
+"""The supervised loss."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from headrace.algorithms.loss.aggregate import aggregation_weights, to_floats, weighted_sum
+from headrace.algorithms.loss.inputs import read_mask
+from headrace.models.interfaces import LossType
+
+
+class NLLLoss:
+    """Mean negative log-likelihood of the tokens that count; satisfies `models.interfaces.LossFn`.
+
+    Logprobs of -1 and -3 on the two counting tokens of the global batch give a loss of 2. The metric `nll` is
+    the loss.
+    """
+
+    loss_type = LossType.TOKEN_LEVEL
+    required_columns = frozenset({"token_mask", "sample_mask"})
+
+    def __call__(
+        self,
+        logprobs: torch.Tensor,
+        data: Mapping[str, Any],
+        *,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Return the loss (0-D, with gradient) and its metrics; see `LossFn` for the arguments.
+
+        Raises:
+            SchemaError: a mask is missing or has another shape than `logprobs`.
+        """
+        mask = read_mask(data, logprobs)
+        weights = aggregation_weights(mask, "token_mean", global_valid_seqs, global_valid_toks)
+        loss = -weighted_sum(logprobs[:, 1:], weights, mask.counts)
+        return loss, to_floats({"nll": loss})

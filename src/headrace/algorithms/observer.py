@@ -1,0 +1,85 @@
+"""What a training loop tells the outside: one record per step, and events between.
+
+A loop calls an observer and knows nothing of terminals or files. The names of the metrics that displays and
+reports look for stand here; a loop may report others.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+REWARD = "reward/mean"
+LOSS = "train/loss"
+GRAD_NORM = "train/grad_norm"
+TOKENS_PER_S = "rollout/tokens_per_s"
+GREEDY_ACCURACY = "validation/accuracy"
+SAMPLED_ACCURACY = "validation/sampled_accuracy"
+
+STAGES = (
+    "rollout",
+    "prev_logprobs",
+    "reference_logprobs",
+    "advantages",
+    "train",
+    "refresh",
+    "validation",
+    "checkpoint",
+)
+"""The stages of a step, in the order in which they run."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One finished step. Steps count from 1.
+
+    `timings_s` has the seconds of each stage that ran (names of `STAGES`); `tokens` counts the tokens of the
+    step's samples; `bytes_by_column` has the bytes that went through the data plane in this step.
+    """
+
+    step: int
+    total_steps: int
+    metrics: dict[str, float]
+    timings_s: dict[str, float]
+    tokens: int
+    bytes_by_column: dict[str, int]
+    phase: str = "grpo"
+
+
+class RunObserver(Protocol):
+    """Gets told what a run does, in the order in which it happens."""
+
+    def on_start(self, *, total_steps: int, first_step: int, info: dict[str, str]) -> None:
+        """The loop is ready; `first_step` is the next to run, 1 for a fresh run; `info` describes the run."""
+        ...
+
+    def on_phase(self, name: str, total: int) -> None:
+        """A phase of `total` steps before the first step begins, for example `warm_start`."""
+        ...
+
+    def on_phase_progress(self, name: str, done: int, metrics: dict[str, float]) -> None:
+        """`done` steps of a phase are over."""
+        ...
+
+    def on_stage(self, step: int, stage: str) -> None:
+        """A stage of a step begins."""
+        ...
+
+    def on_step(self, record: StepRecord) -> None:
+        """A step is over."""
+        ...
+
+    def on_validation(self, step: int, metrics: dict[str, float]) -> None:
+        """The model after `step` steps was validated; step 0 is the model before the first."""
+        ...
+
+    def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None:
+        """Some samples of a step, as values that JSON can carry."""
+        ...
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """A checkpoint is on disk."""
+        ...
+
+    def on_finish(self, summary: dict[str, Any]) -> None:
+        """The run is over; not called for one that was interrupted."""
+        ...

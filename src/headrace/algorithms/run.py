@@ -1,0 +1,267 @@
+"""A run from recipe to summary: build the parts, warm up or resume, loop, let go."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from headrace.algorithms.grpo import InMemoryRows
+from headrace.algorithms.grpo_sync import DataPlaneRows
+from headrace.algorithms.loop import Loop, Metrics, Progress, save_checkpoint
+from headrace.algorithms.loss import build_loss
+from headrace.algorithms.observer import GREEDY_ACCURACY, SAMPLED_ACCURACY, RunObserver
+from headrace.algorithms.prompt_stream import PromptStream
+from headrace.algorithms.step import Rows, StepContext
+from headrace.algorithms.validation import Validator
+from headrace.algorithms.warm_start import warm_start, warm_start_optimizer
+from headrace.config import RecipeConfig
+from headrace.environments.build import build_environment
+from headrace.environments.interfaces import Environment
+from headrace.errors import ConfigError
+from headrace.experience.rollouts import RolloutSettings
+from headrace.experience.sync_rollout_actor import SyncRolloutActor
+from headrace.models.automodel.setup import load_model, load_tokenizer
+from headrace.models.generation.interfaces import build_generator
+from headrace.models.interfaces import Generator
+from headrace.models.policy.lm_policy import Policy
+from headrace.models.policy.tq_policy import TQPolicy
+from headrace.utils.checkpoints import CheckpointManager
+from headrace.utils.seeding import derive_seed
+
+
+class Stopper(Protocol):
+    """Whether the user has asked to stop."""
+
+    def is_set(self) -> bool:
+        """Return True from the first signal on."""
+        ...
+
+
+@dataclass
+class Session:
+    """The live parts of a run."""
+
+    recipe: RecipeConfig
+    policy: Policy
+    generator: Generator
+    environment: Environment
+    prompts: PromptStream
+    rows: Rows[Any]
+    validator: Validator
+
+    def close(self) -> None:
+        """End workers, generator and store."""
+        self.generator.shutdown()
+        self.policy.shutdown()
+
+
+def build_session(recipe: RecipeConfig) -> Session:
+    """Build every part of a run; whatever a recipe gets wrong about them shows here, before any step."""
+    if recipe.cpu_threads:
+        torch.set_num_threads(recipe.cpu_threads)
+    tokenizer = load_tokenizer(recipe.policy)
+    environment = build_environment(recipe.env, recipe.data, seed=recipe.seed)
+    policy = _build_policy(recipe, tokenizer)
+    model = load_model(recipe.policy, seed=recipe.seed, device=None)
+    generator = build_generator(recipe.generation, model, tokenizer)
+    settings = RolloutSettings.from_recipe(recipe)
+    actor_parts = (generator, tokenizer, environment, settings)
+    rows: Rows[Any]
+    if isinstance(policy, TQPolicy):
+        rows = DataPlaneRows(policy, SyncRolloutActor(*actor_parts, dp_client=policy.dp_client))
+    else:
+        rows = InMemoryRows(policy, *actor_parts)
+    prompts = PromptStream(
+        environment.prompts("train"),
+        seed=derive_seed(recipe.seed, "prompts"),
+        shuffle=recipe.data.shuffle,
+    )
+    return Session(
+        recipe, policy, generator, environment, prompts, rows, Validator(recipe.validation, *actor_parts)
+    )
+
+
+def _build_policy(recipe: RecipeConfig, tokenizer: Any) -> Policy:
+    common: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "seed": recipe.seed,
+        "with_reference": recipe.needs_reference,
+    }
+    if not recipe.data_plane.enabled:
+        return Policy(recipe.policy, recipe.generation, **common)
+    return TQPolicy(recipe.policy, recipe.generation, dp_cfg=recipe.data_plane, **common)
+
+
+def train(recipe: RecipeConfig, run_dir: Path, observer: RunObserver, stopper: Stopper) -> dict[str, Any]:
+    """Run a recipe in `run_dir`, from its newest checkpoint if there is one, and return the summary.
+
+    The summary's `completed` is False if the user stopped the run; the newest checkpoint then resumes it.
+    """
+    checkpoints = CheckpointManager(
+        run_dir / "checkpoints",
+        keep_top_k=recipe.checkpointing.keep_top_k,
+        metric=recipe.checkpointing.metric,
+        higher_is_better=recipe.checkpointing.higher_is_better,
+    )
+    started = time.perf_counter()
+    session = build_session(recipe)
+    try:
+        progress = _restore(session, checkpoints, run_dir)
+        observer.on_start(
+            total_steps=recipe.grpo.max_num_steps,
+            first_step=progress.step + 1,
+            info=_describe(session),
+        )
+        completed = _warm_up(session, checkpoints, observer, stopper, progress, run_dir)
+        if completed:
+            completed = start_loop(session, observer, stopper, checkpoints, progress).run()
+    finally:
+        session.close()
+    summary = _summary(recipe, progress, completed, time.perf_counter() - started)
+    if completed:
+        observer.on_finish(summary)
+    return summary
+
+
+def evaluate(recipe: RecipeConfig, checkpoint: Path | None) -> Metrics:
+    """Return the validation metrics of a checkpoint's policy, or of the recipe's own weights."""
+    session = build_session(recipe)
+    try:
+        if checkpoint is not None:
+            session.policy.load_checkpoint(checkpoint / "policy")
+        session.policy.refresh_generator(session.generator)
+        return session.validator.run(seed=recipe.seed)
+    finally:
+        session.close()
+
+
+def start_loop(
+    session: Session,
+    observer: RunObserver,
+    stopper: Stopper,
+    checkpoints: CheckpointManager | None = None,
+    progress: Progress | None = None,
+) -> Loop:
+    """Return the loop over a session's rows, ready to run; without `checkpoints` it saves none."""
+    recipe = session.recipe
+    ctx = StepContext(
+        recipe,
+        session.rows,
+        session.prompts,
+        build_loss(recipe.loss),
+        on_stage=observer.on_stage,
+        should_stop=stopper.is_set,
+    )
+    return Loop(
+        recipe,
+        ctx,
+        session.policy,
+        session.generator,
+        validate=lambda: session.validator.run(seed=recipe.seed),
+        checkpoints=checkpoints,
+        observer=observer,
+        should_stop=stopper.is_set,
+        progress=progress or Progress(),
+    )
+
+
+def _restore(session: Session, checkpoints: CheckpointManager, run_dir: Path) -> Progress:
+    """Load the newest checkpoint into the session; without one, a fresh progress."""
+    latest = checkpoints.latest()
+    if latest is None:
+        return Progress()
+    progress = Progress(**latest.state)
+    cfg = session.recipe
+    if _warming_up(cfg, progress):
+        session.policy.reset_optimizer(*warm_start_optimizer(cfg.policy, cfg.warm_start))
+    if not (latest.path / "policy").is_dir():
+        raise ConfigError(f"{latest.path}: no policy in this checkpoint; remove it, or set overwrite=true")
+    session.policy.load_checkpoint(latest.path / "policy")
+    if cfg.needs_reference and not _warming_up(cfg, progress):
+        session.policy.load_reference(run_dir / "reference")
+    session.prompts.position = progress.prompt_position
+    return progress
+
+
+def _warming_up(recipe: RecipeConfig, progress: Progress) -> bool:
+    return (
+        recipe.warm_start.enabled
+        and progress.step == 0
+        and progress.warm_start_steps < recipe.warm_start.steps
+    )
+
+
+def _warm_up(
+    session: Session,
+    checkpoints: CheckpointManager,
+    observer: RunObserver,
+    stopper: Stopper,
+    progress: Progress,
+    run_dir: Path,
+) -> bool:
+    """Bring a fresh policy to where GRPO starts; return False if the user stopped it."""
+    recipe, policy = session.recipe, session.policy
+    if progress.step > 0:
+        return True
+    if _warming_up(recipe, progress):
+        cfg = recipe.warm_start
+        observer.on_phase("warm_start", cfg.steps)
+        if progress.warm_start_steps == 0:
+            policy.reset_optimizer(*warm_start_optimizer(recipe.policy, cfg))
+        progress.warm_start_steps = warm_start(
+            policy,
+            session.environment.prompts("train"),
+            cfg,
+            seed=recipe.seed,
+            first=progress.warm_start_steps,
+            on_progress=_phase_reporter(observer),
+            should_stop=stopper.is_set,
+        )
+        if _warming_up(recipe, progress):
+            if recipe.checkpointing.enabled:
+                save_checkpoint(policy, checkpoints, recipe, progress)
+            return False
+        policy.reset_optimizer(recipe.policy.optimizer, recipe.policy.scheduler)
+    if recipe.needs_reference:
+        policy.snapshot_reference()
+        policy.save_reference(run_dir / "reference")
+    return True
+
+
+def _phase_reporter(observer: RunObserver) -> Callable[[int, dict[str, float]], None]:
+    def report(done: int, metrics: dict[str, float]) -> None:
+        observer.on_phase_progress("warm_start", done, metrics)
+
+    return report
+
+
+def _describe(session: Session) -> dict[str, str]:
+    recipe = session.recipe
+    store = f"{recipe.data_plane.impl} data plane" if recipe.data_plane.enabled else "rows in memory"
+    parameters = session.policy.num_parameters
+    return {
+        "model": f"{parameters / 1e6:.1f} M parameters, {recipe.policy.precision}",
+        "loop": f"GRPO, {store}",
+        "batch": f"{recipe.grpo.num_prompts_per_step} prompts x {recipe.grpo.num_generations_per_prompt} samples",
+        "seed": str(recipe.seed),
+    }
+
+
+def _summary(
+    recipe: RecipeConfig, progress: Progress, completed: bool, total_seconds: float
+) -> dict[str, Any]:
+    before, after = progress.first_validation or {}, progress.last_validation
+    return {
+        "completed": completed,
+        "steps": progress.step,
+        "seed": recipe.seed,
+        "val_accuracy_before": before.get(GREEDY_ACCURACY),
+        "val_accuracy_after": after.get(GREEDY_ACCURACY),
+        "val_accuracy_sampled_before": before.get(SAMPLED_ACCURACY),
+        "val_accuracy_sampled_after": after.get(SAMPLED_ACCURACY),
+        "train_seconds": progress.train_seconds,
+        "total_seconds": total_seconds,
+    }

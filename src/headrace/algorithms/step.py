@@ -1,0 +1,369 @@
+"""One GRPO step, written once for both loops.
+
+`Rows` says what a step asks of the place where its rows live. `grpo.py` keeps them in memory, `grpo_sync.py` in the
+data plane; `run_step` is the same code for both, so the two give the same numbers bit for bit.
+
+    rollout -> (drop zero-variance groups, refill) -> previous and reference logprobs -> advantages -> train
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from headrace.algorithms.advantages import compute_advantages
+from headrace.algorithms.filtering import complete_batch, select_groups
+from headrace.algorithms.prompt_stream import PromptStream
+from headrace.algorithms.rewards import overlong_mask, shape_rewards, subtract_kl
+from headrace.algorithms.sample_stats import sample_stats, stats_columns
+from headrace.config import RecipeConfig
+from headrace.errors import HeadraceError
+from headrace.experience.types import Prompt
+from headrace.models.interfaces import LossFn
+from headrace.utils.seeding import derive_seed
+from headrace.utils.timer import Timer
+
+H = TypeVar("H")
+
+
+class StepInterrupted(HeadraceError):
+    """The user asked to stop, and the step ended at a point where no weight has changed."""
+
+
+@dataclass
+class SampleTable:
+    """What the driver knows of N samples: a few values per sample, no tensor per token."""
+
+    sample_ids: list[str]
+    uids: list[str]
+    rewards: torch.Tensor
+    """(N,) float32, as the environment gave them."""
+    finished: torch.Tensor
+    """(N,) bool; False where the token limit cut the answer."""
+    response_tokens: torch.Tensor
+    """(N,) int64."""
+    total_tokens: torch.Tensor
+    """(N,) int64, prompt included."""
+
+    def __len__(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def group_ids(self) -> torch.Tensor:
+        """(N,) int64: equal for samples of the same prompt, numbered by first appearance."""
+        numbers: dict[str, int] = {}
+        return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in self.uids], dtype=torch.int64)
+
+    @staticmethod
+    def from_values(values: Mapping[str, Any]) -> "SampleTable":
+        """Return the table of what `experience.flatten.per_sample_values` gives."""
+        return SampleTable(
+            list(values["sample_id"]),
+            list(values["uid"]),
+            values["reward"],
+            values["finished"],
+            values["response_tokens"],
+            values["total_tokens"],
+        )
+
+    def select(self, indices: Sequence[int]) -> "SampleTable":
+        """Return the samples at `indices`, in that order."""
+        at = torch.as_tensor(list(indices), dtype=torch.int64)
+        return SampleTable(
+            [self.sample_ids[i] for i in indices],
+            [self.uids[i] for i in indices],
+            self.rewards[at],
+            self.finished[at],
+            self.response_tokens[at],
+            self.total_tokens[at],
+        )
+
+    @staticmethod
+    def join(parts: Sequence["SampleTable"]) -> "SampleTable":
+        """Return the samples of all parts, in order."""
+        return SampleTable(
+            [i for p in parts for i in p.sample_ids],
+            [u for p in parts for u in p.uids],
+            torch.cat([p.rewards for p in parts]),
+            torch.cat([p.finished for p in parts]),
+            torch.cat([p.response_tokens for p in parts]),
+            torch.cat([p.total_tokens for p in parts]),
+        )
+
+
+class Rows(Protocol, Generic[H]):
+    """Where a step's rows live. `H` names a set of rows: a KVBatchMeta, or the tensors themselves."""
+
+    def opened(self, num_samples: int, group_size: int) -> AbstractContextManager[None]:
+        """Return a context in which rows may be made; when it ends, also by an exception, none is left."""
+        ...
+
+    def rollout(
+        self, prompts: Sequence[Prompt], *, tag: str, seed: int
+    ) -> tuple[H, SampleTable, dict[str, float]]:
+        """Sample `group_size` answers per prompt; `tag` makes the ids unique within the run."""
+        ...
+
+    def keep(self, rows: H, indices: Sequence[int]) -> H:
+        """Return the rows at `indices`, in that order, and let go of the others."""
+        ...
+
+    def join(self, parts: Sequence[H]) -> H:
+        """Return all parts as one set of rows."""
+        ...
+
+    def prev_logprobs(self, rows: H) -> None:
+        """Add the column `prev_logprobs`."""
+        ...
+
+    def reference_logprobs(self, rows: H) -> None:
+        """Add the column `reference_policy_logprobs`."""
+        ...
+
+    def reduce(
+        self, rows: H, reduce_fn: Callable[..., Mapping[str, torch.Tensor]], fields: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """Return a few numbers per row, computed where the rows are."""
+        ...
+
+    def write(self, rows: H, columns: Mapping[str, torch.Tensor]) -> None:
+        """Add or replace columns of one number per sample."""
+        ...
+
+    def train(self, rows: H, loss_fn: LossFn) -> dict[str, Any]:
+        """Take the step's optimizer steps."""
+        ...
+
+    def conversations(self, rows: H, count: int) -> list[list[dict[str, str]]]:
+        """Return the messages of the first `count` rows, for the samples file."""
+        ...
+
+    def finish(self, rows: H) -> None:
+        """Let go of the step's rows, and check that no other is left."""
+        ...
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Return bytes by column that went through the data plane since the last call; empty in memory."""
+        ...
+
+
+@dataclass
+class StepResult:
+    """What one step reports."""
+
+    metrics: dict[str, float]
+    tokens: int
+    bytes_by_column: dict[str, int]
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class StepContext(Generic[H]):
+    """What every step needs."""
+
+    recipe: RecipeConfig
+    rows: Rows[H]
+    prompts: PromptStream
+    loss_fn: LossFn
+    on_stage: Callable[[int, str], None]
+    should_stop: Callable[[], bool] = lambda: False
+
+
+def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
+    """Run step number `step` (from 1) and return its report; the weights have changed when it returns.
+
+    Raises:
+        StepInterrupted: `should_stop` turned true before training began; the prompt position is as before.
+    """
+    recipe, rows = ctx.recipe, ctx.rows
+    position = ctx.prompts.position
+    stage = partial(_stage, ctx, step, timer, position)
+    with rows.opened(_expected_rows(recipe), recipe.grpo.num_generations_per_prompt):
+        with stage("rollout"):
+            collected = collect(ctx, step)
+        batch, table = collected.rows, collected.table
+        if needs_prev_logprobs(recipe):
+            with stage("prev_logprobs"):
+                rows.prev_logprobs(batch)
+        if recipe.needs_reference:
+            with stage("reference_logprobs"):
+                rows.reference_logprobs(batch)
+        with stage("advantages"):
+            scored = score(recipe, table, _stats(recipe, rows, batch), collected.weights)
+            rows.write(batch, {"advantages": scored.advantages, "sample_mask": scored.sample_mask})
+        with stage("train"):
+            # Without a sample that counts, an update would only apply momentum and weight decay.
+            trained = rows.train(batch, ctx.loss_fn) if scored.sample_mask.any() else None
+        samples = _samples(rows, batch, table, scored, recipe.logging.samples_per_step)
+        rows.finish(batch)
+    metrics = {**collected.metrics, **scored.metrics, **_train_metrics(trained)}
+    tokens = int(table.total_tokens.sum())
+    return StepResult(metrics, tokens, rows.moved_bytes(), samples)
+
+
+def needs_prev_logprobs(recipe: RecipeConfig) -> bool:
+    """Return whether anything reads the previous policy's logprobs (the on-policy shortcut skips them)."""
+    return (
+        not recipe.loss.force_on_policy_ratio
+        or recipe.loss.max_sequence_logprob_error is not None
+        or recipe.grpo.reward.kl_coefficient > 0
+    )
+
+
+class _stage(AbstractContextManager[None]):  # noqa: N801 - reads as a verb where it is used
+    """Announce, time, and offer a safe point to stop before a stage."""
+
+    def __init__(self, ctx: StepContext[Any], step: int, timer: Timer, position: int, name: str) -> None:
+        self._ctx, self._step, self._timer, self._position, self._name = ctx, step, timer, position, name
+
+    def __enter__(self) -> None:
+        if self._ctx.should_stop():
+            self._ctx.prompts.position = self._position
+            raise StepInterrupted(f"stopped before stage '{self._name}' of step {self._step}")
+        self._ctx.on_stage(self._step, self._name)
+        self._timer.start(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.stop(self._name)
+
+
+# Collecting rollouts.
+
+
+@dataclass
+class Collected(Generic[H]):
+    """A step's rows; `weights` (N,) is 0 for rows that only fill the batch."""
+
+    rows: H
+    table: SampleTable
+    weights: torch.Tensor
+    metrics: dict[str, float]
+
+
+def _expected_rows(recipe: RecipeConfig) -> int:
+    # With dynamic sampling, a new round's rows stand beside those held of earlier rounds.
+    return recipe.samples_per_step * (2 if recipe.grpo.dynamic_sampling.enabled else 1)
+
+
+def collect(ctx: StepContext[H], step: int) -> Collected[H]:
+    """Roll out until the step has its groups; without dynamic sampling that is one round."""
+    grpo = ctx.recipe.grpo
+    if not grpo.dynamic_sampling.enabled:
+        rows, table, metrics = _round(ctx, step, 0, grpo.num_prompts_per_step)
+        return Collected(rows, table, torch.ones(len(table)), metrics)
+    return _collect_filtered(ctx, step)
+
+
+def _round(
+    ctx: StepContext[H], step: int, number: int, prompts: int
+) -> tuple[H, SampleTable, dict[str, float]]:
+    seed = derive_seed(ctx.recipe.seed, "rollout", step, number)
+    return ctx.rows.rollout(ctx.prompts.take(prompts), tag=f"{step}.{number}", seed=seed)
+
+
+def _collect_filtered(ctx: StepContext[H], step: int) -> Collected[H]:
+    """Dynamic sampling: after each round clear what does not train, then roll out as many prompts as are missing.
+
+    After `max_refills` rounds the batch is filled with groups of equal rewards, of weight 0.
+    """
+    grpo = ctx.recipe.grpo
+    needed = grpo.num_prompts_per_step
+    rows, table, metrics = _round(ctx, step, 0, needed)
+    drawn, rounds = needed, 1
+    while True:
+        valid = overlong_mask(table.finished, grpo.reward).bool().tolist()
+        chosen = select_groups(table.rewards.tolist(), table.uids, needed=needed, valid=valid)
+        if chosen.is_complete or rounds == grpo.dynamic_sampling.max_refills:
+            break
+        held = sorted([*chosen.keep, *chosen.spare])
+        rows, table = ctx.rows.keep(rows, held), table.select(held)
+        more, more_table, _ = _round(ctx, step, rounds, chosen.missing_groups)
+        rows, table = ctx.rows.join([rows, more]), SampleTable.join([table, more_table])
+        drawn, rounds = drawn + chosen.missing_groups, rounds + 1
+    batch = complete_batch(chosen.keep, chosen.spare, table.uids, needed=needed)
+    metrics = {
+        **metrics,
+        "dynamic_sampling/rounds": float(rounds),
+        "dynamic_sampling/useful_share": (needed - chosen.missing_groups) / drawn,
+    }
+    return Collected(
+        ctx.rows.keep(rows, batch.rows), table.select(batch.rows), torch.tensor(batch.weights), metrics
+    )
+
+
+# Scoring.
+
+
+@dataclass
+class Scored:
+    """Advantages and masks of N samples, (N,) float32 each."""
+
+    advantages: torch.Tensor
+    sample_mask: torch.Tensor
+    rewards: torch.Tensor
+    metrics: dict[str, float]
+
+
+def score(
+    recipe: RecipeConfig, table: SampleTable, stats: Mapping[str, torch.Tensor], weights: torch.Tensor
+) -> Scored:
+    """Turn rewards into advantages, and decide which samples count in the loss."""
+    grpo = recipe.grpo
+    rewards = shape_rewards(
+        table.rewards,
+        table.response_tokens,
+        table.finished,
+        grpo.reward,
+        max_new_tokens=recipe.generation.max_new_tokens,
+    )
+    rewards = subtract_kl(rewards, stats.get("kl_sum"), grpo.reward, table.sample_ids)
+    mask = weights * overlong_mask(table.finished, grpo.reward)
+    limit = recipe.loss.max_sequence_logprob_error
+    if limit is not None:
+        mask = mask * (stats["logprob_error"] <= limit).float()
+    result = compute_advantages(rewards, table.group_ids, mask, grpo.advantage)
+    metrics = {
+        "reward/mean": float(table.rewards.mean()),
+        "reward/std": float(table.rewards.std(unbiased=False)),
+        "reward/shaped_mean": float(rewards.mean()),
+        "sample_mask/mean": float(mask.mean()),
+        **result.metrics,
+    }
+    if "logprob_error" in stats:
+        metrics["logprob_error/mean"] = float(stats["logprob_error"].mean())
+    return Scored(result.advantages, mask, rewards, metrics)
+
+
+def _stats(recipe: RecipeConfig, rows: Rows[H], batch: H) -> dict[str, torch.Tensor]:
+    if not needs_prev_logprobs(recipe):
+        return {}
+    reduce_fn = partial(sample_stats, kl_kind=recipe.grpo.reward.kl_kind)
+    return rows.reduce(batch, reduce_fn, stats_columns(reference=recipe.needs_reference))
+
+
+def _train_metrics(trained: Mapping[str, Any] | None) -> dict[str, float]:
+    if trained is None:
+        return {"train/skipped": 1.0}
+    metrics = {f"train/{name}": float(value) for name, value in trained["all_mb_metrics"].items()}
+    metrics["train/loss"] = float(trained["loss"])
+    metrics["train/grad_norm"] = float(trained["grad_norm"])
+    metrics["train/flops"] = float(trained["total_flops"])
+    return metrics
+
+
+def _samples(rows: Rows[H], batch: H, table: SampleTable, scored: Scored, count: int) -> list[dict[str, Any]]:
+    count = min(count, len(table))
+    columns: Iterable[tuple[Any, ...]] = zip(
+        table.sample_ids,
+        rows.conversations(batch, count) if count else [],
+        table.rewards.tolist(),
+        scored.advantages.tolist(),
+        table.finished.tolist(),
+    )
+    return [
+        {"sample_id": i, "messages": m, "reward": r, "advantage": a, "finished": f}
+        for i, m, r, a, f in columns
+    ]

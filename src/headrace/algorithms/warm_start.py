@@ -1,0 +1,82 @@
+"""Supervised steps on right (and, by choice, some wrong) answers before RL, so that rewards are not all zero."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from headrace.algorithms.loss.nll import NLLLoss
+from headrace.config import OptimizerConfig, PolicyConfig, SchedulerConfig, WarmStartConfig
+from headrace.data_plane.schema import pad_values
+from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.ragged import offsets_from_lengths, pad_ragged
+from headrace.environments.demonstrations import demonstrations
+from headrace.experience.chat import render_prompt
+from headrace.experience.types import Prompt
+from headrace.models.policy.lm_policy import Policy
+from headrace.utils.rounding import round_up
+from headrace.utils.seeding import derive_seed
+
+_REPORT_EVERY = 20
+
+
+def warm_start(
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    cfg: WarmStartConfig,
+    *,
+    seed: int,
+    first: int,
+    on_progress: Callable[[int, dict[str, float]], None],
+    should_stop: Callable[[], bool],
+) -> int:
+    """Take supervised steps `first` to `cfg.steps` - 1; return how many are done in all.
+
+    Step i draws its own batch from (seed, i), so a run that stops and goes on sees the same batches.
+    """
+    loss_fn = NLLLoss()
+    for i in range(first, cfg.steps):
+        if should_stop():
+            return i
+        batch = _batch(policy, prompts, cfg, derive_seed(seed, "warm-start", i))
+        result = policy.train(batch, loss_fn, gbs=cfg.batch_size)
+        if (i + 1) % _REPORT_EVERY == 0 or i + 1 == cfg.steps:
+            on_progress(i + 1, {"loss": float(result["loss"]), "grad_norm": float(result["grad_norm"])})
+    return cfg.steps
+
+
+def warm_start_optimizer(
+    policy_cfg: PolicyConfig, cfg: WarmStartConfig
+) -> tuple[OptimizerConfig, SchedulerConfig]:
+    """Return the settings of the supervised steps: the policy's own, with the warm start's rate, falling to 0."""
+    optimizer = policy_cfg.optimizer.model_copy(update={"lr": cfg.lr})
+    decay_steps = max(cfg.steps - cfg.warmup_steps, 1)
+    return optimizer, SchedulerConfig(
+        kind="linear", warmup_steps=cfg.warmup_steps, decay_steps=decay_steps, min_lr_ratio=0.02
+    )
+
+
+def _batch(policy: Policy, prompts: Sequence[Prompt], cfg: WarmStartConfig, seed: int) -> Any:
+    """Return prompt + answer + end-of-text rows, padded; the mask is on the answer and the end-of-text."""
+    tokenizer = policy.tokenizer
+    drawn = demonstrations(prompts, copy_fraction=cfg.copy_fraction, seed=seed, count=cfg.batch_size)
+    heads = [render_prompt(tokenizer, prompt.messages) for prompt, _ in drawn]
+    answers = tokenizer([answer for _, answer in drawn], add_special_tokens=False)["input_ids"]
+    tails = [[*answer, tokenizer.eos_token_id] for answer in answers]
+    rows = [torch.tensor([*head, *tail]) for head, tail in zip(heads, tails)]
+    masks = [
+        torch.cat([torch.zeros(len(h), dtype=torch.uint8), torch.ones(len(t), dtype=torch.uint8)])
+        for h, t in zip(heads, tails)
+    ]
+    lengths = torch.tensor([len(r) for r in rows])
+    offsets = offsets_from_lengths(lengths)
+    width = round_up(int(lengths.max()), policy.cfg.make_sequence_length_divisible_by)
+    pads = pad_values(int(tokenizer.pad_token_id))
+    return BatchedDataDict(
+        {
+            "input_ids": pad_ragged(torch.cat(rows), offsets, width, pads["input_ids"]),
+            "input_lengths": lengths,
+            "token_mask": pad_ragged(torch.cat(masks), offsets, width, pads["token_mask"]),
+            "sample_mask": torch.ones(len(rows)),
+        }
+    )

@@ -1,0 +1,63 @@
+"""An observer that keeps everything, and a stopper that never stops or stops after a number of questions."""
+
+from pathlib import Path
+from typing import Any
+
+from headrace.algorithms.observer import StepRecord
+
+
+class Recorder:
+    """Keeps what a run reports."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self.samples: list[Any] = []
+        self.validations: list[tuple[int, dict[str, float]]] = []
+        self.checkpoints: list[Path] = []
+        self.phases: list[tuple[str, int]] = []
+        self.summary: dict[str, Any] = {}
+
+    def on_start(self, *, total_steps: int, first_step: int, info: dict[str, str]) -> None:
+        pass
+
+    def on_phase(self, name: str, total: int) -> None:
+        self.phases.append((name, total))
+
+    def on_phase_progress(self, name: str, done: int, metrics: dict[str, float]) -> None:
+        self.phases.append((name, done))
+
+    def on_stage(self, step: int, stage: str) -> None:
+        pass
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def on_validation(self, step: int, metrics: dict[str, float]) -> None:
+        self.validations.append((step, metrics))
+
+    def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None:
+        self.samples.append((step, split, samples))
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        self.checkpoints.append(path)
+
+    def on_finish(self, summary: dict[str, Any]) -> None:
+        self.summary = summary
+
+
+class NeverStop:
+    """The user never asks to stop."""
+
+    def is_set(self) -> bool:
+        return False
+
+
+class StopAfter:
+    """The user asks to stop after the loop has looked `questions` times."""
+
+    def __init__(self, questions: int) -> None:
+        self.left = questions
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        return self.left < 0

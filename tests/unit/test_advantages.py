@@ -1,0 +1,163 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reference_algorithms as reference
+from headrace.algorithms.advantages import compute_advantages, group_baseline_and_std
+from headrace.config import AdvantageConfig
+from headrace.errors import SchemaError
+
+CONFIGS = [
+    AdvantageConfig(estimator="grpo"),
+    AdvantageConfig(estimator="grpo", normalize_std=False),
+    AdvantageConfig(estimator="grpo", leave_one_out=True),
+    AdvantageConfig(estimator="grpo", normalize_std=False, leave_one_out=True),
+    AdvantageConfig(estimator="rloo"),
+    AdvantageConfig(estimator="reinforce_plus_plus"),
+    AdvantageConfig(estimator="reinforce_plus_plus", normalize_std=False),
+]
+REWARDS = st.sampled_from([0.0, 1.0, 0.5, 0.25, -1.0, 3.0])
+
+
+def compute(rewards, group_ids, cfg, valid=None, dtype=torch.float32):
+    valid = [True] * len(rewards) if valid is None else valid
+    return compute_advantages(
+        torch.tensor(rewards, dtype=dtype), torch.tensor(group_ids), torch.tensor(valid), cfg
+    )
+
+
+def test_grpo_by_hand():
+    result = compute([1.0, 0.0, 0.0, 0.0], [3, 3, 3, 3], AdvantageConfig(epsilon=1e-6))
+    # Mean 1/4; standard deviation sqrt((9 + 3) / 16 / 3) = 1/2.
+    assert result.advantages.tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+    assert result.baseline.tolist() == [0.25] * 4
+    assert result.std.tolist() == [0.5] * 4
+
+
+def test_rloo_by_hand():
+    result = compute([1.0, 0.0, 0.5], [0, 0, 0], AdvantageConfig(estimator="rloo"))
+    assert result.advantages.tolist() == pytest.approx([0.75, -0.75, 0.0])
+    assert result.baseline.tolist() == pytest.approx([0.25, 0.75, 0.5])
+
+
+def test_rloo_is_never_divided_by_the_std():
+    on, off = (AdvantageConfig(estimator="rloo", normalize_std=x) for x in (True, False))
+    rewards, groups = [1.0, 0.0, 0.5, 9.0], [0, 0, 0, 0]
+    assert torch.equal(compute(rewards, groups, on).advantages, compute(rewards, groups, off).advantages)
+
+
+def test_reinforce_plus_plus_measures_against_the_whole_batch():
+    result = compute([1.0, 3.0, 5.0], [0, 1, 1], AdvantageConfig(estimator="reinforce_plus_plus"))
+    # Mean 3, standard deviation 2.
+    assert result.advantages.tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-5)
+
+
+def test_baselines_of_the_docstring():
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 5.0]), torch.tensor([7, 7, 7, 9])
+    valid = torch.ones(4)
+    plain, std = group_baseline_and_std(rewards, groups, valid, False)
+    assert plain.tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 5.0])
+    assert std.tolist() == pytest.approx([math.sqrt(1 / 3)] * 3 + [0.0])
+    peers, _ = group_baseline_and_std(rewards, groups, valid, True)
+    assert peers.tolist() == pytest.approx([0.0, 0.5, 0.5, 5.0])
+
+
+@pytest.mark.parametrize("cfg", CONFIGS[:5], ids=repr)
+@pytest.mark.parametrize("reward", [0.1, 1.0, 1e30, -7.3, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_group_of_equal_rewards_has_advantages_of_exactly_zero(cfg, reward, dtype):
+    # In float64, the mean of 0.1 taken seven times is not 0.1.
+    result = compute([reward] * 7 + [0.0, 1.0], [4] * 7 + [2, 2], cfg, dtype=dtype)
+    assert result.advantages[:7].tolist() == [0.0] * 7
+    assert result.std[:7].tolist() == [0.0] * 7
+    assert result.advantages[7:].abs().min() > 0
+
+
+def test_a_batch_of_equal_rewards_has_advantages_of_exactly_zero():
+    result = compute([0.1] * 6, [0, 0, 0, 1, 1, 1], AdvantageConfig(estimator="reinforce_plus_plus"))
+    assert result.advantages.tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize("cfg", CONFIGS[:5], ids=repr)
+def test_a_group_of_one_sample_has_an_advantage_of_zero(cfg):
+    assert compute([5.0, 1.0, 0.0], [9, 1, 1], cfg).advantages[0] == 0
+
+
+@pytest.mark.parametrize("cfg", CONFIGS, ids=repr)
+def test_invalid_samples_change_nothing_for_the_others(cfg):
+    alone = compute([1.0, 0.0, 0.5], [0, 0, 0], cfg)
+    joined = compute([1.0, math.nan, 0.0, 0.5, 1e9], [0, 0, 0, 0, 8], cfg, [True, False, True, True, False])
+    assert torch.equal(joined.advantages[[0, 2, 3]], alone.advantages)
+    assert joined.advantages[[1, 4]].tolist() == [0.0, 0.0]
+    assert joined.baseline.isfinite().all()
+    assert joined.std.isfinite().all()
+    assert joined.metrics == pytest.approx(alone.metrics)
+
+
+@pytest.mark.parametrize("cfg", CONFIGS, ids=repr)
+def test_a_batch_without_valid_samples_gives_zeros(cfg):
+    result = compute([math.nan, 1.0], [0, 0], cfg, [False, False])
+    assert result.advantages.tolist() == [0.0, 0.0]
+    assert all(math.isfinite(v) for v in result.metrics.values())
+
+
+@pytest.mark.parametrize("cfg", CONFIGS, ids=repr)
+def test_an_empty_batch_gives_nothing(cfg):
+    empty = torch.empty(0)
+    result = compute_advantages(empty, empty.long(), empty, cfg)
+    assert result.advantages.shape == (0,)
+    assert all(math.isfinite(v) for v in result.metrics.values())
+
+
+def test_results_are_float32():
+    result = compute([1.0, 0.0], [0, 0], AdvantageConfig())
+    assert {t.dtype for t in (result.advantages, result.baseline, result.std)} == {torch.float32}
+
+
+def test_large_rewards_keep_their_differences():
+    # 2**24 + 2 and 2**24 are neighbours in float32; a float32 sum of squares would lose them.
+    result = compute([16777218.0, 16777216.0], [0, 0], AdvantageConfig(normalize_std=False))
+    assert result.advantages.tolist() == [1.0, -1.0]
+
+
+def test_metrics_count_groups_of_equal_rewards():
+    metrics = compute([1.0, 1.0, 0.0, 1.0, 3.0], [0, 0, 1, 1, 2], AdvantageConfig()).metrics
+    assert metrics["group/zero_variance_fraction"] == pytest.approx(2 / 3)
+    assert metrics["group/std_mean"] == pytest.approx(math.sqrt(0.5) / 3)
+
+
+@pytest.mark.parametrize("cfg", CONFIGS, ids=repr)
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(REWARDS, st.integers(-2, 3), st.booleans()), min_size=1, max_size=20))
+def test_advantages_match_the_naive_reference(cfg, rows):
+    rewards, groups, valid = (list(column) for column in zip(*rows))
+    expected = reference.advantages(rewards, groups, valid, cfg)
+    assert compute(rewards, groups, cfg, valid).advantages.tolist() == pytest.approx(
+        expected, rel=1e-5, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("cfg", CONFIGS, ids=repr)
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_row_order_and_group_names_do_not_matter(cfg, data):
+    rows = data.draw(st.lists(st.tuples(REWARDS, st.integers(0, 3)), min_size=1, max_size=16))
+    order = data.draw(st.permutations(range(len(rows))))
+    names = data.draw(st.lists(st.integers(-100, 100), min_size=4, max_size=4, unique=True))
+    rewards, groups = [r for r, _ in rows], [g for _, g in rows]
+    plain = compute(rewards, groups, cfg)
+    mixed = compute([rewards[i] for i in order], [names[groups[i]] for i in order], cfg)
+    assert torch.allclose(mixed.advantages, plain.advantages[list(order)], rtol=1e-6, atol=1e-7)
+
+
+def test_misaligned_inputs_are_refused():
+    with pytest.raises(SchemaError, match=r"rewards \(3,\), group_ids \(2,\)"):
+        compute_advantages(torch.zeros(3), torch.zeros(2).long(), torch.ones(3), AdvantageConfig())
+
+
+def test_group_ids_that_are_not_integers_are_refused():
+    with pytest.raises(SchemaError, match="float32"):
+        compute_advantages(torch.zeros(2), torch.zeros(2), torch.ones(2), AdvantageConfig())
