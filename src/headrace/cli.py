@@ -1,0 +1,313 @@
+"""The command line.
+
+What is slow to load (torch, transformers, matplotlib) is loaded by the command that needs it. A mistake ends
+with one line on standard error: exit code 2 for a bad config or command line, 1 for another failure, 130 for
+Ctrl-C.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Annotated, Any, NoReturn
+
+try:
+    import typer
+except ModuleNotFoundError as error:
+    raise SystemExit("headrace: error: no typer; pip install 'headrace[train]'") from error
+from rich.console import Console
+from typer.core import TyperGroup
+
+import headrace
+from headrace.config import RecipeConfig
+from headrace.distributed.packing import ALGORITHMS, plan_microbatches
+from headrace.doctor import doctor_table, run_checks
+from headrace.errors import ConfigError, HeadraceError
+from headrace.length_spec import parse_lengths
+from headrace.progress import CompositeObserver, ConsoleObserver, FileObserver, make_console, print_line
+from headrace.report import draw_reward_plot, read_metrics, run_totals, write_report
+from headrace.run_tables import final_tables, metrics_table, render_text
+from headrace.utils import atomic
+from headrace.utils.checkpoints import CheckpointInfo, CheckpointManager, read_checkpoint
+from headrace.utils.interrupt import InterruptFlag
+from headrace.utils.recipe import dump_recipe, load_recipe
+from headrace.utils.run_directory import RunDirectory
+
+_DEBUG = "--debug"
+_Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Keys of the recipe to change.", show_default=False),
+]
+
+
+class _Commands(TyperGroup):
+    """Ends a command that fails with one line, unless `--debug` stands anywhere on the command line."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = [arg for arg in args if arg != _DEBUG]
+        return super().parse_args(ctx, [_DEBUG, *rest] if len(rest) < len(args) else rest)
+
+    def invoke(self, ctx: Any) -> Any:
+        if ctx.params["debug"]:
+            return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _fail("interrupted", code=130)
+        except HeadraceError as error:
+            _fail(f"error: {error}", code=2 if isinstance(error, ConfigError) else 1)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> NoReturn:
+    """Run the command line and exit."""
+    if _DEBUG not in sys.argv:
+        sys.excepthook = _report_unexpected
+    sys.exit(typer.main.get_command(app)(prog_name="headrace"))
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    typer.echo(f"headrace: {' '.join(message.split())}", err=True)
+    raise typer.Exit(code)
+
+
+def _report_unexpected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    text = " ".join(f"unexpected {kind.__name__}: {error}".split())
+    typer.echo(f"headrace: {text}; add {_DEBUG} to see where", err=True)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"headrace {headrace.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    debug: Annotated[bool, typer.Option(_DEBUG, help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Train language models with GRPO over a data plane.
+
+    \b
+    Examples:
+      headrace train configs/demo_moe.yaml
+      headrace train configs/demo_moe.yaml seed=1 policy.optimizer.lr=1e-4
+      headrace eval runs/demo_moe/seed0
+      headrace train --help
+    """
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A recipe, in YAML.", show_default=False)],
+    overrides: _Overrides = None,
+) -> None:
+    """Train by a recipe, or continue the run that its run_dir holds.
+
+    Ctrl-C stops after the step in progress and leaves a checkpoint; the same command goes on from there.
+
+    \b
+    Examples:
+      headrace train configs/demo_moe.yaml
+      headrace train configs/demo_moe.yaml seed=1 run_dir=/tmp/demo overwrite=true
+      headrace train my.yaml policy.optimizer.lr=1e-5 'generation.stop_strings=["</answer>"]'
+      headrace train my.yaml grpo.max_num_steps=200 logging.progress=off
+    """
+    recipe = load_recipe(config, overrides or ())
+    console = make_console(recipe.logging.progress)
+    opened = RunDirectory.open(
+        recipe.run_dir, recipe_text=dump_recipe(recipe), overwrite=recipe.overwrite, resume=recipe.resume
+    )
+    with opened as run:
+        _say_where_it_starts(run, console)
+        code, summary = _run_loop(recipe, run, console)
+        if summary["steps"]:
+            _write_results(run, console)
+    if not summary["completed"]:
+        print_line(console, _how_to_go_on(recipe, config, overrides or (), summary))
+        raise typer.Exit(code)
+
+
+def _run_loop(recipe: RecipeConfig, run: RunDirectory, console: Console) -> tuple[int, dict[str, Any]]:
+    """Return the exit code of an interrupted run, and the loop's summary."""
+    loop = _training()
+    with (
+        ConsoleObserver(console, title=str(run.path), mode=recipe.logging.progress) as display,
+        FileObserver(run, tensorboard=recipe.logging.tensorboard) as files,
+        InterruptFlag(display.notice) as interrupt,
+    ):
+        summary = loop.train(recipe, run.path, CompositeObserver([display, files]), interrupt)
+        return interrupt.exit_code, summary
+
+
+def _say_where_it_starts(run: RunDirectory, console: Console) -> None:
+    if run.resume_from is None:
+        return
+    line = f"going on after step {run.resume_from.step} of the run in {run.path}"
+    if run.changed:
+        line += f"; changed since: {', '.join(run.changed)}"
+    print_line(console, line)
+
+
+def _how_to_go_on(
+    recipe: RecipeConfig, config: Path, overrides: Sequence[str], summary: dict[str, Any]
+) -> str:
+    stopped = f"stopped after step {summary['steps']}"
+    if not recipe.checkpointing.enabled:
+        return f"{stopped}; without checkpoints (checkpointing.enabled=false) the run cannot be continued"
+    keep = ["overwrite=false"] if recipe.overwrite else []
+    return f"{stopped}; to go on: {shlex.join(['headrace', 'train', str(config), *overrides, *keep])}"
+
+
+def _write_results(run: RunDirectory, console: Console) -> None:
+    """Print and write where time and bytes went, and draw the plots."""
+    tables = final_tables(run_totals(read_metrics(run.path)))
+    console.print(tables)
+    atomic.write_text(run.timings_path, render_text(tables))
+    draw_reward_plot(run.path, run.reward_plot_path)
+    print_line(console, f"plots: {write_report(run.path)}, {run.reward_plot_path}")
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_CONFIG", help="A run directory or a recipe.", show_default=False)
+    ],
+    overrides: _Overrides = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="best, latest, or the path of a checkpoint. Without it a run is evaluated at its best one, "
+            "and a recipe with its own weights.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Measure accuracy on the held-out prompts, greedy and sampled.
+
+    \b
+    Examples:
+      headrace eval runs/demo_moe/seed0
+      headrace eval runs/demo_moe/seed0 --checkpoint latest data.validation_size=1000
+      headrace eval configs/smollm2_135m.yaml
+    """
+    is_run = target.is_dir()
+    recipe = load_recipe(RunDirectory(target).config_path if is_run else target, overrides or ())
+    run = RunDirectory(target if is_run else Path(recipe.run_dir).expanduser())
+    wanted = checkpoint or ("best" if is_run else None)
+    found = None if wanted is None else _find_checkpoint(recipe, run, wanted)
+    metrics = _training().evaluate(recipe, None if found is None else found.path)
+    console = Console()
+    about = f"step {found.step}, {found.path}" if found else f"the weights of {target}"
+    print_line(console, about)
+    console.print(metrics_table(metrics))
+
+
+def _find_checkpoint(recipe: RecipeConfig, run: RunDirectory, wanted: str) -> CheckpointInfo:
+    if wanted not in ("best", "latest"):
+        found = read_checkpoint(Path(wanted))
+        if found is None:
+            raise ConfigError(
+                f"--checkpoint {wanted}: no checkpoint.json there; give best, latest or its path"
+            )
+        return found
+    manager = CheckpointManager(
+        run.checkpoints_dir,
+        keep_top_k=None,
+        metric=recipe.checkpointing.metric,
+        higher_is_better=recipe.checkpointing.higher_is_better,
+    )
+    found = manager.best() if wanted == "best" else manager.latest()
+    if found is None:
+        raise ConfigError(f"{run.path}: holds no checkpoint; train first, or give the path of one")
+    return found
+
+
+def _training() -> ModuleType:
+    from headrace.algorithms import run  # noqa: PLC0415  (imports transformers: seconds)
+
+    return run
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, devices, and what can be used on this machine.
+
+    \b
+    Example:
+      headrace doctor
+    """
+    Console().print(doctor_table(run_checks()))
+
+
+@app.command()
+def plan(
+    lengths: Annotated[
+        str,
+        typer.Argument(
+            metavar="LENGTHS",
+            help="Tokens per row: numbers with commas, a file of numbers, lognormal:COUNT:MEDIAN:MAX or "
+            "uniform:COUNT:MIN:MAX.",
+            show_default=False,
+        ),
+    ],
+    budget: Annotated[
+        int, typer.Option(help="Tokens that fit into one microbatch (max_tokens_per_microbatch).")
+    ] = 4096,
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
+    algorithm: Annotated[
+        str, typer.Option(help=f"{', '.join(ALGORITHMS)}; or dynamic: rows of like length, padded.")
+    ] = "modified_first_fit_decreasing",
+    pad_multiple: Annotated[int, typer.Option(help="Round every row up to a multiple of this.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of lengths that are drawn.")] = 0,
+) -> None:
+    """Explain how rows of these lengths are cut into microbatches.
+
+    \b
+    Examples:
+      headrace plan 512,80,300,1024 --budget 1024
+      headrace plan lognormal:512:200:1500 --ranks 4 --budget 8192
+      headrace plan lengths.txt --algorithm dynamic --pad-multiple 64
+    """
+    rows = parse_lengths(lengths, seed=seed)
+    names = {
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+        "max_tokens_per_microbatch": budget,
+    }
+    if algorithm == "dynamic":
+        args = {**names, "sequence_length_round": pad_multiple}
+        result = plan_microbatches(rows, shards=ranks, dynamic_batching_args=args)
+    else:
+        args = {**names, "algorithm": algorithm, "sequence_length_pad_multiple": pad_multiple}
+        result = plan_microbatches(rows, shards=ranks, sequence_packing_args=args)
+    typer.echo(result.explain())
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
+) -> None:
+    """Draw the plots of a run again and print its tables; works while it trains.
+
+    \b
+    Example:
+      headrace report runs/demo_moe/seed0
+    """
+    _write_results(RunDirectory(run_dir), Console())
+
+
+if __name__ == "__main__":
+    main()

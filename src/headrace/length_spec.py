@@ -1,0 +1,62 @@
+"""Row lengths as a person types them: a list, a file, or a distribution to draw from."""
+
+import random
+import re
+from pathlib import Path
+
+from headrace.errors import ConfigError
+
+_FORMS = (
+    "expected numbers separated by commas (512,80,300), a file of numbers, lognormal:COUNT:MEDIAN:MAX or "
+    "uniform:COUNT:MIN:MAX"
+)
+_SPREAD = 0.7
+"""Standard deviation of the logarithm: about that of the answers of a reasoning model."""
+
+
+def parse_lengths(text: str, *, seed: int = 0) -> list[int]:
+    """Return the row lengths in tokens that `text` describes.
+
+    >>> parse_lengths("512,80,300")
+    [512, 80, 300]
+    >>> parse_lengths("lognormal:4:200:1500")  # 4 rows with median 200, none above 1500
+    [390, 75, 189, 337]
+
+    Raises:
+        ConfigError: text of another form, an unreadable file, or a length below 1.
+    """
+    kind, *numbers = text.split(":")
+    if kind in ("lognormal", "uniform"):
+        return _draw(text, kind, _integers(text, numbers), random.Random(seed))
+    path = Path(text)
+    content = _read(path) if path.exists() else text
+    parts = [part for part in re.split(r"[\s,]+", content) if part]
+    lengths = _integers(text, parts)
+    if not lengths:
+        raise ConfigError(f"LENGTHS '{text}' has no numbers; {_FORMS}")
+    if min(lengths) < 1:
+        raise ConfigError(f"LENGTHS '{text}' has a row of {min(lengths)} tokens; expected 1 or more")
+    return lengths
+
+
+def _draw(text: str, kind: str, numbers: list[int], rng: random.Random) -> list[int]:
+    if len(numbers) != 3 or min(numbers) < 1 or numbers[1] > numbers[2]:
+        raise ConfigError(f"LENGTHS '{text}': {_FORMS}, all at least 1 and the last two in order")
+    count, low, high = numbers
+    if kind == "uniform":
+        return [rng.randint(low, high) for _ in range(count)]
+    return [min(high, max(1, round(low * rng.lognormvariate(0, _SPREAD)))) for _ in range(count)]
+
+
+def _integers(text: str, parts: list[str]) -> list[int]:
+    for part in parts:
+        if not part.isdecimal():
+            raise ConfigError(f"LENGTHS '{text}': '{part}' is not a whole number; {_FORMS}")
+    return [int(part) for part in parts]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"LENGTHS '{path}': cannot read the file ({error}); {_FORMS}") from error

@@ -1,0 +1,188 @@
+"""What the live display shows: the state of a run, and its picture for a terminal."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from headrace.algorithms.observer import (
+    GRAD_NORM,
+    GREEDY_ACCURACY,
+    LOSS,
+    REWARD,
+    SAMPLED_ACCURACY,
+    TOKENS_PER_S,
+    StepRecord,
+)
+from headrace.run_tables import (
+    RunTotals,
+    format_bytes,
+    format_clock,
+    format_number,
+    format_seconds,
+    in_step_order,
+)
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_HISTORY = 12
+_ECHO = 4  # columns left free, so that the terminal's own ^C does not wrap and break the picture
+_NARROWEST, _WIDEST = 20, 110
+_STAGE_BAR = 16
+
+
+@dataclass
+class Pace:
+    """How far a count has come, and how long the rest will take at the pace so far."""
+
+    total: int
+    first: int = 1
+    """The first step of this session; more than 1 after a resume."""
+    done: int = 0
+    started_s: float = 0.0
+    updated_s: float = 0.0
+
+    def advance(self, done: int, now_s: float) -> None:
+        """Count up to `done`."""
+        self.done, self.updated_s = done, now_s
+
+    def left_s(self, now_s: float) -> float | None:
+        """Return the seconds left, None before the first step is over."""
+        counted = self.done - self.first + 1
+        if counted < 1:
+            return None
+        per_step = (self.updated_s - self.started_s) / counted
+        return max(0.0, per_step * (self.total - self.done) - (now_s - self.updated_s))
+
+
+@dataclass
+class RunState:
+    """Everything the display shows."""
+
+    title: str
+    info: dict[str, str] = field(default_factory=dict)
+    activity: str = "starting"
+    """What runs now: a phase or a stage."""
+    pace: Pace | None = None
+    label: str = "step"
+    metrics: dict[str, float] = field(default_factory=dict)
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    validation: tuple[int, dict[str, float]] | None = None
+    last: StepRecord | None = None
+    totals: RunTotals = field(default_factory=RunTotals)
+    notice: str | None = None
+
+    def add(self, record: StepRecord) -> None:
+        """Take in one more step."""
+        self.metrics, self.last = dict(record.metrics), record
+        self.totals.add(record.timings_s, record.bytes_by_column, record.tokens)
+        if math.isfinite(record.metrics.get(REWARD, math.nan)):
+            self.rewards.append(record.metrics[REWARD])
+
+
+def render(state: RunState, now_s: float, console_width: int) -> RenderableType:
+    """Return the picture of a state at a time of the monotonic clock."""
+    rows: list[RenderableType] = [_progress_line(state, now_s)]
+    if state.last is not None or state.metrics or state.validation:
+        rows += [Text(), _columns(state)]
+    if state.notice:
+        rows += [Text(), Text(state.notice, style="bold yellow")]
+    about = ", ".join(f"{key} {value}" for key, value in state.info.items())
+    return Panel(
+        Group(*rows),
+        title=Text.assemble((state.title, "bold")),
+        title_align="left",
+        subtitle=Text(about, style="dim") if about else None,
+        subtitle_align="left",
+        box=box.ROUNDED,
+        border_style="cyan",
+        padding=(0, 1),
+        width=max(_NARROWEST, min(console_width - _ECHO, _WIDEST)),
+    )
+
+
+def _progress_line(state: RunState, now_s: float) -> RenderableType:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    if state.pace is None:
+        grid.add_row(Text(state.activity))
+        return grid
+    pace = state.pace
+    grid.add_column()
+    grid.add_column(ratio=1)
+    grid.add_column(justify="right")
+    grid.add_column(width=20, style="magenta")
+    left = pace.left_s(now_s)
+    times = f"{format_clock(now_s - pace.started_s)} gone"
+    if left is not None:
+        times += f", {format_clock(left)} left"
+    bar = ProgressBar(total=pace.total, completed=pace.done, complete_style="cyan", finished_style="green")
+    grid.add_row(Text(f"{state.label} {pace.done}/{pace.total}", style="bold"), bar, times, state.activity)
+    return grid
+
+
+def _columns(state: RunState) -> RenderableType:
+    grid = Table.grid(padding=(0, 4, 0, 0))
+    grid.add_row(_metric_rows(state), *([_stage_rows(state, state.last)] if state.last else []))
+    return grid
+
+
+def _metric_rows(state: RunState) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column()
+    for name, label, form in (
+        (REWARD, "reward", ".3f"),
+        (LOSS, "loss", ".4f"),
+        (GRAD_NORM, "grad norm", ".3f"),
+        (TOKENS_PER_S, "tokens/s", ",.0f"),
+    ):
+        if name in state.metrics:
+            trend = Text(sparkline(state.rewards), style="green") if name == REWARD else ""
+            grid.add_row(label, format(state.metrics[name], form), trend)
+    for name, value in state.metrics.items() if state.label != "step" else ():
+        grid.add_row(name, format_number(value))
+    if state.validation is not None:
+        step, values = state.validation
+        for name, label in ((GREEDY_ACCURACY, "greedy"), (SAMPLED_ACCURACY, "sampled")):
+            if name in values:
+                grid.add_row(f"{label} accuracy", f"{values[name]:.1%}", Text(f"step {step}", style="dim"))
+    if state.last is not None and state.last.bytes_by_column:
+        in_step = sum(state.last.bytes_by_column.values())
+        in_all = sum(state.totals.column_bytes.values())
+        grid.add_row("data plane", format_bytes(in_step), Text(f"{format_bytes(in_all)} in all", style="dim"))
+    return grid
+
+
+def _stage_rows(state: RunState, last: StepRecord) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(width=_STAGE_BAR)
+    grid.add_column(justify="right")
+    everything = sum(state.totals.seconds.values()) or 1.0
+    for stage in in_step_order(state.totals.seconds):
+        share = state.totals.seconds[stage] / everything
+        seconds = last.timings_s.get(stage)
+        bar = ProgressBar(total=1.0, completed=share, width=_STAGE_BAR, complete_style="blue", style="black")
+        grid.add_row(stage, "" if seconds is None else format_seconds(seconds), bar, f"{share:.0%}")
+    return grid
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return values as a line of block characters, from the least to the greatest.
+
+    >>> sparkline([0.0, 0.5, 1.0])
+    '▁▅█'
+    """
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_SPARKS[round((value - low) * scale)] for value in values)

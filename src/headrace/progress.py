@@ -1,0 +1,346 @@
+"""Observers of a run: a display for a person, and the files of the run directory."""
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from headrace.algorithms.observer import (
+    GREEDY_ACCURACY,
+    REWARD,
+    SAMPLED_ACCURACY,
+    TOKENS_PER_S,
+    RunObserver,
+    StepRecord,
+)
+from headrace.live_view import Pace, RunState, render
+from headrace.run_tables import format_clock, format_number, format_seconds, summary_table
+from headrace.utils.interrupt import tell_stderr
+from headrace.utils.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+Mode = Literal["auto", "on", "off"]
+
+_LINES_PER_PHASE = 4
+_STEPS_PER_LINE = 10
+
+
+class ConsoleObserver(RunObserver):
+    """Shows a run to a person; use it as a context manager.
+
+    `auto` draws a live display if the console is a terminal, and otherwise prints a plain line for each
+    validation, checkpoint and phase and every tenth step; `on` always draws; `off` prints the result only.
+    """
+
+    def __init__(self, console: Console, *, title: str, mode: Mode = "auto") -> None:
+        self._console = console
+        self._state = RunState(title)
+        self._total, self._first = 0, 1
+        self._lines = mode != "off"
+        self._lock = threading.RLock()  # the display is drawn by a thread of its own
+        draws = mode == "on" or (mode == "auto" and _is_terminal(console))
+        self._live = (
+            Live(console=console, get_renderable=self._draw, refresh_per_second=4, transient=True)
+            if draws
+            else None
+        )
+
+    def on_start(self, *, total_steps: int, first_step: int, info: dict[str, str]) -> None:
+        """Say what runs."""
+        with self._lock:
+            self._state.info = dict(info)
+            self._total, self._first = total_steps, first_step
+        about = ", ".join(f"{key} {value}" for key, value in info.items())
+        self._say(f"steps {first_step} to {total_steps}" + (f" ({about})" if about else ""))
+
+    def on_phase(self, name: str, total: int) -> None:
+        """Count the steps of the phase."""
+        with self._lock:
+            self._state.label = self._state.activity = name
+            self._state.pace = Pace(total, started_s=time.monotonic())
+            self._state.metrics = {}
+        self._say(f"{name}: {total} steps")
+
+    def on_phase_progress(self, name: str, done: int, metrics: dict[str, float]) -> None:
+        """Advance; print about four lines per phase."""
+        now = time.monotonic()
+        with self._lock:
+            pace = self._state.pace
+            if pace is None or self._state.label != name:
+                return
+            before = pace.done
+            pace.advance(done, now)
+            self._state.metrics = dict(metrics)
+            every = max(1, pace.total // _LINES_PER_PHASE)
+        if done // every > before // every:
+            self._say_plain(f"{name} {done}/{pace.total}, " + _numbers(metrics))
+
+    def on_stage(self, step: int, stage: str) -> None:
+        """Show the stage."""
+        with self._lock:
+            if step >= self._first:
+                self._begin_steps()
+            self._state.activity = stage
+
+    def on_step(self, record: StepRecord) -> None:
+        """Advance; print every tenth step, the first and the last."""
+        now = time.monotonic()
+        with self._lock:
+            pace = self._begin_steps()
+            pace.advance(record.step, now)
+            self._state.add(record)
+            left_s = pace.left_s(now)
+        if record.step % _STEPS_PER_LINE == 0 or record.step in (pace.first, pace.total):
+            self._say_plain(_step_line(record, left_s))
+
+    def on_validation(self, step: int, metrics: dict[str, float]) -> None:
+        """Print the accuracies."""
+        with self._lock:
+            self._state.validation = (step, dict(metrics))
+        self._say(f"validation at step {step}: {_accuracies(metrics)}")
+
+    def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None:
+        """Nothing to show: samples are too long for a display."""
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Print where it is."""
+        self._say(f"checkpoint of step {step}: {path}")
+
+    def on_finish(self, summary: dict[str, Any]) -> None:
+        """Close the display and print the result."""
+        self.close()
+        self._console.print(summary_table(summary))
+
+    def notice(self, message: str) -> None:
+        """Show one line of importance; safe to call from a signal handler."""
+        self._state.notice = message
+        if self._live is None:
+            tell_stderr(message)
+
+    def _begin_steps(self) -> Pace:
+        """Return the pace of the steps; the first call ends the phases before them."""
+        if self._state.pace is None or self._state.label != "step":
+            self._state.label, self._state.metrics = "step", {}
+            self._state.pace = Pace(
+                self._total, first=self._first, done=self._first - 1, started_s=time.monotonic()
+            )
+        return self._state.pace
+
+    def _draw(self) -> RenderableType:
+        with self._lock:
+            return render(self._state, time.monotonic(), self._console.width)
+
+    def _say(self, line: str) -> None:
+        if self._lines:
+            print_line(self._console, line)
+
+    def _say_plain(self, line: str) -> None:
+        if self._live is None:
+            self._say(line)
+
+    def close(self) -> None:
+        """Leave the terminal as it was; may be called twice."""
+        if self._live is not None:
+            self._live.stop()
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def make_console(mode: Mode = "auto") -> Console:
+    """Return the console of standard output; `on` makes it draw into a file or pipe too."""
+    return Console(force_terminal=True if mode == "on" else None)
+
+
+def print_line(console: Console, line: str) -> None:
+    """Print one line of text as it is, however long."""
+    console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def _is_terminal(console: Console) -> bool:
+    # Not `console.is_terminal`, which FORCE_COLOR turns on in a pipe.
+    return console.file.isatty() and not console.is_dumb_terminal
+
+
+def _step_line(record: StepRecord, left_s: float | None) -> str:
+    parts = [f"step {record.step}/{record.total_steps}"]
+    if REWARD in record.metrics:
+        parts.append(f"reward {record.metrics[REWARD]:.3f}")
+    if TOKENS_PER_S in record.metrics:
+        parts.append(f"{record.metrics[TOKENS_PER_S]:,.0f} tokens/s")
+    parts.append(f"{format_seconds(sum(record.timings_s.values()))} per step")
+    if left_s is not None and record.step < record.total_steps:
+        parts.append(f"{format_clock(left_s)} left")
+    return ", ".join(parts)
+
+
+def _numbers(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
+
+
+def _accuracies(metrics: Mapping[str, float]) -> str:
+    known = {GREEDY_ACCURACY: "greedy", SAMPLED_ACCURACY: "sampled"}
+    parts = [f"{label} {metrics[name]:.1%}" for name, label in known.items() if name in metrics]
+    return ", ".join(parts) or _numbers(metrics)
+
+
+def _summary_writer(directory: Path, purge_step: int | None) -> "SummaryWriter":
+    """Open an event file; events of earlier files from `purge_step` on are hidden."""
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (slow to load)
+
+    return SummaryWriter(str(directory), purge_step=purge_step)
+
+
+class FileObserver(RunObserver):
+    """Writes metrics.jsonl, samples.jsonl, summary.json and, if asked to, TensorBoard events.
+
+    A line of metrics.jsonl has `kind` (step, validation or phase), `step`, and flat keys: the loop's metrics
+    by name, `tokens`, `time_s/STAGE`, `bytes/COLUMN`. A metric that is not finite is null there.
+    """
+
+    def __init__(self, run: RunDirectory, *, tensorboard: bool) -> None:
+        self._run = run
+        self._tensorboard = tensorboard
+        self._first = 1
+        self._writers: dict[str, SummaryWriter] = {}
+
+    def on_start(self, *, total_steps: int, first_step: int, info: dict[str, str]) -> None:
+        """Remove the summary of the run so far, if there is more to come."""
+        self._first = first_step
+        if first_step <= total_steps:
+            self._run.summary_path.unlink(missing_ok=True)
+
+    def on_phase(self, name: str, total: int) -> None:
+        """Nothing to write yet."""
+
+    def on_stage(self, step: int, stage: str) -> None:
+        """Nothing to write: a stage's time comes with the step."""
+
+    def on_phase_progress(self, name: str, done: int, metrics: dict[str, float]) -> None:
+        """Write a metrics line."""
+        self._write("phase", done, {f"{name}/{key}": value for key, value in metrics.items()}, phase=name)
+
+    def on_step(self, record: StepRecord) -> None:
+        """Write a metrics line."""
+        times = {f"time_s/{stage}": seconds for stage, seconds in record.timings_s.items()}
+        sizes = {f"bytes/{column}": size for column, size in record.bytes_by_column.items()}
+        kind = "step" if record.phase == "grpo" else "phase"
+        values = {**record.metrics, "tokens": record.tokens, **times, **sizes}
+        self._write(kind, record.step, values, phase=record.phase)
+
+    def on_validation(self, step: int, metrics: dict[str, float]) -> None:
+        """Write a metrics line."""
+        self._write("validation", step, metrics)
+
+    def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None:
+        """Write a line per sample."""
+        for sample in samples:
+            self._run.append_sample({"step": step, "split": split, **sample})
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Nothing to write: a checkpoint describes itself."""
+
+    def on_finish(self, summary: dict[str, Any]) -> None:
+        """Write the summary."""
+        self._run.write_summary(summary)
+
+    def _write(self, kind: str, step: int, values: Mapping[str, float], phase: str | None = None) -> None:
+        head = {"kind": kind, "step": step} if phase is None else {"kind": kind, "step": step, "phase": phase}
+        self._run.append_metrics({**head, **{key: _json_number(value) for key, value in values.items()}})
+        if self._tensorboard:
+            # Steps of a phase are counted from 1 too: they get an event file of their own.
+            writer = self._writer(phase if phase is not None and kind == "phase" else "")
+            for key, value in values.items():
+                writer.add_scalar(key, value, step)
+
+    def _writer(self, folder: str) -> "SummaryWriter":
+        if folder not in self._writers:
+            purge_step = self._first if not folder and self._first > 1 else None
+            self._writers[folder] = _summary_writer(self._run.tensorboard_dir / folder, purge_step)
+        return self._writers[folder]
+
+    def close(self) -> None:
+        """Flush the event files."""
+        while self._writers:
+            self._writers.popitem()[1].close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _json_number(value: float) -> float | int | None:
+    if isinstance(value, int):
+        return value
+    return float(value) if math.isfinite(value) else None
+
+
+class CompositeObserver(RunObserver):
+    """Passes every event on to several observers, in order."""
+
+    def __init__(self, observers: Sequence[RunObserver]) -> None:
+        self._observers = tuple(observers)
+
+    def on_start(self, *, total_steps: int, first_step: int, info: dict[str, str]) -> None:
+        """Pass the event on."""
+        for observer in self._observers:
+            observer.on_start(total_steps=total_steps, first_step=first_step, info=info)
+
+    def on_phase(self, name: str, total: int) -> None:
+        """Pass the event on."""
+        for observer in self._observers:
+            observer.on_phase(name, total)
+
+    def on_phase_progress(self, name: str, done: int, metrics: dict[str, float]) -> None:
+        """Pass the event on."""
+        for observer in self._observers:
+            observer.on_phase_progress(name, done, metrics)
+
+    def on_stage(self, step: int, stage: str) -> None:
+        """Pass the event on."""
+        for observer in self._observers:
+            observer.on_stage(step, stage)
+
+    def on_step(self, record: StepRecord) -> None:
+        """Pass the event on."""
+        for observer in self._observers:
+            observer.on_step(record)
+
+    def on_validation(self, step: int, metrics: dict[str, float]) -> None:
+        """Pass the event on."""
+        for observer in self._observers:
+            observer.on_validation(step, metrics)
+
+    def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None:
+        """Pass the event on."""
+        for observer in self._observers:
+            observer.on_samples(step, split, samples)
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Pass the event on."""
+        for observer in self._observers:
+            observer.on_checkpoint(step, path)
+
+    def on_finish(self, summary: dict[str, Any]) -> None:
+        """Pass the event on."""
+        for observer in self._observers:
+            observer.on_finish(summary)

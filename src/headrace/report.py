@@ -1,0 +1,180 @@
+"""A run read back from its directory: totals for the final table, and the plots."""
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.algorithms.observer import GRAD_NORM, GREEDY_ACCURACY, LOSS, REWARD, SAMPLED_ACCURACY
+from headrace.errors import ConfigError
+from headrace.run_tables import RunTotals, in_step_order
+from headrace.utils import atomic
+from headrace.utils.run_directory import RunDirectory
+
+Record = Mapping[str, Any]
+
+_TIME, _BYTES = "time_s/", "bytes/"
+_PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#222255")
+_MOST_BARS = 100
+
+
+def read_metrics(run_dir: Path) -> list[Record]:
+    """Return the lines of a run's metrics.jsonl.
+
+    Raises:
+        ConfigError: there is no such file, nothing in it, or a line that is not JSON.
+    """
+    path = RunDirectory(run_dir).metrics_path
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot read it ({error.strerror}); give the directory of a run"
+        ) from error
+    if not lines:
+        raise ConfigError(f"{path}: no step has been recorded yet; try again when the run has made one")
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ConfigError(f"{path}: not one JSON object per line ({error}); was it edited?") from error
+
+
+def run_totals(records: Sequence[Record]) -> RunTotals:
+    """Return the sums over a run's steps, those before a resume included."""
+    totals = RunTotals()
+    for record in _of_kind(records, "step"):
+        totals.add(_part(record, _TIME), _part(record, _BYTES), record.get("tokens", 0))
+    return totals
+
+
+def write_report(run_dir: Path) -> Path:
+    """Draw report.png (reward, accuracy, loss, gradient norm, time, bytes) and return its path."""
+    records = read_metrics(run_dir)
+    figure = _new_figure(width=11.0, height=8.5)
+    # Rows of their own, so that the legends beside the last two plots take no room from the others.
+    upper, middle, lower = (row.subplots(1, 2) for row in figure.subfigures(3, 1))
+    _draw_line(upper[0], records, REWARD, "mean reward")
+    _draw_accuracy(upper[1], records)
+    _draw_line(middle[0], records, LOSS, "loss")
+    _draw_line(middle[1], records, GRAD_NORM, "gradient norm")
+    _draw_times(lower[0], records)
+    _draw_bytes(lower[1], records)
+    figure.suptitle(f"{run_dir}", fontsize=10, x=0.01, ha="left", color="#777777")
+    path = RunDirectory(run_dir).report_path
+    _save(figure, path)
+    return path
+
+
+def draw_reward_plot(run_dir: Path, path: Path) -> None:
+    """Draw one plot of reward and held-out accuracy by step into `path`, a PNG."""
+    records = read_metrics(run_dir)
+    figure = _new_figure(width=7.5, height=3.6)
+    axis = figure.subplots()
+    _draw_line(axis, records, REWARD, "mean reward")
+    _draw_accuracy(axis, records)
+    axis.set_title("reward and held-out accuracy", loc="left", fontsize=10)
+    axis.legend(frameon=False, fontsize=9, loc="lower right")
+    _save(figure, path)
+
+
+def _draw_accuracy(axis: Any, records: Sequence[Record]) -> None:
+    for name, label, color, marker in (
+        (GREEDY_ACCURACY, "greedy accuracy", _PALETTE[2], "o"),
+        (SAMPLED_ACCURACY, "sampled accuracy", _PALETTE[1], "s"),
+    ):
+        steps, values = _series(records, "validation", name)
+        if steps:
+            axis.plot(steps, values, color=color, marker=marker, markersize=4, linewidth=1.5, label=label)
+    axis.set_ylim(top=max(1.0, axis.get_ylim()[1]))
+    _finish(axis, "held-out accuracy", axis.lines)
+    if axis.lines:
+        axis.legend(frameon=False, fontsize=9, loc="lower right")
+
+
+def _draw_line(axis: Any, records: Sequence[Record], name: str, label: str) -> None:
+    steps, values = _series(records, "step", name)
+    axis.plot(steps, values, color=_PALETTE[0], alpha=0.3, linewidth=1)
+    axis.plot(steps, _smoothed(values), color=_PALETTE[0], linewidth=2, label=label)
+    _finish(axis, label, steps)
+
+
+def _draw_times(axis: Any, records: Sequence[Record]) -> None:
+    rows = [(record["step"], _part(record, _TIME)) for record in _of_kind(records, "step")]
+    names = in_step_order({name: 0 for _, values in rows for name in values})
+    _draw_stack(axis, rows, names)
+    _finish(axis, "seconds per step", names)
+
+
+def _draw_bytes(axis: Any, records: Sequence[Record]) -> None:
+    rows = [(record["step"], _part(record, _BYTES)) for record in _of_kind(records, "step")]
+    largest = max((sum(values.values()) for _, values in rows), default=0)
+    unit, factor = ("kB", 1e3) if largest < 1e6 else ("MB", 1e6)
+    scaled = [(step, {name: size / factor for name, size in values.items()}) for step, values in rows]
+    sums = run_totals(records).column_bytes
+    names = sorted(sums, key=lambda name: -sums[name])
+    _draw_stack(axis, scaled, names)
+    _finish(axis, f"{unit} through the data plane per step", names)
+
+
+def _draw_stack(axis: Any, rows: Sequence[tuple[int, Mapping[str, float]]], order: Sequence[str]) -> None:
+    """Draw bars of stacked values, at most `_MOST_BARS`: a long run is averaged over equal spans of steps."""
+    span = -(-len(rows) // _MOST_BARS)
+    spans = [rows[i : i + span] for i in range(0, len(rows), span)] if span else []
+    middles = [sum(step for step, _ in part) / len(part) for part in spans]
+    bottom = [0.0] * len(spans)
+    for index, name in enumerate(order):
+        heights = [sum(values.get(name, 0.0) for _, values in part) / len(part) for part in spans]
+        color = _PALETTE[index % len(_PALETTE)]
+        axis.bar(middles, heights, bottom=bottom, width=span, color=color, label=name)
+        bottom = [low + height for low, height in zip(bottom, heights)]
+    if order:
+        # Beside the bars: on them it would hide the tall ones.
+        axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.02), reverse=True)
+
+
+def _finish(axis: Any, title: str, drawn: Sequence[object]) -> None:
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.set_xlabel("step", fontsize=9)
+    axis.tick_params(labelsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y", alpha=0.25)
+    axis.set_axisbelow(True)
+    if not drawn:
+        axis.text(0.5, 0.5, "nothing recorded", transform=axis.transAxes, ha="center", color="#888888")
+
+
+def _new_figure(width: float, height: float) -> Any:
+    # Without pyplot: no global state, and no display is ever opened.
+    from matplotlib.figure import Figure  # noqa: PLC0415  (slow, and only for plots)
+
+    return Figure(figsize=(width, height), dpi=110, layout="constrained")
+
+
+def _save(figure: Any, path: Path) -> None:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    atomic.write_bytes(path, buffer.getvalue())
+
+
+def _of_kind(records: Sequence[Record], kind: str) -> list[Record]:
+    return [record for record in records if record.get("kind") == kind]
+
+
+def _part(record: Record, prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in record.items() if key.startswith(prefix)}
+
+
+def _series(records: Sequence[Record], kind: str, name: str) -> tuple[list[int], list[float]]:
+    points = [(r["step"], r[name]) for r in _of_kind(records, kind) if r.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
+    """Return the exponential moving average, with the bias of the first values taken out."""
+    average, norm, result = 0.0, 0.0, []
+    for value in values:
+        average = weight * average + (1 - weight) * value
+        norm = weight * norm + (1 - weight)
+        result.append(average / norm)
+    return result

@@ -1,0 +1,182 @@
+"""Where a run's time and bytes went: sums over steps, and the tables that show them."""
+
+import io
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from headrace.algorithms.observer import STAGES
+
+_ACCURACIES = {"val_accuracy": "greedy", "val_accuracy_sampled": "sampled"}
+
+
+@dataclass
+class RunTotals:
+    """Sums over the steps of a run: seconds by stage, bytes through the data plane by column, tokens."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    runs: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Stage -> steps in which it ran."""
+    column_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, timings_s: Mapping[str, float], bytes_by_column: Mapping[str, int], tokens: int) -> None:
+        """Count one more step."""
+        self.steps += 1
+        self.tokens += tokens
+        for stage, seconds in timings_s.items():
+            self.seconds[stage] += seconds
+            self.runs[stage] += 1
+        for column, size in bytes_by_column.items():
+            self.column_bytes[column] += size
+
+    def stages(self) -> list[str]:
+        """Return the stages that ran, in the order of a step."""
+        return in_step_order(self.seconds)
+
+
+def in_step_order(stages: Mapping[str, object]) -> list[str]:
+    """Return the names of stages in the order of a step, unknown ones last."""
+    known = [stage for stage in STAGES if stage in stages]
+    return known + sorted(set(stages) - set(known))
+
+
+def final_tables(totals: RunTotals) -> RenderableType:
+    """Return the table of time per stage, and that of bytes per column if the data plane was used."""
+    tables = [_stage_table(totals)]
+    if totals.column_bytes:
+        tables.append(_column_table(totals))
+    return Group(*tables)
+
+
+def _stage_table(totals: RunTotals) -> Table:
+    table = _table("stage", "total", "mean per step", "steps", "share")
+    everything = sum(totals.seconds.values())
+    for stage in totals.stages():
+        seconds, runs = totals.seconds[stage], totals.runs[stage]
+        share = _share(seconds, everything)
+        table.add_row(stage, format_seconds(seconds), format_seconds(seconds / runs), str(runs), share)
+    mean = everything / totals.steps if totals.steps else 0.0
+    table.add_row(
+        "all", format_seconds(everything), format_seconds(mean), str(totals.steps), "", style="bold"
+    )
+    return table
+
+
+def _column_table(totals: RunTotals) -> Table:
+    table = _table("column", "bytes", "mean per step", "per token", "share")
+    everything = sum(totals.column_bytes.values())
+    largest_first = sorted(totals.column_bytes.items(), key=lambda item: (-item[1], item[0]))
+    for column, size in largest_first:
+        table.add_row(*_column_cells(column, size, totals), _share(size, everything))
+    table.add_row(*_column_cells("all", everything, totals), "", style="bold")
+    return table
+
+
+def _column_cells(name: str, size: int, totals: RunTotals) -> tuple[str, str, str, str]:
+    per_step = format_bytes(size / totals.steps) if totals.steps else "-"
+    per_token = f"{size / totals.tokens:.2f} B" if totals.tokens else "-"
+    return name, format_bytes(size), per_step, per_token
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column(first, min_width=26)
+    for name in others:
+        table.add_column(name, justify="right", min_width=9)
+    return table
+
+
+def summary_table(summary: Mapping[str, Any]) -> RenderableType:
+    """Return the result of a run: accuracy before and after, and the other figures below."""
+    table = _table("held-out accuracy", "before", "after")
+    for prefix, label in _ACCURACIES.items():
+        before, after = summary.get(f"{prefix}_before"), summary.get(f"{prefix}_after")
+        if before is not None or after is not None:
+            table.add_row(label, _percent(before), _percent(after))
+    figures = Table.grid(padding=(0, 2, 0, 0))
+    for key, value in summary.items():
+        if not key.endswith(("_before", "_after")) and key != "completed":
+            figures.add_row(key.replace("_", " "), format_number(value))
+    return Group(*(part for part in (table, figures) if part.row_count))
+
+
+def metrics_table(metrics: Mapping[str, float]) -> RenderableType:
+    """Return validation metrics by name, accuracies in per cent."""
+    table = _table("held-out prompts", "value")
+    for name, value in metrics.items():
+        table.add_row(name, _percent(value) if name.endswith("accuracy") else format_number(value))
+    return table
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def render_text(renderable: RenderableType, width: int = 100) -> str:
+    """Return what a terminal of `width` columns would show, as plain text without trailing spaces."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+
+
+def format_number(value: object) -> str:
+    """Return a number with four digits, and anything else as it prints.
+
+    >>> format_number(0.123456), format_number(12345.6), format_number("x")
+    ('0.1235', '12,346', 'x')
+    """
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def format_bytes(size: float) -> str:
+    """Return a size in bytes with three digits and a decimal unit.
+
+    >>> format_bytes(1_234_567)
+    '1.23 MB'
+    """
+    if size < 1000:
+        return f"{size:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        size /= 1000
+        if size < 999.5 or unit == "TB":
+            break
+    digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
+    return f"{size:.{digits}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration: milliseconds below one second, clock time above two minutes.
+
+    >>> format_seconds(0.0123), format_seconds(7.5), format_seconds(3725)
+    ('12.3 ms', '7.50 s', '1:02:05')
+    """
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 120:
+        return f"{seconds:.2f} s"
+    return format_clock(seconds)
+
+
+def format_clock(seconds: float) -> str:
+    """Return hours, minutes and seconds.
+
+    >>> format_clock(75), format_clock(3725)
+    ('1:15', '1:02:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "-"

@@ -1,0 +1,292 @@
+"""The rules of headrace's source, checked with `ast`; `test_architecture.py` applies them to the tree."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+# Longest prefix wins. An import goes to the same layer or to a lower one.
+LAYERS = {
+    "headrace": 0,  # only __version__
+    "headrace.errors": 0,
+    "headrace.config": 0,
+    "headrace.utils": 0,
+    "headrace.distributed": 1,
+    "headrace.data_plane": 2,
+    "headrace.models": 3,
+    "headrace.experience": 4,
+    "headrace.environments": 4,
+    "headrace.algorithms": 5,
+    "headrace.cli": 6,
+    "headrace.doctor": 6,
+    "headrace.length_spec": 6,
+    "headrace.live_view": 6,
+    "headrace.progress": 6,
+    "headrace.report": 6,
+    "headrace.run_tables": 6,
+}
+
+# The lowest layer that may import a package from outside; one that is in neither table may not be imported.
+LOWEST_LAYER = {
+    "pydantic": 0,
+    "omegaconf": 0,
+    "yaml": 0,
+    "numpy": 1,
+    "torch": 1,
+    "msgspec": 2,
+    "tensordict": 2,
+    "accelerate": 3,
+    "gguf": 3,
+    "huggingface_hub": 3,  # comes with transformers, as jinja2 does
+    "jinja2": 3,
+    "safetensors": 3,
+    "tokenizers": 3,
+    "transformers": 3,
+    "datasets": 4,
+    "math_verify": 4,
+    "reasoning_gym": 4,
+    "sympy": 4,  # comes with math_verify
+    "matplotlib": 6,
+    "rich": 6,
+    "typer": 6,
+}
+
+# Packages that only these modules may import.
+ONLY_IN = {
+    "ray": (
+        "headrace.distributed.worker_groups",
+        "headrace.distributed.virtual_cluster",
+        "headrace.data_plane.adapters.transfer_queue",
+        "headrace.data_plane.adapters.transfer_queue_cluster",
+        "headrace.data_plane.adapters.transfer_queue_mooncake",
+    ),
+    "transfer_queue": (
+        "headrace.data_plane.adapters.transfer_queue_cluster",
+        "headrace.data_plane.adapters.transfer_queue_payloads",
+    ),
+    "mooncake": ("headrace.data_plane.adapters.transfer_queue_mooncake",),
+    "zmq": ("headrace.data_plane.adapters.transfer_queue_payloads",),  # comes with transfer_queue
+    "vllm": ("headrace.models.generation.vllm",),
+    "sglang": ("headrace.models.generation.sglang",),
+    "megatron": ("headrace.models.megatron",),
+}
+
+# Factories that load something slow or optional: (file, module imported inside a function).
+LOCAL_IMPORTS = {
+    ("cli.py", "headrace.algorithms"),
+    ("doctor.py", "headrace.models.automodel.attention"),
+    ("doctor.py", "torch"),
+    ("progress.py", "torch.utils.tensorboard"),
+    ("report.py", "matplotlib.figure"),
+    ("data_plane/adapters/transfer_queue_mooncake.py", "mooncake.store"),
+    ("data_plane/factory.py", "headrace.data_plane.adapters.transfer_queue"),
+    ("environments/build.py", "headrace.environments.math"),
+    ("environments/build.py", "headrace.environments.reasoning_gym"),
+    ("environments/dataset.py", "datasets"),
+    ("models/automodel/attention.py", "torch.nn.attention.varlen"),
+}
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 90
+MAX_LOOP_LINES = 120
+LOOP_FILES = {"algorithms/grpo.py", "algorithms/grpo_sync.py", "algorithms/loop.py"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, order=True)
+class Violation:
+    """A rule that a line breaks."""
+
+    file: str
+    line: int
+    rule: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.rule}: {self.text}"
+
+
+def check_tree(package: Path) -> list[Violation]:
+    """Return every violation in the package's files."""
+    files = package.rglob("*.py")
+    return sorted({v for f in files for v in check_source(f.relative_to(package).as_posix(), f.read_text())})
+
+
+def check_source(file: str, source: str) -> list[Violation]:
+    """Return the violations of one file, named relative to the package."""
+    tree = ast.parse(source)
+    found: list[Violation] = []
+
+    def report(line: int, rule: str, text: str) -> None:
+        found.append(Violation(file, line, rule, text))
+
+    lines = source.count("\n")
+    if lines > MAX_FILE_LINES:
+        report(MAX_FILE_LINES, "file-length", f"{lines} lines; at most {MAX_FILE_LINES}")
+    for line, rule, text in (
+        *_check_imports(file, tree),
+        *_check_local_imports(file, tree),
+        *_check_calls_and_handlers(tree),
+        *_check_function_lengths(file, tree),
+        *_check_docstrings(tree),
+    ):
+        report(line, rule, text)
+    return found
+
+
+Finding = tuple[int, str, str]
+
+
+def module_name(file: str) -> str:
+    """Return the module of a file named relative to the package: `utils/__init__.py` is `headrace.utils`."""
+    parts = PurePosixPath(file).with_suffix("").parts
+    return ".".join(("headrace", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def layer_of(module: str) -> int | None:
+    """Return the layer of a headrace module; None if it is in none."""
+    parts = module.split(".")
+    if len(parts) == 1:
+        return LAYERS[module]
+    prefixes = (".".join(parts[:n]) for n in range(len(parts), 1, -1))
+    return next((LAYERS[p] for p in prefixes if p in LAYERS), None)
+
+
+def _within(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(f"{prefix}.")
+
+
+def _imported(node: ast.AST, file: str) -> list[str]:
+    """Return the modules that a statement imports; `from headrace import x` counts as `headrace.x`."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            package = ("headrace", *PurePosixPath(file).parent.parts)
+            kept = package[: len(package) - node.level + 1]
+            base = ".".join((*kept, base) if base else kept)
+        if base == "headrace":
+            return [
+                f"headrace.{a.name}" if layer_of(f"headrace.{a.name}") is not None else base
+                for a in node.names
+            ]
+        return [base]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+        "importlib.import_module",
+        "import_module",
+        "__import__",
+    ):
+        argument = node.args[0] if node.args else None
+        return (
+            [argument.value]
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            else ["?"]
+        )
+    return []
+
+
+def _check_imports(file: str, tree: ast.Module) -> Iterator[Finding]:
+    importer = module_name(file)
+    layer = layer_of(importer)
+    if layer is None:
+        yield 1, "layer", f"{importer} is in no layer; add it to LAYERS"
+        return
+    for node in ast.walk(tree):
+        for module in _imported(node, file):
+            problem = _import_problem(importer, layer, module)
+            if problem:
+                yield node.lineno, "layer", problem  # type: ignore[attr-defined]
+
+
+def _import_problem(importer: str, layer: int, module: str) -> str | None:
+    root = module.split(".")[0]
+    if root == "headrace":
+        target = layer_of(module)
+        if target is None:
+            return f"{module} is in no layer"
+        return f"{importer} (L{layer}) imports {module} (L{target})" if target > layer else None
+    if root in ONLY_IN:
+        allowed = any(_within(importer, home) for home in ONLY_IN[root])
+        return None if allowed else f"{root} belongs into {' and '.join(ONLY_IN[root])}"
+    if root in sys.stdlib_module_names:
+        return None
+    if root not in LOWEST_LAYER:
+        return f"{root} is not a known dependency; add it to LOWEST_LAYER"
+    lowest = LOWEST_LAYER[root]
+    return f"{importer} (L{layer}) imports {root}, which starts at L{lowest}" if layer < lowest else None
+
+
+def local_imports(package: Path) -> set[tuple[str, str]]:
+    """Return every import inside a function, as (file, module)."""
+    files = {f.relative_to(package).as_posix(): ast.parse(f.read_text()) for f in package.rglob("*.py")}
+    return {(file, module) for file, tree in files.items() for _, module, _ in _local_imports(file, tree)}
+
+
+def _local_imports(file: str, tree: ast.Module) -> Iterator[Finding]:
+    for function in _functions(tree):
+        for node in ast.walk(function):
+            for module in _imported(node, file):
+                yield node.lineno, module, function.name  # type: ignore[attr-defined]
+
+
+def _check_local_imports(file: str, tree: ast.Module) -> Iterator[Finding]:
+    for line, module, function in _local_imports(file, tree):
+        if (file, module) not in LOCAL_IMPORTS:
+            yield line, "local-import", f"{module} inside {function}"
+
+
+def _check_calls_and_handlers(tree: ast.Module) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name == "print":
+                yield node.lineno, "print", "print() in the package"
+            if name.endswith(".cuda") and name != "torch.cuda":
+                yield node.lineno, "cuda", f"{name}(): the device comes from the model or the mesh"
+            if name.split(".")[-1] == "suppress" and any(_is_broad(arg) for arg in node.args):
+                yield node.lineno, "broad-except", "suppress() of every exception"
+        if isinstance(node, ast.ExceptHandler) and _is_broad(node.type):
+            yield node.lineno, "broad-except", "name the exceptions that are expected"
+
+
+def _is_broad(kind: ast.expr | None) -> bool:
+    if kind is None:
+        return True
+    if isinstance(kind, ast.Tuple):
+        return any(_is_broad(item) for item in kind.elts)
+    return ast.unparse(kind).removeprefix("builtins.") in ("Exception", "BaseException")
+
+
+def _check_function_lengths(file: str, tree: ast.Module) -> Iterator[Finding]:
+    limit = MAX_LOOP_LINES if file in LOOP_FILES else MAX_FUNCTION_LINES
+    for function in _functions(tree):
+        lines = (function.end_lineno or function.lineno) - function.lineno + 1
+        if lines > limit:
+            yield function.lineno, "function-length", f"{function.name} has {lines} lines; at most {limit}"
+
+
+def _check_docstrings(tree: ast.Module) -> Iterator[Finding]:
+    for node in _public(tree):
+        if ast.get_docstring(node) is None and not _is_override(node):
+            yield node.lineno, "docstring", f"{node.name} has none"
+
+
+def _public(node: ast.Module | ast.ClassDef) -> Iterator[Function | ast.ClassDef]:
+    """Yield the public functions and classes of a module, and those of its public classes."""
+    for child in node.body:
+        if isinstance(child, Function | ast.ClassDef) and not child.name.startswith("_"):
+            yield child
+            if isinstance(child, ast.ClassDef):
+                yield from _public(child)
+
+
+def _is_override(node: Function | ast.ClassDef) -> bool:
+    names = {ast.unparse(d).split(".")[-1] for d in node.decorator_list}
+    return bool(names & {"override", "overload", "setter"})
+
+
+def _functions(tree: ast.Module) -> Iterator[Function]:
+    return (node for node in ast.walk(tree) if isinstance(node, Function))

@@ -1,0 +1,127 @@
+"""The source tree keeps the rules of tests/architecture.py, and the checker finds every breach of them."""
+
+from pathlib import Path
+
+import pytest
+
+import headrace
+from architecture import LOCAL_IMPORTS, check_source, check_tree, layer_of, local_imports, module_name
+
+PACKAGE = Path(headrace.__file__).parent
+
+
+def test_the_package_keeps_every_rule() -> None:
+    violations = check_tree(PACKAGE)
+    assert not violations, "\n" + "\n".join(map(str, violations))
+
+
+def test_every_allowed_local_import_is_still_there() -> None:
+    assert LOCAL_IMPORTS - local_imports(PACKAGE) == set()
+
+
+BREACHES = {
+    "an import that goes up": (
+        "data_plane/codec.py",
+        "from headrace.models.interfaces import LossFn",
+        "layer",
+    ),
+    "the same through the package": ("utils/timer.py", "from headrace import cli", "layer"),
+    "the same, relative": ("models/policy/x.py", "from ...algorithms import step", "layer"),
+    "the same for types only": (
+        "distributed/packing.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import headrace.data_plane.codec",
+        "layer",
+    ),
+    "the same by name": ("utils/x.py", "import importlib\nimportlib.import_module('headrace.cli')", "layer"),
+    "torch in utils": ("utils/timer.py", "import torch", "layer"),
+    "tensordict below the data plane": (
+        "distributed/packing.py",
+        "from tensordict import TensorDict",
+        "layer",
+    ),
+    "transformers below models": ("data_plane/codec.py", "import transformers.modeling_utils", "layer"),
+    "rich below the command line": ("algorithms/grpo.py", "from rich.console import Console", "layer"),
+    "ray elsewhere": ("data_plane/factory.py", "import ray", "layer"),
+    "the queue outside its adapter": ("data_plane/factory.py", "import transfer_queue", "layer"),
+    "vllm elsewhere": ("models/generation/hf.py", "from vllm import LLM", "layer"),
+    "an unknown dependency": ("algorithms/grpo.py", "import pandas", "layer"),
+    "a module in no layer": ("rewards.py", "import math", "layer"),
+    "an import of a module in no layer": ("cli.py", "import headrace.nowhere", "layer"),
+    "an import inside a function": ("utils/x.py", "def _f():\n    import math", "local-import"),
+    "the same in a method": (
+        "utils/x.py",
+        "class _A:\n    def f(self):\n        from pathlib import Path",
+        "local-import",
+    ),
+    "the same by a computed name": (
+        "utils/x.py",
+        "from importlib import import_module\ndef _f(n):\n    import_module(n)",
+        "local-import",
+    ),
+    "a print": ("utils/x.py", "print('x')", "print"),
+    "a bare except": ("utils/x.py", "try:\n    pass\nexcept:\n    pass", "broad-except"),
+    "except Exception": ("utils/x.py", "try:\n    pass\nexcept Exception:\n    raise", "broad-except"),
+    "the same in a tuple": (
+        "utils/x.py",
+        "try:\n    pass\nexcept (ValueError, BaseException):\n    pass",
+        "broad-except",
+    ),
+    "suppress(Exception)": (
+        "utils/x.py",
+        "import contextlib\nwith contextlib.suppress(Exception):\n    pass",
+        "broad-except",
+    ),
+    "a hard .cuda()": ("models/x.py", "def _f(t):\n    return t.cuda()", "cuda"),
+    "a long file": ("utils/x.py", "\n" * 601, "file-length"),
+    "a long function": ("utils/x.py", "def _f():\n" + "    x = 1\n" * 90, "function-length"),
+    "a long loop": ("algorithms/grpo.py", "def _f():\n" + "    x = 1\n" * 120, "function-length"),
+    "a function without a docstring": ("utils/x.py", "def f():\n    pass", "docstring"),
+    "a class without a docstring": ("utils/x.py", "class A:\n    x = 1", "docstring"),
+    "a method without a docstring": ("utils/x.py", "class A:\n    'A.'\n    def f(self): ...", "docstring"),
+}
+
+
+@pytest.mark.parametrize("name", BREACHES)
+def test_a_breach_is_found(name: str) -> None:
+    file, source, rule = BREACHES[name]
+    assert {v.rule for v in check_source(file, source)} >= {rule}
+
+
+ALLOWED = {
+    "an import that goes down": ("algorithms/grpo.py", "from headrace.data_plane.codec import materialize"),
+    "an import that goes sideways": ("experience/x.py", "from headrace.environments import interfaces"),
+    "the version": ("cli.py", "from headrace import __version__"),
+    "ray where it belongs": ("distributed/worker_groups.py", "import ray"),
+    "the queue in its adapter": (
+        "data_plane/adapters/transfer_queue_payloads.py",
+        "import transfer_queue as tq",
+    ),
+    "an import on the list": (
+        "progress.py",
+        "def _f():\n    from torch.utils.tensorboard import SummaryWriter",
+    ),
+    "a private function without a docstring": ("utils/x.py", "def _f(): ..."),
+    "a public method of a private class": ("utils/x.py", "class _A:\n    def f(self): ..."),
+    "an overridden method": (
+        "utils/x.py",
+        "class A:\n    'A.'\n    @override\n    def f(self): ...",
+    ),
+    "an exception by name": ("utils/x.py", "try:\n    pass\nexcept (OSError, ValueError):\n    pass"),
+    "a loop of 120 lines": ("algorithms/grpo.py", "def _f():\n" + "    x = 1\n" * 119),
+    "a function of 90 lines": ("utils/x.py", "def _f():\n" + "    x = 1\n" * 89),
+    "asking about CUDA": ("models/x.py", "import torch\nx = torch.cuda.is_available()"),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_is_allowed_is_not_reported(name: str) -> None:
+    file, source = ALLOWED[name]
+    assert check_source(file, source) == []
+
+
+def test_files_and_layers_are_named_by_module() -> None:
+    assert module_name("utils/__init__.py") == "headrace.utils"
+    assert module_name("__init__.py") == "headrace"
+    assert module_name("data_plane/adapters/local.py") == "headrace.data_plane.adapters.local"
+    assert layer_of("headrace.data_plane.adapters.local") == 2
+    assert layer_of("headrace.nowhere") is None

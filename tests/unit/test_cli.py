@@ -1,0 +1,220 @@
+"""The command line: help, plans, and one line with the right exit code for everything that goes wrong."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_report import write_run
+from typer.testing import CliRunner, Result
+
+import headrace
+from headrace.cli import app
+from headrace.errors import ConfigError
+from headrace.length_spec import parse_lengths
+
+RECIPE = """\
+run_dir: RUN_DIR
+policy:
+  model: {config: {model_type: qwen3_moe}}
+  train_global_batch_size: 16
+  train_micro_batch_size: 4
+grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4}
+env: {kind: reasoning_gym, task: spell_backward}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.replace("RUN_DIR", str(tmp_path / "run")))
+    return path
+
+
+def headrace_cli(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "120"})
+
+
+def process(
+    *arguments: str | Path, code: str = "from headrace.cli import main; main()"
+) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("command", [(), ("train",), ("eval",), ("doctor",), ("plan",), ("report",)])
+def test_every_command_has_help_with_an_example(command: tuple[str, ...]) -> None:
+    result = headrace_cli(*command, "--help")
+    assert result.exit_code == 0
+    assert "Example" in result.output
+    assert " ".join(("  headrace", *command)) in result.output
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    assert "Commands" in headrace_cli().output
+
+
+def test_the_version_is_shown() -> None:
+    assert headrace_cli("--version").output == f"headrace {headrace.__version__}\n"
+
+
+def test_help_and_plan_load_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys\nfrom headrace.cli import app\nfrom typer.testing import CliRunner\n"
+        "for words in (['--help'], ['plan', '5,6,7']):\n"
+        "    assert CliRunner().invoke(app, words).exit_code == 0\n"
+        "print(sorted({'torch', 'transformers', 'matplotlib', 'tensorboard'} & set(sys.modules)))"
+    )
+    assert process(code=code) == (0, "[]\n", "")
+
+
+def test_the_module_and_the_script_run_alike() -> None:
+    as_module = subprocess.run(
+        [sys.executable, "-m", "headrace.cli", "--version"], capture_output=True, text=True, check=True
+    )
+    assert as_module.stdout == process("--version")[1]
+
+
+WRONG = {
+    "a mistyped key": (("polcy.workers=2",), "unknown key 'polcy'; did you mean 'policy'?"),
+    "a wrong type": (("policy.workers=two",), "policy.workers='two': expected a valid integer"),
+    "no equals sign": (("overwrite",), "override 'overwrite': expected key=value"),
+    "a contradiction": (("policy.workers=3",), "train_global_batch_size=16 is not divisible by workers=3"),
+    "an unwritable run_dir": (("run_dir=/proc/x",), "run_dir=/proc/x: cannot write there"),
+    "a run_dir below a file": (("run_dir=FILE/x",), "cannot write there (Not a directory)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_is_one_line_and_exit_code_2(recipe: Path, name: str) -> None:
+    overrides, expected = WRONG[name]
+    result = headrace_cli("train", recipe, *(o.replace("FILE", str(recipe)) for o in overrides))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("headrace: error: ")
+    assert expected in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("train", "nowhere.yaml"), "nowhere.yaml: cannot read the recipe (No such file or directory)"),
+        (("eval", "nowhere"), "nowhere: cannot read the recipe"),
+        (("report", "nowhere"), "nowhere/metrics.jsonl: cannot read it"),
+        (("plan", "5,x"), "LENGTHS '5,x': 'x' is not a whole number"),
+        (("plan", "9,5", "--budget", "8"), "row 0 has 9 tokens"),
+        (("plan", "5", "--algorithm", "best"), "best"),
+        (("plan", "5", "--ranks", "0"), "shards=0"),
+    ],
+)
+def test_other_commands_fail_alike(arguments: tuple[str, ...], expected: str) -> None:
+    result = headrace_cli(*arguments)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_run_directory_of_another_run_is_refused_with_the_remedy(recipe: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 3)
+    result = headrace_cli("train", recipe)
+    assert result.exit_code == 2
+    assert "overwrite=true" in result.stderr
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_debug_shows_the_traceback_wherever_it_stands(recipe: Path, place: int) -> None:
+    words = ["train", str(recipe), "polcy.workers=2"]
+    words.insert(place, "--debug")
+    code, _, err = process(*words)
+    assert code == 1
+    assert "Traceback" in err
+    assert err.rstrip().splitlines()[-1].startswith("headrace.errors.ConfigError: ")
+
+
+def test_an_error_of_another_kind_exits_with_1_and_a_line() -> None:
+    code = (
+        "from headrace import cli\nfrom headrace.errors import CapacityExceeded\n"
+        "@cli.app.command()\ndef full(): raise CapacityExceeded('the store is full;\\nraise it')\n"
+        "cli.main()"
+    )
+    assert process("full", code=code) == (1, "", "headrace: error: the store is full; raise it\n")
+
+
+def test_an_unexpected_error_is_one_line_that_points_to_debug() -> None:
+    code = "from headrace import cli\n@cli.app.command()\ndef broken(): raise KeyError('a\\nb')\ncli.main()"
+    expected = "headrace: unexpected KeyError: 'a\\nb'; add --debug to see where\n"
+    assert process("broken", code=code) == (1, "", expected)
+    assert "Traceback" in process("broken", "--debug", code=code)[2]
+
+
+def test_ctrl_c_outside_a_loop_is_one_line_and_130() -> None:
+    code = (
+        "import os, signal, time\nfrom headrace import cli\n"
+        "@cli.app.command()\ndef slow():\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(5)\n"
+        "cli.main()"
+    )
+    assert process("slow", code=code) == (130, "", "headrace: interrupted\n")
+
+
+def test_a_command_that_does_not_exist_is_an_error_of_use() -> None:
+    assert headrace_cli("trian", "x").exit_code == 2
+
+
+def test_a_plan_is_explained() -> None:
+    result = headrace_cli("plan", "5,3,4,4", "--budget", "8", "--ranks", "2")
+    assert result.exit_code == 0
+    assert "4 rows, 16 tokens, 2 ranks" in result.output
+
+
+@pytest.mark.parametrize("algorithm", ["concatenative", "first_fit_decreasing", "dynamic"])
+def test_every_way_to_cut_can_be_explained(algorithm: str) -> None:
+    result = headrace_cli("plan", "uniform:40:1:64", "--budget", "128", "--algorithm", algorithm)
+    assert result.exit_code == 0
+    assert "40 rows" in result.output
+
+
+def test_a_plan_rounds_rows_up() -> None:
+    assert headrace_cli("plan", "5", "--budget", "8", "--pad-multiple", "8").exit_code == 0
+    assert "8 after rounding" in headrace_cli("plan", "5", "--budget", "7", "--pad-multiple", "8").stderr
+
+
+def test_lengths_come_from_a_list_a_file_or_a_distribution(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("5 6\n7,8\n\n9,\n")
+    assert parse_lengths("5, 6,7") == [5, 6, 7]
+    assert parse_lengths(str(file)) == [5, 6, 7, 8, 9]
+    drawn = parse_lengths("lognormal:2001:200:1500", seed=1)
+    assert len(drawn) == 2001
+    assert 1 <= min(drawn) <= max(drawn) <= 1500
+    assert 180 < sorted(drawn)[1000] < 220
+    assert drawn == parse_lengths("lognormal:2001:200:1500", seed=1)
+    assert drawn != parse_lengths("lognormal:2001:200:1500", seed=2)
+    assert set(parse_lengths("uniform:500:3:5")) == {3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "5,-1", "0", "1.5", "lognormal:5:9", "uniform:5:9:3", "lognormal:0:1:2", "uniform:5:x:9", "."],
+)
+def test_lengths_of_another_form_are_refused_with_the_forms(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^LENGTHS '.*expected|^LENGTHS '0' has a row of 0 tokens"):
+        parse_lengths(text)
+
+
+def test_a_report_prints_the_tables_and_names_the_plots(tmp_path: Path) -> None:
+    write_run(tmp_path, 12)
+    result = headrace_cli("report", tmp_path)
+    assert result.exit_code == 0
+    assert re.search(r"rollout +3\.60 s +300\.0 ms +12", result.output)
+    assert f"plots: {tmp_path / 'report.png'}, {tmp_path / 'reward.png'}" in result.output
+    assert (tmp_path / "timings.txt").read_text().split()[0] == "stage"
+
+
+def test_the_doctor_exits_with_0() -> None:
+    result = headrace_cli("doctor")
+    assert result.exit_code == 0
+    assert "packed attention" in result.output
