@@ -131,7 +131,16 @@ _TABLE = (
     _per_token("token_mask", torch.uint8, _MASKS, _R, _FORWARD),
     _per_sample(SAMPLE_MASK, torch.float32, _MASKS, _R, _FORWARD),
     # Expert ids chosen during the rollout: (L, MoE layers, k). An all-255 (uint8) or all-max row is missing.
-    _per_token(ROUTED_EXPERTS_FIELD, torch.uint8, _ROUTES, _R, _FORWARD, trailing_dims=2, optional=True),
+    # Padding is not a choice of experts: models.router_replay.align spreads and marks it.
+    _per_token(
+        ROUTED_EXPERTS_FIELD,
+        torch.uint8,
+        _ROUTES,
+        _R,
+        frozenset({Stage.PREV_LOGPROBS, Stage.TRAIN}),
+        trailing_dims=2,
+        optional=True,
+    ),
     _object("message_log"),
 )
 

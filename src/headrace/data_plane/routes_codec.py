@@ -1,0 +1,245 @@
+"""Expert routes as bytes: narrow dtypes, the mark of a missing row, validity checks and content digests.
+
+Routes are the ids of the k experts that every MoE layer chose for every token: an integer tensor (T, L, k) of T
+tokens and L layers. On the wire an id takes one byte up to 256 experts and two above. A (token, layer) row without
+a record is *missing*: all its k entries hold the mark of its dtype (255 in uint8, 65535 in uint16, -1 in signed
+dtypes). With k >= 2 no choice of k different experts looks like that, so no id is lost to the mark.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from headrace.errors import SchemaError
+
+_MARKS = {
+    torch.uint8: 255,
+    torch.uint16: 65535,
+    torch.int8: -1,
+    torch.int16: -1,
+    torch.int32: -1,
+    torch.int64: -1,
+}
+_UNSIGNED = (torch.uint8, torch.uint16)
+_SHIFT = 2  # The smallest canonical id is -1; a digest term must not be 0.
+
+
+def missing_mark(dtype: torch.dtype) -> int:
+    """Return the value that fills a missing row: 255 for uint8, 65535 for uint16, -1 for signed integers.
+
+    Raises:
+        SchemaError: not a dtype for routes.
+    """
+    if dtype not in _MARKS:
+        raise SchemaError(f"routes of dtype {dtype}; expected one of {', '.join(map(str, _MARKS))}")
+    return _MARKS[dtype]
+
+
+def wire_dtype(num_experts: int, top_k: int) -> torch.dtype:
+    """Return the dtype that carries the ids of `num_experts` experts and the missing mark.
+
+    >>> wire_dtype(256, 8), wire_dtype(256, 1), wire_dtype(40_000, 8)
+    (torch.uint8, torch.int16, torch.uint16)
+
+    Raises:
+        SchemaError: more experts than two bytes hold.
+    """
+    # With k = 1 the mark is one expert's id, so that expert must not exist.
+    spare = 1 if top_k == 1 else 0
+    if num_experts + spare <= 256:
+        return torch.uint8
+    if num_experts <= 32768:
+        return torch.int16
+    if num_experts + spare <= 65536:
+        return torch.uint16
+    raise SchemaError(f"{num_experts} experts; the routes column holds at most 65536")
+
+
+def holds_experts(dtype: torch.dtype, num_experts: int, top_k: int) -> bool:
+    """Return whether `dtype` can carry all ids below `num_experts`, and the missing mark beside them."""
+    spare = 1 if top_k == 1 and dtype in _UNSIGNED else 0
+    return num_experts - 1 + spare <= torch.iinfo(dtype).max
+
+
+def missing_rows(ids: torch.Tensor) -> torch.Tensor:
+    """Return a bool tensor (...,) that is True where the row `ids[..., :]` is missing."""
+    columns = _columns(ids)
+    mark = missing_mark(ids.dtype)
+    return ((columns.amin(0) == mark) & (columns.amax(0) == mark)).view(ids.shape[:-1])
+
+
+def pack_routes(rows: Sequence[torch.Tensor], *, num_experts: int) -> torch.Tensor:
+    """Join the routes of samples, (T_i, L, k) each of any integer dtype, into one wire tensor (sum T_i, L, k).
+
+    Missing rows get the mark of the wire dtype. Rows that have the wire dtype already are copied once and not looked
+    at (`check_routes` does that); the others are held to their range, so that no id wraps.
+
+    Raises:
+        SchemaError: no sample, shapes that differ after the token axis, or, where the dtype changes, an id out of
+            range.
+    """
+    if not rows or any(r.dim() != 3 or r.shape[1:] != rows[0].shape[1:] for r in rows):
+        shapes = sorted({tuple(r.shape[1:]) for r in rows})
+        raise SchemaError(
+            f"routes of {len(rows)} samples with (layers, k) in {shapes}; expected (tokens, layers, k) tensors with "
+            "the same layers and k, and at least one of them"
+        )
+    dtype = wire_dtype(num_experts, rows[0].shape[-1])
+    if all(r.dtype == dtype for r in rows):
+        return torch.cat(list(rows))
+    out = torch.empty(sum(map(len, rows)), *rows[0].shape[1:], dtype=dtype, device=rows[0].device)
+    for i, (part, target) in enumerate(zip(rows, torch.split(out, [len(r) for r in rows]))):
+        _narrow_into(target, part, num_experts, i)
+    return out
+
+
+def unpack_routes(wire: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Cut a wire tensor into the samples' routes, views of (T_i, L, k).
+
+    Raises:
+        SchemaError: lengths that do not add up to the rows of `wire`.
+    """
+    if sum(lengths) != len(wire):
+        raise SchemaError(f"routes have {len(wire)} rows, the samples' lengths add up to {sum(lengths)}")
+    return torch.split(wire, list(lengths))
+
+
+def signed_routes(ids: torch.Tensor) -> torch.Tensor:
+    """Return `ids` as int64 with -1 in missing rows, for reading; the result takes 8 bytes per id."""
+    wide = ids.to(torch.int64)
+    mark = missing_mark(ids.dtype)
+    return wide if mark == -1 else wide.masked_fill(missing_rows(ids).unsqueeze(-1), -1)
+
+
+def row_digests(ids: torch.Tensor) -> torch.Tensor:
+    """Return a 64-bit content hash per token, int64 (T,), of routes (T, L, k).
+
+    It depends on ids, their order and the layer, and neither on dtype nor device: the same routes have the same
+    digest as recorded, on the wire, sliced and in a forward. A sum of ids times fixed odd random factors, mod 2^64.
+    """
+    tokens, layers, top_k = ids.shape
+    factors = torch.tensor(_factors(layers * top_k), dtype=torch.int64, device=ids.device).view(layers, top_k)
+    missing = missing_rows(ids) if ids.dtype in _UNSIGNED and ids.numel() else None
+    digests = torch.zeros(tokens, layers, dtype=torch.int64, device=ids.device)
+    for place in range(top_k):
+        column = ids[..., place].to(torch.int64, copy=True)
+        if missing is not None:
+            column.masked_fill_(missing, -1)
+        digests += column.add_(_SHIFT).mul_(factors[:, place])
+    return digests.sum(-1)
+
+
+def route_digest(ids: torch.Tensor) -> str:
+    """Return 16 hexadecimal digits that name the routes (T, L, k), rows in order."""
+    rows = row_digests(ids).cpu().numpy().astype("<i8")
+    return hashlib.blake2b(rows.tobytes(), digest_size=8).hexdigest()
+
+
+def check_routes(
+    ids: torch.Tensor,
+    *,
+    num_experts: int,
+    num_layers: int,
+    top_k: int,
+    lengths: Sequence[int] | None = None,
+    sample_ids: Sequence[str] | None = None,
+) -> None:
+    """Refuse routes that no router can have chosen.
+
+    Args:
+        ids: (T, L, k), samples one after another.
+        num_experts: Experts to choose from.
+        num_layers: The expected L.
+        top_k: The expected k.
+        lengths: Tokens per sample, for the message; one sample if None.
+        sample_ids: Names for the message, one per length.
+
+    Raises:
+        SchemaError: a wrong layer or k axis, an id out of range, an expert twice in a row (an all-zero row is one
+            such), or a row that is partly missing. Names the first bad sample, token and layer.
+    """
+    _check_shape(ids, num_experts, num_layers, top_k)
+    if ids.numel() == 0:
+        return
+    columns = _columns(ids)
+    low, high = columns.amin(0), columns.amax(0)
+    mark = missing_mark(ids.dtype)
+    bad = (
+        high >= num_experts
+        if num_experts <= torch.iinfo(high.dtype).max
+        else torch.zeros_like(high, dtype=torch.bool)
+    )
+    if mark < 0:
+        bad |= low < 0
+    for place in range(top_k):
+        for other in range(place):
+            bad |= columns[place] == columns[other]
+    bad &= ~((low == mark) & (high == mark))
+    if bool(bad.any()):
+        raise SchemaError(_describe(ids, int(bad.nonzero()[0]), num_experts, lengths, sample_ids))
+
+
+def _check_shape(ids: torch.Tensor, num_experts: int, num_layers: int, top_k: int) -> None:
+    mark = missing_mark(ids.dtype)
+    if ids.dim() != 3 or ids.shape[1] != num_layers or ids.shape[2] != top_k:
+        raise SchemaError(
+            f"routes have shape {tuple(ids.shape)}; expected (tokens, {num_layers} layers, {top_k} experts per token). "
+            "A payload over all layers of a model with dense ones goes through LayerMap.select first"
+        )
+    if not holds_experts(ids.dtype, num_experts, top_k):
+        raise SchemaError(
+            f"routes of dtype {ids.dtype} cannot hold {num_experts} experts and the missing mark {mark}; "
+            f"expected {wire_dtype(num_experts, top_k)}"
+        )
+
+
+def _describe(
+    ids: torch.Tensor,
+    flat: int,
+    num_experts: int,
+    lengths: Sequence[int] | None,
+    sample_ids: Sequence[str] | None,
+) -> str:
+    row, layer = divmod(flat, ids.shape[1])
+    values = ids[row, layer].tolist()
+    ends = torch.tensor(list(lengths) if lengths is not None else [len(ids)]).cumsum(0)
+    sample = int(torch.searchsorted(ends, row, right=True))
+    token = row - (int(ends[sample - 1]) if sample else 0)
+    name = repr(sample_ids[sample]) if sample_ids is not None else str(sample)
+    mark = missing_mark(ids.dtype)
+    if any(v == mark for v in values) and not 0 <= mark < num_experts:
+        reason = f"partly missing ({mark} marks a missing row, and then fills it)"
+    elif any(not 0 <= v < num_experts for v in values):
+        reason = f"outside 0..{num_experts - 1}"
+    else:
+        reason = "with an expert twice; a router chooses k different ones"
+    return f"routes of sample {name}, token {token}, layer {layer}: experts {values}, {reason}"
+
+
+def _narrow_into(target: torch.Tensor, rows: torch.Tensor, num_experts: int, sample: int) -> None:
+    """Copy `rows` into `target` of another dtype; -1 becomes the mark as the conversion wraps."""
+    if not holds_experts(rows.dtype, num_experts, rows.shape[-1]):
+        raise SchemaError(f"routes of sample {sample}: dtype {rows.dtype} cannot hold {num_experts} experts")
+    if rows.numel() == 0:
+        return
+    signed = signed_routes(rows) if rows.dtype in _UNSIGNED else rows
+    low, high = (int(v) for v in signed.aminmax())
+    if low < -1 or high >= num_experts:
+        bad = low if low < -1 else high
+        raise SchemaError(f"routes of sample {sample}: expert id {bad}; expected -1 or 0..{num_experts - 1}")
+    target.copy_(signed)
+
+
+def _columns(ids: torch.Tensor) -> torch.Tensor:
+    """Return (k, rows): torch reduces over a long first axis fast, and over a short last one slowly."""
+    signed = ids.to(torch.int32) if ids.dtype == torch.uint16 else ids
+    return torch.stack([signed[..., place].reshape(-1) for place in range(ids.shape[-1])])
+
+
+@lru_cache(maxsize=64)
+def _factors(count: int) -> tuple[int, ...]:
+    """Return fixed odd numbers in [1, 2**63)."""
+    words = (hashlib.blake2b(i.to_bytes(4, "little"), digest_size=8).digest() for i in range(count))
+    return tuple(int.from_bytes(word, "little") >> 1 | 1 for word in words)

@@ -1,0 +1,37 @@
+"""What a model's routes look like."""
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace.data_plane.routes_codec import wire_dtype
+from headrace.models.router_replay.families import RouterSpec
+from headrace.models.router_replay.layer_map import LayerMap
+
+
+@dataclass(frozen=True)
+class RouterReplay:
+    """A model's router slots, in the order of the routes' layer axis."""
+
+    routers: tuple[RouterSpec, ...]
+    layer_map: LayerMap
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Size of the layer axis of routes."""
+        return len(self.routers)
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token and layer."""
+        return self.routers[0].top_k
+
+    @property
+    def num_experts(self) -> int:
+        """Experts to choose from, in the layer that has most."""
+        return max(r.num_experts for r in self.routers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of recorded routes."""
+        return wire_dtype(self.num_experts, self.top_k)

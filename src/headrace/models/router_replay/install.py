@@ -1,0 +1,76 @@
+"""Installing router replay on a transformers model."""
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from headrace.errors import ReplayError
+from headrace.models.router_replay.families import find_routers
+from headrace.models.router_replay.handle import RouterReplay
+from headrace.models.router_replay.layer_map import LayerMap
+from headrace.models.router_replay.modules import (
+    RoutedLayer,
+    RoutedModel,
+    RoutedRouter,
+    become,
+    refuse_own_forward,
+)
+
+
+def install(model: torch.nn.Module) -> RouterReplay:
+    """Let `model` record and replay the choices of its routers: its forward takes `routes`.
+
+    The model may be sharded by FSDP2 or wrapped; every `PreTrainedModel` between it and the decoder layers takes
+    `routes` too. Without `routes` a forward is what it was. All state belongs to the model: a copy has its own, and a
+    second install returns the handle of the first.
+
+    >>> replay = install(model)
+    >>> routes = Routes.record()
+    >>> model(input_ids=ids, routes=routes)
+    >>> model(input_ids=ids, routes=Routes.replay(routes.ids))
+
+    Raises:
+        ReplayError: not a transformers model, a dense one, or one with a router that cannot be replayed (the message
+            names its class and the reason).
+    """
+    models = {name: m for name, m in model.named_modules() if isinstance(m, PreTrainedModel)}
+    if not models:
+        raise ReplayError(f"router replay expects a transformers PreTrainedModel; got {type(model).__name__}")
+    handle = _installed(models) or _install_layers(model, models)
+    for part in _around(models, handle.routers[0].layer_name):
+        become(part, RoutedModel)
+        cast(RoutedModel, part)._replay_handle = handle
+    return handle
+
+
+def _installed(models: Mapping[str, PreTrainedModel]) -> RouterReplay | None:
+    """Return the handle that an earlier install on the model, or on a part of it, has made."""
+    handles = [m._replay_handle for m in models.values() if isinstance(m, RoutedModel)]
+    return handles[0] if handles else None
+
+
+def _around(models: Mapping[str, PreTrainedModel], layer_name: str) -> list[PreTrainedModel]:
+    return [m for name, m in models.items() if layer_name.startswith(f"{name}." if name else "")]
+
+
+def _install_layers(model: torch.nn.Module, models: Mapping[str, PreTrainedModel]) -> RouterReplay:
+    decoder = next(iter(models.values())).get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    found = find_routers(decoder, prefix)
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    routers = [model.get_submodule(r.name) for r in found.routers]
+    refuse_own_forward([*_around(models, found.routers[0].layer_name), *layers, *routers])
+    for layer in layers:
+        become(layer, RoutedLayer)
+    for router, spec in zip(routers, found.routers):
+        become(router, RoutedRouter)
+        cast(RoutedRouter, router)._replay_spec = spec
+    for layer_name in dict.fromkeys(r.layer_name for r in found.routers):
+        slots = tuple(i for i, r in enumerate(found.routers) if r.layer_name == layer_name)
+        routed = cast(RoutedLayer, model.get_submodule(layer_name))
+        routed._replay_slots = slots
+        routed._replay_routers = tuple(cast(RoutedRouter, routers[i]) for i in slots)
+    return RouterReplay(found.routers, LayerMap(len(found.names), tuple(r.layer for r in found.routers)))

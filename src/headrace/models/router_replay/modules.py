@@ -1,0 +1,167 @@
+"""What installation adds to a model: a `routes` keyword on its forward, and rows for its layers and routers.
+
+Instances get a subclass of their own class, of the same name, as FSDP2 does; so copies, hooks, compilation and
+sharding before or after installation keep working. The way of the routes: model forward (opens a call) -> keyword
+arguments, through transformers' own code -> decoder layer (takes its rows from the call, as tensors) -> layer forward
+(binds them for the router it is about to run) -> router forward. The layer's rows are arguments of its forward, so an
+activation checkpoint keeps them with the other inputs and the recompute sees the same ones, whatever ran in between.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from inspect import Parameter, signature
+from typing import Any, cast
+
+import torch
+
+from headrace.errors import ReplayError
+from headrace.models.router_replay.families import RouterSpec
+from headrace.models.router_replay.handle import RouterReplay
+from headrace.models.router_replay.interception import InterceptTopK, LayerRows, RouterChoice
+from headrace.models.router_replay.routes import RoutedCall, Routes
+
+_SPENT = LayerRows(None, None)
+
+
+class RoutedRouter(torch.nn.Module):
+    """A router that takes its choice from the rows bound to it, once per binding."""
+
+    _replay_spec: RouterSpec
+    _replay_rows: LayerRows | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the router's own forward, its choice of experts replaced or written down."""
+        rows = self._replay_rows
+        if rows is None:
+            return super().forward(*args, **kwargs)
+        if rows is _SPENT:
+            raise ReplayError(f"router {self._replay_spec.name} ran twice in one forward of its layer")
+        self._replay_rows = _SPENT
+        if self._replay_spec.fixed_output is not None:
+            return self._write_down(super().forward(*args, **kwargs), rows)
+        choice = RouterChoice(self._replay_spec, rows)
+        with InterceptTopK(choice):
+            output = super().forward(*args, **kwargs)
+        if choice.choices != 1:
+            raise ReplayError(
+                f"router {self._replay_spec.name} ({type(self).__name__}) chose {choice.choices} times "
+                f"{self._replay_spec.top_k} of {self._replay_spec.num_experts}; expected once"
+            )
+        return output
+
+    def _write_down(self, output: Any, rows: LayerRows) -> Any:
+        if rows.used is not None:
+            rows.used.copy_(output[self._replay_spec.fixed_output].reshape(rows.used.shape))
+        return output
+
+
+class RoutedLayer(torch.nn.Module):
+    """A decoder layer whose `routes` are a call on the way in, and its routers' rows in its forward."""
+
+    _replay_slots: tuple[int, ...] = ()
+    _replay_routers: tuple[RoutedRouter, ...] = ()
+
+    def __call__(self, *args: Any, routes: RoutedCall | None = None, **kwargs: Any) -> Any:
+        """Take this layer's rows from the call and run the layer."""
+        if routes is None or not self._replay_slots:
+            return super().__call__(*args, **kwargs)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return super().__call__(*args, routes=routes.rows(self._replay_slots, hidden.device), **kwargs)
+
+    def forward(self, *args: Any, routes: tuple[LayerRows, ...] = (), **kwargs: Any) -> Any:
+        """Run the layer's own forward with `routes`, one entry per router, bound to its routers."""
+        if not routes:
+            return super().forward(*args, **kwargs)
+        for router, rows in zip(self._replay_routers, routes):
+            router._replay_rows = rows
+        try:
+            output = super().forward(*args, **kwargs)
+            for router in self._replay_routers:
+                if router._replay_rows is not _SPENT:
+                    raise ReplayError(
+                        f"router {router._replay_spec.name} did not run in the forward of its layer; a fused kernel "
+                        "or a wrapper may have taken its place"
+                    )
+        finally:
+            for router in self._replay_routers:
+                router._replay_rows = None
+        return output
+
+
+class RoutedModel(torch.nn.Module):
+    """A model whose forward takes `routes`."""
+
+    _replay_handle: RouterReplay
+
+    def forward(self, *args: Any, routes: Routes | RoutedCall | None = None, **kwargs: Any) -> Any:
+        """Run the model's own forward; `routes` records the experts that its tokens use, or says which to use."""
+        if routes is None:
+            return super().forward(*args, **kwargs)
+        if not isinstance(routes, Routes):
+            return super().forward(*args, routes=routes, **kwargs)
+        tokens, device = _tokens(args, kwargs)
+        call = routes.open(self._replay_handle.routers, tokens, device)
+        output = super().forward(*args, routes=call, **kwargs)
+        routes.close(call)
+        return output
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, torch.device]:
+    """Return how many tokens a forward is given, and their device."""
+    ids = args[0] if args else kwargs.get("input_ids")
+    if ids is not None:
+        return ids.numel(), ids.device
+    embeddings = kwargs.get("inputs_embeds")
+    if embeddings is None:
+        raise ReplayError(
+            "routes need input_ids or inputs_embeds beside them, to count the tokens of the call"
+        )
+    return embeddings.shape[:-1].numel(), embeddings.device
+
+
+def refuse_own_forward(modules: Iterable[torch.nn.Module]) -> None:
+    """Refuse modules whose forward is an attribute of the instance, which would hide that of their class.
+
+    Raises:
+        ReplayError: there is one.
+    """
+    for module in modules:
+        if "forward" in vars(module):
+            raise ReplayError(
+                f"{type(module).__name__} has a forward of its own on the instance (a device map's hooks, say); "
+                "install router replay before what sets it"
+            )
+
+
+def become(module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
+    """Make `module` an instance of `kind` too; a second time changes nothing."""
+    if not isinstance(module, kind):
+        module.__class__ = _subclass(cast(Any, type(module)), cast(Any, kind))
+
+
+@lru_cache(maxsize=256)
+def _subclass(original: type, kind: type) -> Any:
+    # The same name and module: transformers and FSDP wrapping policies look classes up by name.
+    names = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    if kind is RoutedModel:
+        names["forward"] = _with_signature(original)
+    return type(original.__name__, (kind, original), names)
+
+
+def _with_signature(original: Any) -> Any:
+    """Return a forward for a model class that shows the original's parameters, and `routes`."""
+
+    def forward(self: RoutedModel, *args: Any, **kwargs: Any) -> Any:
+        return RoutedModel.forward(self, *args, **kwargs)
+
+    shown = signature(original.forward)
+    parameters = [p for p in shown.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    rest = [p for p in shown.parameters.values() if p.kind is Parameter.VAR_KEYWORD]
+    routes = Parameter("routes", Parameter.KEYWORD_ONLY, default=None, annotation=Routes | None)
+    forward.__signature__ = shown.replace(parameters=[*parameters, routes, *rest])  # type: ignore[attr-defined]
+    forward.__doc__ = original.forward.__doc__
+    return forward

@@ -1,0 +1,238 @@
+"""The routes of one forward pass, and the call in which a model's layers take them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from headrace.data_plane.routes_codec import check_routes, missing_mark, missing_rows, wire_dtype
+from headrace.errors import ReplayError, SchemaError
+from headrace.models.router_replay.families import RouterSpec
+from headrace.models.router_replay.interception import LayerRows
+from headrace.models.router_replay.receipts import Receipt
+
+
+class Routes:
+    """The experts that the tokens of a forward use: written down by it (`record`), or given to it (`replay`).
+
+    Rows are the tokens of the call's `input_ids`, flattened row by row (batch x sequence), padding included.
+    """
+
+    def __init__(
+        self,
+        given: torch.Tensor | None,
+        *,
+        padding: torch.Tensor | None = None,
+        recording: bool = False,
+        check: bool = True,
+    ) -> None:
+        """Use `record` or `replay`."""
+        self._given = given
+        self._padding = padding
+        self._recording = recording
+        self._check = check
+        self._recorded: list[torch.Tensor] = []
+        self._calls: list[RoutedCall] = []
+
+    @classmethod
+    def record(cls) -> "Routes":
+        """Return routes that every forward they are passed to appends to: a prefill, then each decode step, say."""
+        return cls(None, recording=True)
+
+    @classmethod
+    def replay(
+        cls,
+        ids: torch.Tensor,
+        *,
+        padding: torch.Tensor | None = None,
+        trace: bool = False,
+        check: bool = True,
+    ) -> "Routes":
+        """Return routes for exactly one forward.
+
+        Args:
+            ids: (T, routers, k) expert ids of any integer dtype. A row that holds the missing mark (-1; 255 in uint8,
+                65535 in uint16) is routed by the model itself.
+            padding: (T,) bool, True on padding tokens, which are routed as given and not counted as replayed.
+            trace: Also write down what the routers used, as `ids` of this object.
+            check: Look at every id once per forward; turn it off for routes that `check_routes` has passed.
+        """
+        return cls(ids, padding=padding, recording=trace, check=check)
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The recorded experts, (T, routers, k), calls one after another; dtype as on the wire, device of the model.
+
+        Raises:
+            ReplayError: nothing has been recorded.
+        """
+        if not self._recorded:
+            raise ReplayError("no routes recorded: pass Routes.record() to an installed model as routes=...")
+        if len(self._recorded) > 1:
+            self._recorded = [torch.cat(self._recorded)]
+        return self._recorded[0]
+
+    @property
+    def receipt(self) -> Receipt:
+        """What became of the rows, over all calls; reading it waits for the device."""
+        return sum((call.receipt() for call in self._calls), Receipt())
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def open(self, routers: Sequence[RouterSpec], tokens: int, device: torch.device) -> "RoutedCall":
+        """Begin a forward of `tokens` tokens; the model calls this.
+
+        Raises:
+            ReplayError: routes that a forward has consumed already, that do not fit the call, or that no router can
+                have chosen.
+        """
+        if self._given is None:
+            return RoutedCall(routers, tokens, device, None, None, self._recording)
+        if self._calls:
+            raise ReplayError(
+                "these routes are consumed: a forward has replayed them. Make one Routes.replay per microbatch and "
+                "forward (checkpoint layers, not the whole model)"
+            )
+        self._check_fit(routers, tokens)
+        given = self._given.to(device, non_blocking=True)
+        if self._check:
+            _check_ids(given, routers)
+        padding = None if self._padding is None else self._padding.to(device, non_blocking=True)
+        return RoutedCall(routers, tokens, device, given, padding, self._recording)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def close(self, call: "RoutedCall") -> None:
+        """End a forward; the model calls this.
+
+        Raises:
+            ReplayError: routers that took no rows.
+        """
+        self._calls.append(call)
+        call.close()
+        if self._recording:
+            self._recorded.append(call.take_used())
+
+    def _check_fit(self, routers: Sequence[RouterSpec], tokens: int) -> None:
+        assert self._given is not None
+        expected = (tokens, len(routers), routers[0].top_k)
+        if tuple(self._given.shape) != expected:
+            raise ReplayError(
+                f"routes have shape {tuple(self._given.shape)}; this forward takes {expected}: its tokens (batch x "
+                "sequence, padding included), the model's routers and the experts per token. align_padded and "
+                "align_packed build rows for a batch, LayerMap.select drops dense layers"
+            )
+        if self._padding is not None and self._padding.shape != (tokens,):
+            raise ReplayError(f"padding has shape {tuple(self._padding.shape)}; expected ({tokens},)")
+
+
+def _check_ids(ids: torch.Tensor, routers: Sequence[RouterSpec]) -> None:
+    sizes = {r.num_experts for r in routers}
+    together = len(sizes) == 1 and all(r.fixed_output is None for r in routers)
+    groups = (
+        [slice(None)]
+        if together
+        else [slice(i, i + 1) for i, r in enumerate(routers) if r.fixed_output is None]
+    )
+    for group in groups:
+        part, first = ids[:, group], routers[group][0]
+        try:
+            check_routes(part, num_experts=first.num_experts, num_layers=part.shape[1], top_k=first.top_k)
+        except SchemaError as error:
+            where = "" if together else f" ({first.name})"
+            raise ReplayError(f"these routes cannot be replayed{where}: {error}") from error
+
+
+class RoutedCall:
+    """One forward of a model: hands each router its rows once, and keeps what the routers write down.
+
+    After `close` it still hands out rows, to layers that an activation checkpoint runs again, and counts nothing.
+    """
+
+    def __init__(
+        self,
+        routers: Sequence[RouterSpec],
+        tokens: int,
+        device: torch.device,
+        given: torch.Tensor | None,
+        padding: torch.Tensor | None,
+        recording: bool,
+    ) -> None:
+        self._routers = routers
+        self._tokens = tokens
+        self._given = given
+        self._padding = padding
+        self._recording = recording
+        self._dtype = wire_dtype(max(r.num_experts for r in routers), routers[0].top_k)
+        self._open = True
+        self._device = device
+        self._taken: dict[int, torch.Tensor | None] = {}
+
+    def rows(self, slots: tuple[int, ...], device: torch.device) -> tuple[LayerRows, ...]:
+        """Return the rows of a layer's routers, on the layer's device.
+
+        Raises:
+            ReplayError: a router takes its rows a second time in one forward.
+        """
+        return tuple(self._rows(slot, device) for slot in slots)
+
+    def _rows(self, slot: int, device: torch.device) -> LayerRows:
+        given = None if self._given is None else self._given[:, slot].to(device)
+        if not self._open:
+            return LayerRows(given, None)
+        if slot in self._taken:
+            raise ReplayError(
+                f"router {self._routers[slot].name} took its rows twice in one forward; each row is consumed once"
+            )
+        used = None
+        if self._recording:
+            shape = (self._tokens, self._routers[slot].top_k)
+            used = torch.full(shape, missing_mark(self._dtype), dtype=self._dtype, device=device)
+        self._taken[slot] = used
+        return LayerRows(given, used)
+
+    def close(self) -> None:
+        """End the forward.
+
+        Raises:
+            ReplayError: routers that took no rows.
+        """
+        self._open = False
+        unreached = [r.name for i, r in enumerate(self._routers) if i not in self._taken]
+        if unreached:
+            raise ReplayError(
+                f"routes never reached {len(unreached)} of {len(self._routers)} routers: {', '.join(unreached)}. The "
+                "model must pass its keyword arguments to all decoder layers, and run each of them"
+            )
+
+    def take_used(self) -> torch.Tensor:
+        """Return what the routers wrote down, (T, routers, k), and keep none of it."""
+        columns = [rows.to(self._device) for _, rows in sorted(self._taken.items()) if rows is not None]
+        self._taken = dict.fromkeys(self._taken)
+        return torch.stack(columns, dim=1)
+
+    def receipt(self) -> Receipt:
+        """Count the rows; waits for the device."""
+        names = tuple(r.name for r in self._routers)
+        padding = 0 if self._padding is None else int(self._padding.sum())
+        real = self._tokens - padding
+        missing = self._missing()
+        reached = [i in self._taken for i in range(len(names))]
+        replayed = [real - gone if on else 0 for gone, on in zip(missing, reached)]
+        native = [gone if on else 0 for gone, on in zip(missing, reached)]
+        return Receipt(
+            names,
+            self._tokens,
+            padding,
+            tuple(replayed),
+            tuple(native),
+            tuple(0 if on or self._given is None else real for on in reached),
+        )
+
+    def _missing(self) -> list[int]:
+        """Return per slot how many rows that are not padding the router chooses itself."""
+        if self._given is None:
+            return [self._tokens] * len(self._routers)
+        missing = missing_rows(self._given)
+        missing[:, [i for i, r in enumerate(self._routers) if r.fixed_output is not None]] = True
+        if self._padding is not None:
+            missing &= ~self._padding.unsqueeze(1)
+        counts: list[int] = missing.sum(0).tolist()
+        return counts
