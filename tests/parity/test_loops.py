@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from recorder import NeverStop, Recorder
-from tiny_recipe import tiny_recipe
 
 from headrace.algorithms.run import build_session, start_loop
 from headrace.config import RecipeConfig
 from headrace.models.interfaces import LossFn
+from recorder import NeverStop, Recorder
+from tiny_recipe import tiny_recipe
 
 LEARNERS: dict[str, dict[str, Any]] = {
     "plain": {},

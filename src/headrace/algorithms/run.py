@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from transformers.utils import logging as hf_logging
 
 from headrace.algorithms.grpo import InMemoryRows
 from headrace.algorithms.grpo_sync import DataPlaneRows
@@ -60,6 +61,7 @@ class Session:
 
 def build_session(recipe: RecipeConfig) -> Session:
     """Build every part of a run; whatever a recipe gets wrong about them shows here, before any step."""
+    hf_logging.disable_progress_bar()
     if recipe.cpu_threads:
         torch.set_num_threads(recipe.cpu_threads)
     tokenizer = load_tokenizer(recipe.policy)
