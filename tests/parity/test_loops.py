@@ -37,6 +37,7 @@ LEARNERS: dict[str, dict[str, Any]] = {
         },
     },
     "two_updates_per_rollout": {"policy_gbs": 8},
+    "on_policy_shortcut": {"loss": {"force_on_policy_ratio": True}},
 }
 
 
@@ -98,7 +99,9 @@ def test_both_loops_are_bit_identical_over_five_steps(tmp_path: Path, batching: 
     for a, b in zip(plane["seen"], memory["seen"]):
         for name in a.keys() & b.keys():
             assert torch.equal(a[name], b[name]), name
-        assert {"logprobs", "input_ids", "token_mask", "advantages", "prev_logprobs"} <= a.keys() & b.keys()
+        expected = {"logprobs", "input_ids", "token_mask", "advantages", "generation_logprobs"}
+        assert expected <= a.keys() & b.keys()
+        assert ("prev_logprobs" in a) == ("prev_logprobs" in b) == (learner != "on_policy_shortcut")
     for name, weight in plane["weights"].items():
         assert torch.equal(weight, memory["weights"][name]), name
 
