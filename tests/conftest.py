@@ -8,4 +8,4 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ray_session import ray_cluster, transfer_queue_engine  # noqa: F401  (fixtures; need the path)
+from ray_session import mooncake_engine, ray_cluster, transfer_queue_engine  # noqa: F401  (fixtures; need the path)

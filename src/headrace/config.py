@@ -34,7 +34,8 @@ class Section(BaseModel):
 class ObservabilityConfig(Section):
     """What the store reports about its operations."""
 
-    enabled: bool = False
+    enabled: bool | None = None
+    """Count operations, rows and bytes by column. None: in a run, yes; for a client built by hand, no."""
 
 
 class DataPlaneConfig(Section):
@@ -150,13 +151,39 @@ class ParallelConfig(Section):
     tensor: PositiveInt = 1
     context: PositiveInt = 1
     expert: PositiveInt = 1
-    """Ranks that share the experts of a mixture-of-experts model."""
+    """Ranks that share the experts of a mixture-of-experts model: as many as `tensor`, which 1 follows."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel ranks along tokens as well."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory between uses."""
     launcher: Literal["auto", "spawn", "ray"] = "auto"
     """How several workers are started; auto: Ray with the transfer_queue data plane, else plain processes."""
+
+    @model_validator(mode="after")
+    def _axes_fit(self) -> Self:
+        if self.expert not in (1, self.tensor):
+            raise ValueError(
+                f"expert={self.expert} is neither 1 nor tensor={self.tensor}: the ranks that share a model's experts "
+                f"are its tensor ranks; set tensor={self.expert}, or expert=1 (which follows tensor)"
+            )
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError(
+                "sequence_parallel splits tokens between tensor ranks and tensor=1; raise tensor, or switch it off"
+            )
+        return self
+
+
+class RouterReplayConfig(Section):
+    """The experts that the rollout used, used again by the logprob and train forwards of an MoE model."""
+
+    enabled: bool = False
+    max_missing_share: Fraction = 0.0
+    """Share of a sample's (token, layer) rows that may lack a record and be routed by the trainer itself. The last
+    token of a sample never has one and does not count: nothing is scored from it."""
+    on_excess: Literal["refuse", "mask"] = "refuse"
+    """Beyond that share: stop the run, or leave the sample out of the loss."""
+    trace: bool = False
+    """Write the routes of every step, recorded and used, into the run directory; see `headrace trace-check`."""
 
 
 class PolicyConfig(Section):
@@ -182,6 +209,12 @@ class PolicyConfig(Section):
     max_grad_norm: PositiveFloat | None = 1.0
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    router_replay: RouterReplayConfig = RouterReplayConfig()
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel size: copies of the model, each on context x tensor workers."""
+        return self.workers // (self.parallel.context * self.parallel.tensor)
 
     @model_validator(mode="after")
     def _batches_fit(self) -> Self:
@@ -189,17 +222,28 @@ class PolicyConfig(Section):
             raise ValueError(
                 "sequence_packing.enabled and dynamic_batching.enabled exclude each other; switch one off"
             )
-        if self.train_global_batch_size % self.workers:
+        replica = self.parallel.context * self.parallel.tensor
+        if self.workers % replica:
             raise ValueError(
-                f"train_global_batch_size={self.train_global_batch_size} is not divisible by workers="
-                f"{self.workers} (data-parallel size); change one of them"
+                f"workers={self.workers} do not make whole replicas of parallel.context={self.parallel.context} x "
+                f"parallel.tensor={self.parallel.tensor}; make workers a multiple of {replica}"
             )
-        per_rank = self.train_global_batch_size // self.workers
+        if self.parallel.cpu_offload and self.workers == 1:
+            raise ValueError(
+                "parallel.cpu_offload works on sharded weights and workers=1 holds them whole; raise workers, or "
+                "switch it off"
+            )
+        if self.train_global_batch_size % self.replicas:
+            raise ValueError(
+                f"train_global_batch_size={self.train_global_batch_size} is not divisible by workers={self.workers} "
+                f"({self.replicas} data-parallel replicas); change one of them"
+            )
+        per_rank = self.train_global_batch_size // self.replicas
         plain = not (self.sequence_packing.enabled or self.dynamic_batching.enabled)
         if plain and per_rank % self.train_micro_batch_size:
             raise ValueError(
                 f"train_micro_batch_size={self.train_micro_batch_size} does not divide the {per_rank} rows "
-                "that each worker gets of train_global_batch_size; change one of them, or switch on "
+                "that each replica gets of train_global_batch_size; change one of them, or switch on "
                 "sequence_packing or dynamic_batching"
             )
         for name in ("sequence_packing", "dynamic_batching"):
@@ -296,10 +340,15 @@ class LossConfig(Section):
     @model_validator(mode="after")
     def _terms_fit(self) -> Self:
         if self.kind == "cispo" and self.dual_clip is not None:
-            raise ValueError("dual_clip belongs to kind=clipped_pg; CISPO has no surrogate to clip twice")
-        if self.importance_low > self.importance_high:
             raise ValueError(
-                f"importance_low={self.importance_low} is above importance_high={self.importance_high}"
+                f"dual_clip={self.dual_clip} has no effect with kind=cispo, which clips weights and not the "
+                "objective; remove it or set kind=clipped_pg"
+            )
+        bounded = self.importance_correction in ("icepop", "sequence_mask")
+        if bounded and self.importance_low > self.importance_high:
+            raise ValueError(
+                f"importance_low={self.importance_low} is more than importance_high={self.importance_high}, so "
+                f"{self.importance_correction} masks everything; swap them"
             )
         return self
 
@@ -466,6 +515,13 @@ class RecipeConfig(Section):
                 f"{self.grpo.num_prompts_per_step} x grpo.num_generations_per_prompt="
                 f"{self.grpo.num_generations_per_prompt}); change one of the three"
             )
+        shared = self.policy.workers > 1 or self.policy.parallel.launcher == "ray"
+        if self.data_plane.enabled and self.data_plane.impl == "local" and shared:
+            raise ValueError(
+                f"data_plane.impl=local lives in one process, and policy.workers={self.policy.workers} with "
+                f"policy.parallel.launcher={self.policy.parallel.launcher} run in others; set "
+                "data_plane.impl=transfer_queue, or data_plane.enabled=false"
+            )
         if self.generation.max_new_tokens >= self.policy.max_total_sequence_length:
             raise ValueError(
                 f"generation.max_new_tokens={self.generation.max_new_tokens} leaves no room for a prompt in "
@@ -491,11 +547,11 @@ class RecipeConfig(Section):
                 f"data_plane.storage_capacity={self.data_plane.storage_capacity} cannot hold the {held} samples "
                 "of a step; raise it"
             )
-        mbs = self.policy.train_micro_batch_size * self.policy.workers
+        mbs = self.policy.train_micro_batch_size * self.policy.replicas
         plain = not (self.policy.sequence_packing.enabled or self.policy.dynamic_batching.enabled)
         if self.warm_start.enabled and plain and self.warm_start.batch_size % mbs:
             raise ValueError(
                 f"warm_start.batch_size={self.warm_start.batch_size} is not divisible by {mbs} "
-                "(policy.train_micro_batch_size x policy.workers); change one of them"
+                "(policy.train_micro_batch_size x data-parallel replicas); change one of them"
             )
         return self

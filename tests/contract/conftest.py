@@ -7,21 +7,23 @@ import pytest
 from contract_batches import Start
 
 from headrace.data_plane import DataPlaneClient, build_data_plane_client
-from ray_session import SIMPLE, fresh_store
+from ray_session import MOONCAKE, SIMPLE, fresh_store
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "local": {"impl": "local"},
     "local-metrics": {"impl": "local", "observability": {"enabled": True}},
     "transfer_queue-simple": SIMPLE,
+    "transfer_queue-mooncake": MOONCAKE,
 }
+ENGINES = {"transfer_queue-simple": "transfer_queue_engine", "transfer_queue-mooncake": "mooncake_engine"}
 
 
 @pytest.fixture(params=CONFIGS)
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The config of one kind of store."""
-    if CONFIGS[request.param] is SIMPLE:
-        request.getfixturevalue("transfer_queue_engine")
-        return fresh_store()
+    if request.param in ENGINES:
+        request.getfixturevalue(ENGINES[request.param])
+        return fresh_store(CONFIGS[request.param])
     return CONFIGS[request.param]
 
 

@@ -110,11 +110,6 @@ def test_a_store_that_is_switched_off_is_an_error() -> None:
         build_data_plane_client({"enabled": False, "impl": "local"}, bootstrap=True)
 
 
-def test_an_adapter_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"data_plane\.impl=transfer_queue"):
-        build_data_plane_client({"impl": "transfer_queue"}, bootstrap=True)
-
-
 def test_an_unknown_key_is_named_with_the_one_that_was_meant() -> None:
     with pytest.raises(ConfigError, match=r"data_plane: .*storage_capacity"):
         build_data_plane_client({"storage_capcity": 4}, bootstrap=True)

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from headrace.data_plane.codec import check_trailing_dims
+from headrace.data_plane.interfaces import names_list
 from headrace.data_plane.leaves import Leaf, Ragged, leaves
 from headrace.data_plane.schema import FIELDS, INPUT_LENGTHS, Kind, check_dtype
 from headrace.errors import SchemaError
@@ -22,13 +23,22 @@ def shown(names: Sequence[str]) -> str:
     return text if len(names) <= _SHOWN else f"{text} and {len(names) - _SHOWN} more"
 
 
+def id_list(sample_ids: Sequence[str]) -> list[str]:
+    """Return ids as a list of texts.
+
+    Raises:
+        SchemaError: one text in place of a list.
+    """
+    return list(map(str, names_list("sample_ids", sample_ids)))
+
+
 def checked_ids(sample_ids: Sequence[str]) -> list[str]:
     """Return the ids of a put.
 
     Raises:
         SchemaError: an id that appears twice; all such are named.
     """
-    ids = list(map(str, sample_ids))
+    ids = id_list(sample_ids)
     if len(set(ids)) != len(ids):
         repeated = [sample_id for sample_id, count in Counter(ids).items() if count > 1]
         raise SchemaError(f"a put needs every sample id once; repeated: {shown(repeated)}")
@@ -57,7 +67,9 @@ def checked_leaves(fields: TensorDict | None, rows: int) -> dict[str, Leaf]:
     """
     columns = dict(leaves(fields)) if fields is not None else {}
     for name, leaf in columns.items():
-        count = len(leaf.offsets) - 1 if isinstance(leaf, Ragged) else (leaf.shape[0] if leaf.ndim else -1)
+        count = (
+            leaf.offsets.shape[0] - 1 if isinstance(leaf, Ragged) else (leaf.shape[0] if leaf.ndim else -1)
+        )
         if count != rows:
             got = "is a single number" if count < 0 else f"has {count} rows"
             raise SchemaError(f"column '{name}' {got}; expected {rows} rows, one per sample id")
@@ -83,16 +95,14 @@ def _check_declared(name: str, leaf: Leaf, lengths: Leaf | None) -> None:
         return
     check_trailing_dims(name, values.dim() + (1 if isinstance(leaf, Ragged) else 0), spec)
     if isinstance(leaf, Ragged) and isinstance(lengths, torch.Tensor):
-        _check_lengths(name, leaf.offsets.diff(), lengths.reshape(-1).cpu())
+        _check_lengths(name, leaf.offsets.diff(), lengths.reshape(-1).cpu().long())
 
 
 def _check_lengths(name: str, got: torch.Tensor, declared: torch.Tensor) -> None:
-    if len(got) != len(declared):
+    if got.shape != declared.shape or torch.equal(got, declared):
         return
-    wrong = (got != declared).nonzero()
-    if len(wrong):
-        row = int(wrong[0])
-        raise SchemaError(
-            f"column '{name}' has {int(got[row])} tokens in row {row}; column '{INPUT_LENGTHS}' says "
-            f"{int(declared[row])}"
-        )
+    row = int((got != declared).nonzero()[0])
+    raise SchemaError(
+        f"column '{name}' has {int(got[row])} tokens in row {row}; column '{INPUT_LENGTHS}' says "
+        f"{int(declared[row])}"
+    )

@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from headrace.data_plane.leaves import Leaf, Ragged, leaves, unwrap_wire_stripped_payload
+from headrace.data_plane.leaves import (
+    Leaf,
+    Ragged,
+    leaves,
+    unwrap_wire_stripped_payload,
+    wire_tensordict,
+)
 from headrace.data_plane.object_codec import ObjectArray
 from headrace.data_plane.schema import FIELDS, PER_TOKEN_FIELDS, FieldSpec, Kind, Layout
 from headrace.distributed.batched_data_dict import BatchedDataDict
@@ -20,10 +26,12 @@ from headrace.distributed.ragged import (
     PadValue,
     RowLayout,
     gather_spans,
+    is_nested,
     nested_from_ragged,
     offsets_from_lengths,
     ragged_from_nested,
     row_lengths,
+    wraps,
 )
 from headrace.errors import SchemaError
 
@@ -53,11 +61,8 @@ def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor) -> torch.Te
     checked = row_lengths(lengths)
     if len(checked) != padded.shape[0]:
         raise SchemaError(f"{len(checked)} lengths for {padded.shape[0]} rows; expected one per row")
-    return _to_nested(padded, RowLayout(checked, padded.shape[1]))
-
-
-def _to_nested(padded: torch.Tensor, layout: RowLayout, offsets: torch.Tensor | None = None) -> torch.Tensor:
-    return nested_from_ragged(layout.strip(padded), layout.offsets if offsets is None else offsets)
+    layout = RowLayout(checked, padded.shape[1])
+    return nested_from_ragged(layout.strip(padded), layout.offsets)
 
 
 def stack_or_nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -90,7 +95,10 @@ def nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _check_same_kind(tensors: Sequence[torch.Tensor]) -> None:
-    if len({(tensor.dtype, tensor.device, tensor.dim(), tensor.shape[1:]) for tensor in tensors}) == 1:
+    # Attribute by attribute: a set of tuples takes three times as long.
+    trailing = {row.shape[1:] for row in tensors} if tensors[0].dim() > 1 else set()
+    kinds = {row.dtype for row in tensors}, {row.device for row in tensors}, {row.dim() for row in tensors}
+    if all(len(kind) == 1 for kind in kinds) and len(trailing) <= 1:
         return
     first = tensors[0]
     for row, tensor in enumerate(tensors):
@@ -176,7 +184,7 @@ def wire_dict(columns: Mapping[str, torch.Tensor | ObjectArray], rows: int | Non
         rows = column.shape[0] if rows is None else rows
         if column.shape[0] != rows:
             raise SchemaError(f"column '{name}' has {column.shape[0]} rows; expected {rows}, one per sample")
-    return TensorDict(dict(columns), batch_size=[rows or 0])
+    return wire_tensordict(columns, rows or 0)
 
 
 class RowPacker:
@@ -192,7 +200,7 @@ class RowPacker:
         self.lengths = row_lengths(lengths)
         self.rows = len(self.lengths)
         self._longest = int(self.lengths.max()) if self.rows else 0
-        self._offsets = offsets_from_lengths(self.lengths)
+        self._offsets: torch.Tensor | None = None
         self._per_token = per_token
         self._layouts: dict[int, RowLayout] = {}
 
@@ -228,10 +236,8 @@ class RowPacker:
         if spec and spec.broadcast and column.dim() == 1:
             return column
         check_trailing_dims(name, column.dim(), spec)
-        if column.is_nested:
-            values, offsets, ragged_dim = ragged_from_nested(column)
-            self._check_row_lengths(name, offsets.diff(), ragged_dim)
-            return nested_from_ragged(values, self._offsets)
+        if is_nested(column):
+            return self._pack_nested(name, column)
         width = column.shape[1]
         if width < self._longest:
             row = int((self.lengths > width).nonzero()[0])
@@ -241,18 +247,25 @@ class RowPacker:
             )
         if width not in self._layouts:
             self._layouts[width] = RowLayout(self.lengths, width)
-        return _to_nested(column, self._layouts[width], self._offsets)
+        layout = self._layouts[width]
+        self._offsets = layout.offsets if self._offsets is None else self._offsets
+        return nested_from_ragged(layout.strip(column), self._offsets)
 
-    def _check_row_lengths(self, name: str, got: torch.Tensor, ragged_dim: int) -> None:
+    def _pack_nested(self, name: str, column: torch.Tensor) -> torch.Tensor:
+        values, offsets, ragged_dim = ragged_from_nested(column)
         if ragged_dim != 1:
             raise SchemaError(f"column '{name}' is ragged in dimension {ragged_dim}; tokens are dimension 1")
-        wrong = (got != self.lengths).nonzero()
-        if len(wrong):
-            row = int(wrong[0])
+        got = offsets.diff()
+        if not torch.equal(got, self.lengths):
+            row = int((got != self.lengths).nonzero()[0])
             raise SchemaError(
                 f"column '{name}' has {int(got[row])} tokens in row {row}; its sequence length is "
                 f"{int(self.lengths[row])}"
             )
+        self._offsets = offsets if self._offsets is None else self._offsets
+        if wraps(column, values, self._offsets):
+            return column
+        return nested_from_ragged(values, self._offsets)
 
 
 def check_trailing_dims(name: str, dims: int, spec: FieldSpec | None) -> None:
@@ -290,6 +303,11 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
     Raises:
         SchemaError: another number of rows, or a response that leaves no token before it, with its row.
     """
+    for name, column in (("full", full), ("response_mask", response_mask)):
+        if not column.is_nested:
+            raise SchemaError(
+                f"{name} is dense, of shape {tuple(column.shape)}; expected jagged rows (to_nested_by_length)"
+            )
     values, offsets, _ = ragged_from_nested(full)
     _, response_offsets, _ = ragged_from_nested(response_mask)
     lengths, responses = offsets.diff(), response_offsets.diff()

@@ -22,7 +22,7 @@ from headrace.data_plane.schema import (
 )
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.multimodal import PackedTensor
-from headrace.distributed.ragged import PadValue
+from headrace.distributed.ragged import PadValue, dtype_of, is_nested, wants_grad
 from headrace.errors import SchemaError
 from headrace.utils.rounding import round_up
 
@@ -54,7 +54,7 @@ def read_columns(
 
 
 def write_columns(dp_client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, Any]) -> KVBatchMeta:
-    """Write columns of the rows of `meta` in one put, and return the meta with them among its fields.
+    """Write columns of the rows of `meta` in one put, add them to `meta.fields` (if known), and return the meta.
 
     What a column may be is said at `pack_columns`.
 
@@ -63,7 +63,8 @@ def write_columns(dp_client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping
     """
     wire = pack_columns(fields, lengths=meta.sequence_lengths, rows=meta.size)
     dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=wire)
-    return meta.with_fields(list(dict.fromkeys([*(meta.fields or ()), *wire.keys()])))
+    meta.add_fields(list(wire.keys()))
+    return meta
 
 
 def kv_first_write(
@@ -146,7 +147,7 @@ def pack_columns(
     for name, column in columns.items():
         packed[name] = packer.pack(name, column)
         if isinstance(column, torch.Tensor):
-            check_dtype(name, column.dtype)
+            check_dtype(name, dtype_of(column))
     return wire_dict(packed, rows=packer.rows)
 
 
@@ -157,7 +158,7 @@ def as_column(name: str, value: Any) -> torch.Tensor | ObjectArray:
         SchemaError: a value that is no column, or rows that do not fit together.
     """
     if isinstance(value, torch.Tensor):
-        return value.detach() if value.requires_grad else value
+        return value.detach() if wants_grad(value) else value
     if isinstance(value, PackedTensor):
         return object_array([value.slice([row]) for row in range(len(value))])
     if isinstance(value, np.ndarray):
@@ -182,7 +183,10 @@ def _from_array(name: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def _from_rows(name: str, rows: Sequence[Any]) -> torch.Tensor | ObjectArray:
     spec = FIELDS.get(name)
-    if spec is not None and spec.dtype is not None:
+    declared = spec is not None and spec.dtype is not None
+    if _are_tensors(rows) and (declared or spec is None):
+        tensors = rows
+    elif spec is not None and spec.dtype is not None:
         if not rows:
             return torch.empty((0,) if spec.kind is Kind.PER_SAMPLE else (0, 0), dtype=spec.dtype)
         tensors = [_declared_row(name, row, value, spec.dtype) for row, value in enumerate(rows)]
@@ -192,14 +196,20 @@ def _from_rows(name: str, rows: Sequence[Any]) -> torch.Tensor | ObjectArray:
         return object_array(rows)
     try:
         scalars = all(tensor.dim() == 0 for tensor in tensors)
-        return (stack_or_nest(tensors) if scalars else nest(tensors)).detach()
+        column = stack_or_nest(tensors) if scalars else nest(tensors)
     except SchemaError as error:
         raise SchemaError(f"column '{name}': {error}") from error
+    return column.detach() if wants_grad(column) else column
+
+
+def _are_tensors(rows: Sequence[Any]) -> bool:
+    """Return whether all rows (one at least) are plain tensors; much faster than asking `_is_numeric` of each."""
+    return set(map(type, rows)) == {torch.Tensor} and not any(row.is_nested for row in rows)
 
 
 def _is_numeric(value: object) -> bool:
     if isinstance(value, torch.Tensor):
-        return not value.is_nested
+        return not is_nested(value)
     return isinstance(value, np.ndarray) and value.dtype.kind in _NUMERIC
 
 

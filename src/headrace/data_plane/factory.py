@@ -1,5 +1,6 @@
 """The one place that chooses a store."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,9 +40,14 @@ def _validated(cfg: DataPlaneConfig | Mapping[str, Any]) -> DataPlaneConfig:
     if isinstance(cfg, DataPlaneConfig):
         return cfg
     try:
-        return DataPlaneConfig.model_validate(dict(cfg))
+        return DataPlaneConfig.model_validate(_plain(cfg))
     except ValidationError as error:
         raise ConfigError(f"data_plane: {describe(error, DataPlaneConfig)}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return mappings of any kind (OmegaConf's too) as dicts."""
+    return {key: _plain(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
 
 
 def _connect(config: DataPlaneConfig, bootstrap: bool) -> DataPlaneClient:
@@ -49,6 +55,9 @@ def _connect(config: DataPlaneConfig, bootstrap: bool) -> DataPlaneClient:
         if bootstrap:
             return LocalDataPlaneClient.start(config.storage_capacity)
         return LocalDataPlaneClient.attach()
+    # Read when the native libraries are loaded.
+    os.environ.setdefault("GLOG_minloglevel", "2")
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         from headrace.data_plane.adapters.transfer_queue import (  # noqa: PLC0415  (loads Ray)
             TransferQueueDataPlaneClient,

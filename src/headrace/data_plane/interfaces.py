@@ -52,11 +52,11 @@ class KVBatchMeta:
     tags: list[dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        self.sample_ids = list(map(str, self.sample_ids))
-        self.fields = None if self.fields is None else list(self.fields)
+        self.sample_ids = list(map(str, names_list("sample_ids", self.sample_ids)))
+        self.fields = None if self.fields is None else list(names_list("fields", self.fields))
         self.extra_info = dict(self.extra_info)
         if self.sequence_lengths is not None:
-            self.sequence_lengths = list(map(int, self.sequence_lengths))
+            self.sequence_lengths = _whole(self.sequence_lengths)
             self._check_aligned("sequence_lengths", len(self.sequence_lengths))
             for sample_id, length in zip(self.sample_ids, self.sequence_lengths):
                 if length < 0:
@@ -112,6 +112,11 @@ class KVBatchMeta:
         """Return the same rows with `names` as their known columns; a microbatch plan stays."""
         return replace(self, fields=list(names))
 
+    def add_fields(self, names: Sequence[str]) -> None:
+        """Add columns to the known ones, in place; if they are not known, they stay so."""
+        if self.fields is not None:
+            self.fields = list(dict.fromkeys([*self.fields, *names]))
+
     def stamp_tags(self, values: Mapping[str, Sequence[Any]]) -> "KVBatchMeta":
         """Set one tag value per row for every name, in place, and return self.
 
@@ -156,7 +161,9 @@ class KVBatchMeta:
         )
         targets = [p.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0) for p in parts]
         if any(targets):
-            meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = max(*targets, meta.longest_padded())
+            multiple = int(extra.get(PAD_TO_MULTIPLE, 1))
+            longest = max((max(p.sequence_lengths or [0]) for p in parts), default=0)
+            meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = max(*targets, round_up(longest, multiple))
         return meta
 
     def longest_padded(self) -> int:
@@ -170,6 +177,25 @@ def _row_numbers(indices: Sequence[int] | torch.Tensor) -> list[int]:
     if any(isinstance(row, bool | np.bool_) for row in rows):
         raise SchemaError("got a boolean mask; expected row indices, as mask.nonzero().flatten() gives them")
     return list(map(int, rows))
+
+
+def names_list(what: str, names: Sequence[str]) -> Sequence[str]:
+    """Return `names`, which is no text: a text would be taken for a list of one-letter names.
+
+    Raises:
+        SchemaError: a text in place of a list.
+    """
+    if isinstance(names, str):
+        raise SchemaError(f"{what}='{names}' is a text; expected a list of names, for example ['{names}']")
+    return names
+
+
+def _whole(lengths: Sequence[int]) -> list[int]:
+    numbers = list(map(int, lengths))
+    if numbers != list(lengths):
+        wrong = next(given for given, number in zip(lengths, numbers) if given != number)
+        raise SchemaError(f"sequence length {wrong}; expected a whole number of tokens")
+    return numbers
 
 
 def _pick(values: list[Any] | None, rows: list[int]) -> list[Any] | None:

@@ -8,6 +8,7 @@ dtypes). With k >= 2 no choice of k different experts looks like that, so no id 
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -24,6 +25,20 @@ _MARKS = {
 }
 _UNSIGNED = (torch.uint8, torch.uint16)
 _SHIFT = 2  # The smallest canonical id is -1; a digest term must not be 0.
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """What a model's routes look like: (tokens, `num_layers`, `top_k`) of ids below `num_experts`."""
+
+    num_layers: int
+    top_k: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype on the wire."""
+        return wire_dtype(self.num_experts, self.top_k)
 
 
 def missing_mark(dtype: torch.dtype) -> int:

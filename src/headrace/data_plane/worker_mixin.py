@@ -5,9 +5,10 @@ take a BatchedDataDict. Ranks that hold parts of one replica (tensor, context, p
 rows: one of them, the leader, talks to the store.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.observability import MetricsDataPlaneClient
 from headrace.data_plane.schema import (
     ELEM_COUNTS_PER_GB,
+    FIELDS,
     GLOBAL_FORWARD_PAD_SEQLEN,
     MICRO_BATCH_INDICES,
     MICRO_BATCH_LENGTHS,
@@ -28,8 +30,8 @@ from headrace.data_plane.schema import (
     pad_values,
 )
 from headrace.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
-from headrace.distributed.collectives import broadcast_columns
-from headrace.errors import DataPlaneError, HeadraceError, SchemaError
+from headrace.distributed.collectives import broadcast_columns, broadcast_failure
+from headrace.errors import DataPlaneError
 
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
 Batch = BatchedDataDict
@@ -84,11 +86,15 @@ class TQWorkerMixin:
         fetch_policy: FetchPolicy = "auto",
         preprocess: Callable[[Batch], Batch] | None = None,
     ) -> Batch:
-        """Read `meta.fields` of the rows of `meta`, padded to the batch-wide target, with the driver's plan.
+        """Read `meta.fields` (None: every column the rows share) of the rows of `meta`, padded to the batch-wide target, with the driver's plan.
 
         `auto` has the leader of a replica of several ranks fetch and broadcast, and a replica of one rank
         fetch for itself. `preprocess` runs on the fetching rank, before the broadcast.
         """
+        if fetch_policy not in get_args(FetchPolicy):
+            raise DataPlaneError(
+                f"fetch_policy='{fetch_policy}'; expected one of {', '.join(get_args(FetchPolicy))}"
+            )
         group = None if fetch_policy == "independent" else self._get_replica_group()
         if group is None:
             if fetch_policy == "leader_broadcast":
@@ -106,7 +112,10 @@ class TQWorkerMixin:
     def _read(
         self, meta: KVBatchMeta, layout: Layout, preprocess: Callable[[Batch], Batch] | None
     ) -> dict[str, Any]:
-        wire = self._client().get_samples(meta.sample_ids, meta.partition_id, meta.fields or [])
+        if meta.fields is None:
+            wire = self._client().get_data(meta)
+        else:
+            wire = self._client().get_samples(meta.sample_ids, meta.partition_id, meta.fields)
         data = materialize(
             wire,
             layout=layout,
@@ -124,13 +133,16 @@ class TQWorkerMixin:
     ) -> dict[str, Any]:
         if layout != "padded":
             raise DataPlaneError(f"layout='{layout}' cannot be broadcast; use fetch_policy='independent'")
-        columns, error = None, None
-        if self._is_replica_leader():
-            try:
-                columns = self._read(meta, layout, preprocess)
-            except HeadraceError as caught:
-                error = caught
-        return broadcast_columns(columns, src=dist.get_global_rank(group, 0), group=group, error=error)
+        src = dist.get_global_rank(group, 0)
+        if not self._is_replica_leader():
+            return broadcast_columns(None, src=src, group=group)
+        columns = None
+        try:
+            columns = self._read(meta, layout, preprocess)
+        finally:
+            if columns is None:  # whatever went wrong, the siblings must not wait
+                broadcast_failure(repr(sys.exception()), src=src, group=group)
+        return broadcast_columns(columns, src=src, group=group)
 
     # Writing.
 
@@ -142,9 +154,7 @@ class TQWorkerMixin:
         """
         if not self._is_replica_leader():
             return
-        if meta.sequence_lengths is None:
-            raise SchemaError(f"cannot write back {list(fields)}: the meta has no sequence_lengths")
-        wire = pack_columns(dict(fields), lengths=torch.tensor(meta.sequence_lengths))
+        wire = pack_columns(fields, lengths=meta.sequence_lengths, rows=meta.size)
         self._client().put_samples(meta.sample_ids, meta.partition_id, fields=wire)
 
     def _write_back_result_field(
@@ -226,8 +236,13 @@ def bytes_moved(client: DataPlaneClient) -> dict[str, int]:
 
 
 def plan_fields(available: Sequence[str] | None, wanted: Sequence[str]) -> list[str]:
-    """Return the `wanted` columns that are `available`, in the order wanted; None: all of them."""
+    """Return what to ask the store for, in the order wanted.
+
+    A declared column that nobody has written yet is left out (a run without a reference has no reference
+    logprobs). An undeclared one is asked for all the same, so that the store names it if it is not there. With
+    `available` None, all is asked for but optional columns.
+    """
     if available is None:
-        return list(wanted)
+        return [name for name in wanted if name not in FIELDS or not FIELDS[name].optional]
     there = set(available)
-    return [name for name in wanted if name in there]
+    return [name for name in wanted if name in there or name not in FIELDS]

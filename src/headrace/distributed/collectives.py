@@ -9,34 +9,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headrace.errors import HeadraceError, TransportError
+from headrace.errors import TransportError
 
 Columns = Mapping[str, Any]
 
 
-def broadcast_columns(
-    columns: Columns | None,
-    *,
-    src: int,
-    group: dist.ProcessGroup,
-    error: HeadraceError | None = None,
-) -> dict[str, Any]:
+def broadcast_failure(reason: str, *, src: int, group: dist.ProcessGroup) -> None:
+    """Tell the siblings that wait in `broadcast_columns` that the leader, this rank, has no columns for them."""
+    dist.broadcast_object_list([reason], src=src, group=group)
+
+
+def broadcast_columns(columns: Columns | None, *, src: int, group: dist.ProcessGroup) -> dict[str, Any]:
     """Send dense columns from global rank `src` to every rank of `group`; each rank returns them all.
 
     Tensors travel as one flat byte buffer per dtype, on the device of the group's backend; other values travel
-    with the description. The leader passes `columns`, or the `error` that kept it from having any, so that its
-    siblings fail with it and nobody waits.
+    with the description. The leader passes `columns`, its siblings None; a leader that has none calls
+    `broadcast_failure` in place of this, so that nobody waits.
 
     Raises:
-        HeadraceError: on the leader, its own `error`.
-        TransportError: on the siblings, with the leader's error in the message.
+        TransportError: on the siblings of a leader that failed, with its reason.
     """
     leader = dist.get_rank() == src
-    message: list[Any] = [_describe(columns, error) if leader else None]
+    message: list[Any] = [_describe(columns) if columns is not None else None]
     dist.broadcast_object_list(message, src=src, group=group)
     description = message[0]
     if isinstance(description, str):
-        raise error or TransportError(f"rank {src} could not fetch for its replica: {description}")
+        raise TransportError(f"rank {src} could not fetch for its replica: {description}")
     received: dict[str, Any] = dict(description["objects"])
     device = _device_of(group)
     for dtype, shapes in description["tensors"].items():
@@ -48,9 +46,7 @@ def broadcast_columns(
     return {name: received[name] for name in description["order"]}
 
 
-def _describe(columns: Columns | None, error: HeadraceError | None) -> dict[str, Any] | str:
-    if error is not None or columns is None:
-        return str(error or "no columns")
+def _describe(columns: Columns) -> dict[str, Any]:
     tensors: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
     objects: dict[str, Any] = {}
     for name, value in columns.items():

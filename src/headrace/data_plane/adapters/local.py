@@ -15,8 +15,9 @@ from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters.local_chunks import Chunk, chunk_from_leaf
 from headrace.data_plane.adapters.local_partition import Partition
 from headrace.data_plane.adapters.local_store import LocalStore, RowFacts
-from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags
+from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags, id_list
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.leaves import wire_tensordict
 from headrace.errors import DataPlaneError
 
 _process_lock = threading.Lock()
@@ -134,15 +135,15 @@ class LocalDataPlaneClient(DataPlaneClient):
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]
     ) -> TensorDict:
         """Read columns of rows, in the order asked, repeated ids included."""
-        ids = list(map(str, sample_ids))
+        ids = id_list(sample_ids)
         chunks = self._open().get(partition_id, ids, list(dict.fromkeys(select_fields)))
         offsets: list[torch.Tensor] = []
         columns = {name: chunk.with_shared_offsets(offsets).leaf() for name, chunk in chunks.items()}
-        return TensorDict(columns, batch_size=[len(ids)])
+        return wire_tensordict(columns, len(ids))
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
         """Remove rows; None removes all rows of the partition. Ids that are not there are ignored."""
-        ids = None if sample_ids is None else list(map(str, sample_ids))
+        ids = None if sample_ids is None else id_list(sample_ids)
         self._open().clear(partition_id, ids)
 
     def close(self) -> None:

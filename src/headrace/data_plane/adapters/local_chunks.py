@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headrace.data_plane.leaves import Leaf, Ragged
 from headrace.data_plane.object_codec import ObjectArray, decode_column, encode_column
-from headrace.distributed.ragged import byte_view, gather_dense, gather_rows, offsets_from_lengths
+from headrace.distributed.ragged import byte_view, gather_dense, gather_rows, offsets_from_lengths, own_copy
 
 Rows = NDArray[np.int64]
 
@@ -135,7 +135,7 @@ class _DenseChunk(Chunk):
         return _DenseChunk(gather_dense(self.values, torch.from_numpy(rows)))
 
     def copy(self) -> "_DenseChunk":
-        return _DenseChunk(_own(self.values))
+        return _DenseChunk(own_copy(self.values))
 
     def join(self, others: Sequence[Self]) -> "_DenseChunk":
         return _DenseChunk(torch.cat([self.values, *(other.values for other in others)]))
@@ -165,7 +165,7 @@ class _RaggedChunk(Chunk):
         return values.numel() * values.element_size() + offsets.numel() * offsets.element_size()
 
     def __len__(self) -> int:
-        return len(self.rows.offsets) - 1
+        return self.rows.offsets.shape[0] - 1
 
     def span(self, start: int, stop: int) -> "_RaggedChunk":
         offsets = self.rows.offsets[start : stop + 1]
@@ -176,7 +176,7 @@ class _RaggedChunk(Chunk):
         return self._with(*gather_rows(self.rows.values, self.rows.offsets, torch.from_numpy(rows)))
 
     def copy(self) -> "_RaggedChunk":
-        return self._with(_own(self.rows.values), self.rows.offsets.clone())
+        return self._with(own_copy(self.rows.values), self.rows.offsets.clone())
 
     def join(self, others: Sequence[Self]) -> "_RaggedChunk":
         values = torch.cat([self.rows.values, *(other.rows.values for other in others)])
@@ -274,6 +274,9 @@ def empty_chunk(form: Form) -> Chunk:
 
 def read_rows(chunks: Sequence[Chunk], chunk_of: Rows, row_of: Rows) -> Chunk:
     """Return rows `row_of[i]` of `chunks[chunk_of[i]]`, in order, in fresh memory; one chunk at least."""
+    if len(chunks) == 1:
+        only, is_fresh = _part(chunks[0], row_of)
+        return only if is_fresh else only.copy()
     turns = np.flatnonzero(chunk_of[1:] != chunk_of[:-1]) + 1
     if len(turns) > 2 * len(chunks):
         order = np.argsort(chunk_of, kind="stable")
@@ -293,17 +296,10 @@ def read_rows(chunks: Sequence[Chunk], chunk_of: Rows, row_of: Rows) -> Chunk:
 def _part(chunk: Chunk, rows: Rows) -> tuple[Chunk, bool]:
     """Return rows of a chunk, and whether they are a copy."""
     start, count = int(rows[0]) if len(rows) else 0, len(rows)
-    if np.array_equal(rows, np.arange(start, start + count)):
+    if not count or (int(rows[-1]) == start + count - 1 and (rows[1:] > rows[:-1]).all()):
         return (chunk, False) if count == len(chunk) else (chunk.span(start, start + count), False)
     return chunk.gather(rows), True
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(byte_view(values.detach().cpu()))
-
-
-def _own(values: torch.Tensor) -> torch.Tensor:
-    values = values.detach()
-    if values.device.type != "cpu":
-        return values.cpu().contiguous()
-    return values.clone(memory_format=torch.contiguous_format)

@@ -49,7 +49,8 @@ class Column(Generic[Block]):
         if not len(slots):
             return
         self._grow(int(slots.max()) + 1)
-        replaced = self._detach(slots)
+        is_new = (self._chunk_of[slots] == _NOWHERE).all()
+        replaced = [] if is_new else self._detach(slots)
         start = 0
         for chunk in chunks:
             mine = slots[start : start + len(chunk)]
@@ -81,9 +82,10 @@ class Column(Generic[Block]):
 
     def _grow(self, slots: int) -> None:
         if slots > len(self._chunk_of):
-            more = max(slots, 2 * len(self._chunk_of)) - len(self._chunk_of)
-            self._chunk_of = np.append(self._chunk_of, np.full(more, _NOWHERE, np.int64))
-            self._row_of = np.append(self._row_of, np.zeros(more, np.int64))
+            known, size = len(self._chunk_of), max(slots, 2 * len(self._chunk_of))
+            chunk_of, row_of = np.full(size, _NOWHERE, np.int64), np.zeros(size, np.int64)
+            chunk_of[:known], row_of[:known] = self._chunk_of, self._row_of
+            self._chunk_of, self._row_of = chunk_of, row_of
 
     def _detach(self, slots: Rows) -> list[int]:
         """Take slots from their chunks and return the chunks' numbers."""

@@ -65,6 +65,14 @@ class Partition(Generic[Block]):
         slot_of = self._slot_of.get
         return np.array([slot_of(sample_id, -1) for sample_id in ids], dtype=np.int64)
 
+    def check_size(self, num_samples: int) -> None:
+        """Refuse a number of rows that does not make whole groups: the rest would never be handed out."""
+        if num_samples % self._group_size:
+            raise DataPlaneError(
+                f"partition '{self.name}' expects {num_samples} samples, which are no whole groups of "
+                f"grpo_group_size={self._group_size}"
+            )
+
     def check_put(
         self,
         ids: Sequence[str],

@@ -40,7 +40,9 @@ class SampleStore(Generic[Block]):
 
         Raises:
             CapacityExceeded: `num_samples` is more than the store holds at most.
+            DataPlaneError: `num_samples` are no whole groups.
         """
+        partition.check_size(num_samples)
         if num_samples > self._capacity:
             raise CapacityExceeded(
                 f"partition '{partition.name}' expects {num_samples} samples; the store holds at most "

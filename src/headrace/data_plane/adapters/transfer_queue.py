@@ -1,0 +1,332 @@
+"""The data plane over TransferQueue (backends simple and mooncake_cpu), for many processes.
+
+A put packs its columns into blocks (`packed_payload`), stores them in TransferQueue, and then commits them to
+the index actor, which is the truth about which rows there are. A get asks the index where rows lie and
+fetches the blocks. Bulk goes from the producer to the storage units and from there to the consumer.
+"""
+
+import atexit
+import itertools
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+import torch
+from tensordict import TensorDict
+
+from headrace.config import DataPlaneConfig
+from headrace.data_plane.adapters import transfer_queue_cluster as cluster
+from headrace.data_plane.adapters.local_chunks import Chunk, chunk_from_leaf, empty_chunk, read_rows
+from headrace.data_plane.adapters.local_store import RowFacts
+from headrace.data_plane.adapters.transfer_queue_cluster import Deadline, ask
+from headrace.data_plane.adapters.transfer_queue_index import Located
+from headrace.data_plane.adapters.transfer_queue_payloads import PayloadClient
+from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags, id_list
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.packed_payload import BlockError, BlockInfo, PackedColumns, pack, unpack
+from headrace.errors import ClaimTimeout, DataPlaneError, HeadraceError, TransportError
+
+# A fetch that loses against an overwrite or a clear looks the rows up again.
+_FETCH_ATTEMPTS = 5
+
+
+class TransferQueueDataPlaneClient(DataPlaneClient):
+    """A client of a store whose bulk lies in TransferQueue.
+
+    Every call ends within `timeout_s` of the config (a blocking claim: plus its own), with a TransportError
+    that names the operation if the store did not answer. Results are on the CPU and share no memory with
+    anything else.
+    """
+
+    def __init__(self, config: DataPlaneConfig, *, bootstrap: bool) -> None:
+        """Start or join the cluster's engine and open the store (`bootstrap`), or attach to it.
+
+        Raises:
+            TransportError: no cluster, or no answer within `startup_timeout_s`.
+            DataPlaneError: bootstrap: the store is open already; attach: there is none.
+            ConfigError: a backend that is not installed.
+        """
+        self._config = config
+        self._is_closed = False
+        self._owns_store = False
+        self._engine: cluster.Engine | None = None
+        self._payloads: PayloadClient | None = None
+        self._prefix = uuid.uuid4().hex[:12]
+        self._puts = itertools.count()
+        self._owns_ray = cluster.connect_ray(config, may_start=bootstrap)
+        try:
+            self._connect(bootstrap)
+        except HeadraceError:
+            self.close()
+            raise
+        if self._engine is not None:
+            atexit.register(self.close)
+
+    def _connect(self, bootstrap: bool) -> None:
+        config, deadline = self._config, Deadline(self._config.startup_timeout_s)
+        index = cluster.find_index(config.backend)
+        if index is None:
+            if not bootstrap:
+                raise DataPlaneError(
+                    "this Ray cluster has no store to attach to; the driver starts one first with "
+                    "build_data_plane_client(cfg, bootstrap=True)"
+                )
+            self._engine = cluster.start_engine(config)
+            index = self._engine.index if self._engine else cluster.find_index(config.backend)
+            if index is None:
+                raise TransportError(
+                    "the process that was starting this cluster's engine has given up; try again"
+                )
+        self._index = index
+        self._connection = cluster.wait_for_connection(index, deadline)
+        if bootstrap:
+            opening = index.open_store.remote(config.store_name, config.storage_capacity)
+            ask(opening, f"opening store '{config.store_name}'", deadline.left())
+            self._owns_store = True
+        else:
+            attaching = index.check_store.remote(config.store_name)
+            ask(attaching, f"attaching to store '{config.store_name}'", deadline.left())
+        self._payloads = cluster.shared_clients.acquire(self._connection, deadline.left())
+
+    @property
+    def _queue_partition(self) -> str:
+        """The one TransferQueue partition of the store; partitions of the data plane live in the index."""
+        return f"headrace/{self._config.store_name}"
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Open a partition, or empty and re-open one of the same id."""
+        values = None if enums is None else {tag: list(allowed) for tag, allowed in enums.items()}
+        self._ask("register", partition_id, num_samples, list(consumer_tasks), grpo_group_size, values)
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+    ) -> KVBatchMeta | None:
+        """Take the next ready rows of a task, in the order of their first puts; waits by polling.
+
+        A group of which a row was cleared is never whole again, so its other rows are not handed out.
+        """
+        names, wait = list(required_fields), Deadline(timeout_s if blocking else 0.0)
+        while True:
+            facts = self._ask("claim", partition_id, task_name, names, batch_size)
+            if facts is not None:
+                return _meta(partition_id, task_name, names, facts)
+            if not blocking:
+                return None
+            if wait.is_over():
+                raise ClaimTimeout(self._ask("claim_timeout", partition_id, task_name, names, batch_size))
+            time.sleep(min(self._config.claim_meta_poll_interval_s, wait.left()))
+
+    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
+        """Read the rows of `meta`."""
+        names = select_fields if select_fields is not None else meta.fields
+        if names is None:
+            names = self._ask("shared_columns", meta.partition_id, meta.sample_ids)
+        return self.get_samples(meta.sample_ids, meta.partition_id, names)
+
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        """Return whether each task has claimed every row; an empty partition is not consumed."""
+        is_consumed: bool = self._ask("is_consumed", partition_id, list(task_names))
+        return is_consumed
+
+    def put_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        fields: TensorDict | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+    ) -> KVBatchMeta:
+        """Write columns and tags of rows; a tag written twice keeps the last value, others stay.
+
+        Raises:
+            TransportError: the store did not answer in time; then none of the rows were written, unless the
+                message says that the commit itself went unanswered.
+        """
+        self._open()
+        ids = checked_ids(sample_ids)
+        copied_tags = checked_tags(tags, len(ids))
+        leaves = checked_leaves(fields, len(ids))
+        chunks = {name: chunk_from_leaf(name, leaf, ids) for name, leaf in leaves.items()}
+        packed = pack(chunks if ids else {}, f"{self._prefix}.{next(self._puts)}")
+        deadline = Deadline(self._config.timeout_s)
+        columns = packed.placed(self._store_blocks(packed, deadline))
+        facts = self._commit(partition_id, ids, columns, copied_tags, deadline)
+        return _meta(partition_id, "", list(chunks), facts)
+
+    def _store_blocks(self, packed: PackedColumns, deadline: Deadline) -> list[int]:
+        keys = [block.key for block in packed.blocks]
+        if not keys:
+            return []
+        try:
+            return self._open().put(
+                self._queue_partition, keys, packed.buffer, packed.bounds, deadline.left()
+            )
+        except TransportError:
+            self._drop_later(keys)
+            raise
+
+    def _commit(
+        self,
+        partition_id: str,
+        ids: list[str],
+        columns: Mapping[str, Sequence[BlockInfo]],
+        tags: list[dict[str, Any]] | None,
+        deadline: Deadline,
+    ) -> RowFacts:
+        try:
+            facts: RowFacts = self._ask("put", partition_id, ids, columns, tags, deadline=deadline)
+        except TransportError as error:
+            # Nobody knows whether the index has the rows, so their blocks stay.
+            raise TransportError(f"{error} The rows may have been written") from error
+        except HeadraceError:
+            self._drop_later([block.key for blocks in columns.values() for block in blocks])
+            raise
+        return facts._replace(sample_ids=ids)
+
+    def get_samples(
+        self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]
+    ) -> TensorDict:
+        """Read columns of rows, in the order asked, repeated ids included.
+
+        Raises:
+            TransportError: no answer in time, or blocks that are lost or are not what was put.
+        """
+        ids, names = id_list(sample_ids), list(dict.fromkeys(select_fields))
+        deadline = Deadline(self._config.timeout_s)
+        chunks = self._fetch(partition_id, ids, names, deadline)
+        offsets: list[torch.Tensor] = []
+        columns = {name: chunk.with_shared_offsets(offsets).leaf() for name, chunk in chunks.items()}
+        return TensorDict(columns, batch_size=[len(ids)])
+
+    def _fetch(
+        self, partition_id: str, ids: list[str], names: list[str], deadline: Deadline
+    ) -> dict[str, Chunk]:
+        for attempt in range(_FETCH_ATTEMPTS):
+            located: dict[str, Located] = self._ask("select", partition_id, ids, names, deadline=deadline)
+            wanted = [block for where in located.values() for block in where.blocks] if ids else []
+            try:
+                blocks = self._fetch_blocks(wanted, deadline)
+            except BlockError:
+                if attempt + 1 == _FETCH_ATTEMPTS:
+                    raise
+                continue
+            return {name: _gather(where, blocks, len(ids)) for name, where in located.items()}
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _fetch_blocks(self, wanted: Sequence[BlockInfo], deadline: Deadline) -> dict[str, Chunk]:
+        if not wanted:
+            return {}
+        data = self._open().get(self._queue_partition, wanted, deadline.left())
+        return {block.key: unpack(block, part) for block, part in zip(wanted, data, strict=True)}
+
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+        """Remove rows; None removes all rows of the partition. Ids that are not there are ignored.
+
+        A block's bytes are freed when the last of its rows is gone.
+        """
+        self._ask("clear", partition_id, None if sample_ids is None else id_list(sample_ids))
+
+    def close(self) -> None:
+        """Let go of the store; the client that opened it drops it, and ends the processes that it started."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if ray.is_initialized():
+            self._close_store()
+        if self._payloads is not None:
+            cluster.shared_clients.release(self._connection)
+            self._payloads = None
+        if self._engine is not None:
+            self._engine.stop()
+            self._engine = None
+            atexit.unregister(self.close)
+        if self._owns_ray:
+            ray.shutdown()
+
+    def _close_store(self) -> None:
+        if not self._owns_store or self._payloads is None:
+            return
+        limit_s = min(self._config.timeout_s, 30.0)
+        try:
+            ask(self._index.close_store.remote(self._config.store_name), "closing the store", limit_s)
+            if self._engine is None:
+                self._payloads.drop_partition(self._queue_partition, limit_s)
+        except TransportError:
+            # Whoever started the engine has ended it, and the data with it.
+            return
+
+    # Beyond the contract, for leak reports.
+
+    def partition_ids(self) -> list[str]:
+        """Return the partitions that are registered or were written to."""
+        return list(self._ask("sample_ids"))
+
+    def sample_ids(self, partition_id: str) -> list[str]:
+        """Return the ids that a partition holds, in the order of their first puts."""
+        by_partition: dict[str, list[str]] = self._ask("sample_ids")
+        return by_partition.get(partition_id, [])
+
+    def stored_bytes(self, partition_id: str | None = None) -> int:
+        """Return the bytes of the blocks of a partition, or of all partitions."""
+        by_partition: dict[str, int] = self._ask("stored_bytes")
+        return sum(by_partition.values()) if partition_id is None else by_partition.get(partition_id, 0)
+
+    def stored_blocks(self) -> int:
+        """Return how many blocks TransferQueue holds for the store; for leak reports."""
+        return len(self._open().keys(self._queue_partition, self._config.timeout_s))
+
+    def _open(self) -> PayloadClient:
+        if self._is_closed or self._payloads is None:
+            raise DataPlaneError("this client is closed; build a new one with build_data_plane_client")
+        return self._payloads
+
+    def _ask(self, operation: str, *arguments: object, deadline: Deadline | None = None) -> Any:
+        """Return what the store's index answers, and drop the blocks that it has done with."""
+        payloads = self._open()
+        deadline = deadline or Deadline(self._config.timeout_s)
+        reference = self._index.run.remote(self._config.store_name, operation, *arguments)
+        what = f"operation '{operation}' of store '{self._config.store_name}'"
+        result, garbage = ask(reference, what, deadline.left())
+        if garbage and operation == "clear":
+            payloads.drop(self._queue_partition, garbage, deadline.left())
+        elif garbage:
+            payloads.drop_later(self._queue_partition, garbage, self._config.timeout_s)
+        return result
+
+    def _drop_later(self, keys: Sequence[str]) -> None:
+        self._open().drop_later(self._queue_partition, keys, self._config.timeout_s)
+
+
+def _gather(where: Located, blocks: Mapping[str, Chunk], rows: int) -> Chunk:
+    if not rows:
+        return empty_chunk(where.form)
+    chunks = [blocks[block.key] for block in where.blocks]
+    # Arrays that Ray hands out are read-only.
+    return read_rows(chunks, where.block_of.copy(), where.row_of.copy())
+
+
+def _meta(partition_id: str, task_name: str, fields: list[str], facts: RowFacts) -> KVBatchMeta:
+    return KVBatchMeta(
+        partition_id=partition_id,
+        task_name=task_name,
+        sample_ids=facts.sample_ids,
+        fields=fields,
+        sequence_lengths=facts.sequence_lengths,
+        tags=facts.tags,
+    )

@@ -1,0 +1,270 @@
+"""The processes of a TransferQueue store on Ray: controller, storage units, index; and how to reach them.
+
+A cluster has one engine per backend: a controller, storage units and the index actor, reserving no CPUs, so
+that starting them never waits for resources. The first `bootstrap` starts it; stores opened later share it, and the
+client that started it ends it.
+"""
+
+import logging
+import os
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from transfer_queue.controller import TransferQueueController
+from transfer_queue.storage.simple_storage import SimpleStorageUnit
+
+from headrace.config import DataPlaneConfig
+from headrace.data_plane.adapters import transfer_queue_mooncake as mooncake
+from headrace.data_plane.adapters.transfer_queue_index import Indexes
+from headrace.data_plane.adapters.transfer_queue_payloads import Connection, PayloadClient
+from headrace.errors import DataPlaneError, HeadraceError, TransportError
+
+NAMESPACE = "headrace"
+BACKENDS = {"simple": "SimpleStorage", "mooncake_cpu": "MooncakeStore"}
+_POLL_S = 0.1
+_STOP_TIMEOUT_S = 15.0
+
+
+class Deadline:
+    """The moment at which an operation is given up."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Return the seconds left; a little, even when it has passed."""
+        return max(self._end - time.monotonic(), 0.001)
+
+    def is_over(self) -> bool:
+        """Return whether it has passed."""
+        return time.monotonic() >= self._end
+
+
+def ask(reference: Any, what: str, limit_s: float) -> Any:
+    """Return the value of a Ray reference, or of a list of them.
+
+    Raises:
+        TransportError: no answer within `limit_s`, or the actor is gone.
+        HeadraceError: what the actor raised.
+    """
+    try:
+        return ray.get(reference, timeout=limit_s)
+    except GetTimeoutError as error:
+        raise TransportError(
+            f"{what}: no answer within {limit_s:.3g} s; if the cluster is only slow, raise data_plane.timeout_s"
+        ) from error
+    except RayActorError as error:
+        raise TransportError(
+            f"{what}: the process that answers is gone; the store was closed by the client that started it, or it died"
+        ) from error
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, HeadraceError):
+            raise cause from None
+        raise DataPlaneError(f"{what}: {type(cause).__name__}: {cause}") from error
+    except RayError as error:
+        raise TransportError(f"{what}: {error}") from error
+
+
+def connect_ray(config: DataPlaneConfig, *, may_start: bool) -> bool:
+    """Connect this process to Ray, unless it is; return whether it was not.
+
+    The cluster is `ray_address`, or else RAY_ADDRESS, or else the one on this machine; a bootstrapping process
+    starts a local one where there is none to name.
+    """
+    if ray.is_initialized():
+        return False
+    address = config.ray_address or os.environ.get("RAY_ADDRESS") or (None if may_start else "auto")
+    try:
+        ray.init(
+            address=address or "local",
+            namespace=NAMESPACE,
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+            include_dashboard=None if address else False,
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise TransportError(
+            f"cannot connect to Ray at {address!r}: {error}. Start the driver first, or set data_plane.ray_address"
+        ) from error
+    return True
+
+
+def find_index(backend: str) -> ActorHandle[Any] | None:
+    """Return the index actor of this cluster's engine, if it has one."""
+    try:
+        return ray.get_actor(_index_name(backend), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def start_engine(config: DataPlaneConfig) -> "Engine | None":
+    """Start the cluster's engine; None if another process has just begun to. Raises what Engine raises."""
+    try:
+        return Engine(config)
+    except ValueError as error:
+        if isinstance(error, HeadraceError) or find_index(config.backend) is None:
+            raise
+        return None
+
+
+class Engine:
+    """The processes that this client has started."""
+
+    def __init__(self, config: DataPlaneConfig) -> None:
+        """Start them.
+
+        Raises:
+            TransportError: they are not up within `startup_timeout_s`.
+            ConfigError: a backend that is not installed, or a port that is taken.
+        """
+        self._config = config
+        self._actors: list[Any] = []
+        self._graceful: list[Callable[[], Any]] = []
+        self._master: mooncake.MooncakeMaster | None = None
+        deadline = Deadline(config.startup_timeout_s)
+        if config.backend == "mooncake_cpu":
+            mooncake.check_installed()
+        self.index = _actor(Indexes, name=_index_name(config.backend), namespace=NAMESPACE)
+        self._actors.append(self.index)
+        try:
+            connection = self._start(deadline)
+            published = self.index.set_connection.remote(pickle.dumps(connection))
+            ask(published, "starting the index", deadline.left())
+        except HeadraceError:
+            self.stop()
+            raise
+
+    def _start(self, deadline: Deadline) -> Connection:
+        controller = TransferQueueController.options(num_cpus=0, max_restarts=0).remote(polling_mode=True)
+        self._actors.append(controller)
+        start = self._start_mooncake if self._config.backend == "mooncake_cpu" else self._start_simple
+        backend, storage = start(deadline)
+        info = ask(
+            controller.get_zmq_server_info.remote(), "starting TransferQueue's controller", deadline.left()
+        )
+        return Connection(uuid.uuid4().hex, backend, info, storage)
+
+    def _start_simple(self, deadline: Deadline) -> tuple[str, dict[str, Any]]:
+        settings = {
+            "num_data_storage_units": self._config.num_storage_units,
+            "total_storage_size": None,
+            "_run_id": uuid.uuid4().hex,
+        }
+        units = [
+            SimpleStorageUnit.options(num_cpus=0, scheduling_strategy=where).remote(config=settings)
+            for where in _spread(self._config.num_storage_units)
+        ]
+        self._actors.extend(units)
+        self._graceful = [unit.shutdown.remote for unit in units]
+        infos = ask(
+            [unit.get_zmq_server_info.remote() for unit in units],
+            f"starting {len(units)} TransferQueue storage units",
+            deadline.left(),
+        )
+        return BACKENDS["simple"], {"zmq_info": {info.id: info for info in infos}}
+
+    def _start_mooncake(self, deadline: Deadline) -> tuple[str, dict[str, Any]]:
+        config = self._config
+        address = mooncake.routable_address(ray.util.get_node_ip_address())
+        self._master = mooncake.MooncakeMaster(address, config.mooncake_master_port, deadline.left())
+        sizes = (config.global_segment_size, 16 * 1024 * 1024)
+        units = [
+            _actor(mooncake.MooncakeUnit, self._master.address, *sizes, scheduling_strategy=where)
+            for where in _spread(config.num_storage_units)
+        ]
+        self._actors.extend(units)
+        self._graceful = [unit.stop.remote for unit in units]
+        starting = f"starting {len(units)} Mooncake storage units"
+        ask([unit.start.remote() for unit in units], starting, deadline.left())
+        return BACKENDS["mooncake_cpu"], mooncake.client_settings(self._master.address, config)
+
+    @property
+    def actors(self) -> Sequence[Any]:
+        """The index, the controller, then the storage units."""
+        return tuple(self._actors)
+
+    def stop(self) -> None:
+        """End all processes; may be called twice."""
+        if not ray.is_initialized():
+            actors: list[Any] = []
+        else:
+            actors, references = self._actors, [stop() for stop in self._graceful]
+            if references:
+                ray.wait(references, num_returns=len(references), timeout=_STOP_TIMEOUT_S)
+        for actor in actors:
+            ray.kill(actor)
+        deadline = Deadline(_STOP_TIMEOUT_S)
+        while actors and find_index(self._config.backend) is not None and not deadline.is_over():
+            time.sleep(_POLL_S)
+        self._actors, self._graceful = [], []
+        if self._master is not None:
+            self._master.stop()
+            self._master = None
+
+
+def wait_for_connection(index: ActorHandle[Any], deadline: Deadline) -> Connection:
+    """Return how to reach the engine's TransferQueue, once it is up."""
+    while True:
+        data = ask(index.connection.remote(), "asking the index for its connection", deadline.left())
+        if data is not None:
+            connection: Connection = pickle.loads(data)
+            return connection
+        if deadline.is_over():
+            raise TransportError(
+                "the store's processes are still starting; raise data_plane.startup_timeout_s"
+            )
+        time.sleep(_POLL_S)
+
+
+class _SharedClients:
+    """One PayloadClient per engine and process, shared by the process's clients."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clients: dict[str, tuple[PayloadClient, int]] = {}
+
+    def acquire(self, connection: Connection, timeout_s: float) -> PayloadClient:
+        with self._lock:
+            client, users = self._clients.get(connection.engine_id, (None, 0))
+            if client is None:
+                if connection.backend == BACKENDS["mooncake_cpu"]:
+                    mooncake.prepare_process(ray.util.get_node_ip_address())
+                client = PayloadClient(connection, timeout_s)
+            self._clients[connection.engine_id] = client, users + 1
+            return client
+
+    def release(self, connection: Connection) -> None:
+        with self._lock:
+            client, users = self._clients.pop(connection.engine_id)
+            if users > 1:
+                self._clients[connection.engine_id] = client, users - 1
+                return
+        client.close()
+
+
+shared_clients = _SharedClients()
+
+
+def _index_name(backend: str) -> str:
+    return f"headrace-index-{backend}"
+
+
+def _actor(kind: type, *arguments: object, **options: Any) -> Any:
+    return ray.remote(num_cpus=0, max_restarts=0)(kind).options(**options).remote(*arguments)
+
+
+def _spread(count: int) -> list[NodeAffinitySchedulingStrategy]:
+    """Return a node for each of `count` actors, the nodes in turn."""
+    nodes = sorted(node["NodeID"] for node in ray.nodes() if node.get("Alive"))
+    if not nodes:
+        raise TransportError("the Ray cluster has no node that is alive")
+    return [NodeAffinitySchedulingStrategy(nodes[i % len(nodes)], soft=False) for i in range(count)]

@@ -1,0 +1,183 @@
+"""Mooncake for TransferQueue: the master process, the processes that lend memory, and each process's settings.
+
+The memory of the store is lent by storage units alone: other clients mount none, so a worker that ends takes no
+data with it, and memory is `num_storage_units` times `global_segment_size`, whatever the number of workers.
+"""
+
+import importlib.util
+import ipaddress
+import os
+import socket
+import stat
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from headrace.config import DataPlaneConfig
+from headrace.errors import ConfigError, TransportError
+
+_POLL_S = 0.05
+_STOP_TIMEOUT_S = 10.0
+# Ends the master when this process ends, however it does: `cat` returns when the pipe closes.
+_GUARD = '"$@" & child=$!; cat >/dev/null; kill "$child" 2>/dev/null; wait "$child"'
+
+
+def check_installed() -> None:
+    """Raise ConfigError if the Mooncake wheel is not usable."""
+    if importlib.util.find_spec("mooncake") is None:
+        raise ConfigError(
+            "data_plane.backend=mooncake_cpu needs the package mooncake-transfer-engine-non-cuda (extra 'mooncake'); "
+            "install it, or set data_plane.backend=simple"
+        )
+
+
+def routable_address(address: str) -> str:
+    """Return an address that other processes can reach.
+
+    Raises:
+        ConfigError: a link-local address.
+    """
+    if ipaddress.ip_address(address).is_link_local:
+        raise ConfigError(
+            f"Ray's node address {address} is link-local, which Mooncake cannot be reached at; start Ray with "
+            "--node-ip-address set to a routable one"
+        )
+    return address
+
+
+def prepare_process(address: str) -> None:
+    """Set what Mooncake reads from the environment, for this process alone.
+
+    Assigned, since a Ray actor inherits the driver's environment with the driver's address.
+    """
+    os.environ["MC_TCP_BIND_ADDRESS"] = routable_address(address)
+    os.environ["MC_STORE_MEMCPY"] = "0"
+
+
+class MooncakeMaster:
+    """A mooncake_master process of this process."""
+
+    def __init__(self, address: str, port: int | None, timeout_s: float) -> None:
+        """Start it and wait until it listens.
+
+        Raises:
+            ConfigError: the port is taken.
+            TransportError: it does not come up.
+        """
+        port, metrics_port = port or _free_port(address), _free_port("127.0.0.1")
+        if _is_listening(address, port):
+            raise ConfigError(
+                f"data_plane.mooncake_master_port={port} of {address} is taken; choose another, or leave it out"
+            )
+        self.address = f"{address}:{port}"
+        command = [
+            _executable(),
+            f"--rpc_address={address}",
+            f"--rpc_port={port}",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={metrics_port}",
+            "--http_metadata_server_host=127.0.0.1",
+            "--enable_metric_reporting=false",
+            "--client_ttl=30",
+            # A lease of 0 lets a read expire on the way; drops are forced, so a lease holds nothing back.
+            "--default_kv_lease_ttl=999999",
+            "--allow_evict_soft_pinned_objects=false",
+            "--eviction_high_watermark_ratio=1.0",
+            "--eviction_ratio=0.0",
+        ]
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, "headrace-mooncake", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + timeout_s
+        while not _is_listening(address, port):
+            if time.monotonic() > deadline:
+                self.stop()
+                raise TransportError(
+                    f"mooncake_master does not listen at {self.address} after {timeout_s:.3g} s"
+                )
+            time.sleep(_POLL_S)
+
+    def stop(self) -> None:
+        """End the process; may be called twice."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+        try:
+            self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(_STOP_TIMEOUT_S)
+
+
+class MooncakeUnit:
+    """A process that lends memory to the store; runs as a Ray actor."""
+
+    def __init__(self, master: str, segment_bytes: int, buffer_bytes: int) -> None:
+        self._setup = (master, segment_bytes, buffer_bytes)
+        self._store: Any = None
+
+    def start(self) -> str:
+        """Mount the memory and return this process's address."""
+        master, segment_bytes, buffer_bytes = self._setup
+        address: str = ray.util.get_node_ip_address()
+        prepare_process(address)
+        self._store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+        code = self._store.setup(address, "P2PHANDSHAKE", segment_bytes, buffer_bytes, "tcp", "", master)
+        if code:
+            raise TransportError(
+                f"Mooncake refused to mount {segment_bytes} bytes (code {code}); lower data_plane.global_segment_size"
+            )
+        return address
+
+    def stop(self) -> None:
+        """Unmount the memory."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+
+def client_settings(master: str, config: DataPlaneConfig) -> dict[str, Any]:
+    """Return TransferQueue's settings of a client that lends no memory."""
+    return {
+        "auto_init": False,
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": master,
+        "local_hostname": "",
+        "protocol": "tcp",
+        "global_segment_size": 0,
+        "local_buffer_size": config.local_buffer_size,
+        "device_name": "",
+        "hard_pin": True,
+    }
+
+
+def _executable() -> str:
+    spec = importlib.util.find_spec("mooncake")
+    folder = spec.submodule_search_locations[0] if spec and spec.submodule_search_locations else "."
+    path = Path(folder) / "mooncake_master"
+    if not path.exists():
+        raise ConfigError(f"the Mooncake wheel has no {path}; reinstall mooncake-transfer-engine-non-cuda")
+    if not os.access(path, os.X_OK):
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def _free_port(address: str) -> int:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _is_listening(address: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((address, port)) == 0

@@ -1,0 +1,259 @@
+"""Blocks of bytes in TransferQueue: put, fetch, drop, each within a time limit and checked.
+
+TransferQueue's calls have no time-out of their own, drop missing keys silently, and report a put as done
+whose notice to the controller was lost. So every call runs on one event loop of this process and is given up
+after a time; a fetch checks that all blocks came, a put that all are known. A block is one flat uint8 row of
+one field, which no backend reshapes or casts.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import zmq
+from tensordict import TensorDict
+from transfer_queue.client import AsyncTransferQueueClient
+from transfer_queue.metadata import BatchMeta
+
+from headrace.data_plane.packed_payload import BlockError, BlockInfo
+from headrace.distributed.ragged import nested_from_ragged, ragged_from_nested
+from headrace.errors import TransportError
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+# It warns at every call on a machine of fewer than 8 cores.
+logging.getLogger("transfer_queue.utils.common").setLevel(logging.ERROR)
+
+FIELD = "block"
+_BYTES_PER_CALL = 256 * 1024 * 1024
+_KEYS_PER_CALL = 4096
+_CLOSE_TIMEOUT_S = 10.0
+# What a TransferQueue call may raise; lost blocks are told apart before.
+_FAULTS = (RuntimeError, ValueError, KeyError, TypeError, AssertionError, OSError, zmq.ZMQError)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How a process reaches TransferQueue; picklable. `environment` is set before the client starts."""
+
+    engine_id: str
+    backend: str
+    controller: Any
+    storage: dict[str, Any]
+
+
+class PayloadClient:
+    """A process's connection to TransferQueue."""
+
+    def __init__(self, connection: Connection, timeout_s: float) -> None:
+        """Connect.
+
+        Raises:
+            TransportError: no answer within `timeout_s`.
+        """
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, daemon=True, name="headrace-transfer-queue")
+        self._thread.start()
+        self._client: AsyncTransferQueueClient | None = None
+        self._is_closed = False
+        try:
+            self._client = self._call("connecting to TransferQueue", timeout_s, self._connect(connection))
+        except TransportError:
+            self.close()
+            raise
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _connect(self, connection: Connection) -> AsyncTransferQueueClient:
+        client = AsyncTransferQueueClient(
+            f"headrace_{os.getpid()}_{id(self):x}", connection.controller, zmq_io_threads=1
+        )
+        # The handshake blocks, so it gets a thread.
+        await asyncio.get_running_loop().run_in_executor(
+            None, client.initialize_storage_manager, connection.backend, dict(connection.storage)
+        )
+        return client
+
+    def put(
+        self, partition: str, keys: Sequence[str], buffer: torch.Tensor, bounds: Sequence[int], limit_s: float
+    ) -> list[int]:
+        """Store block i, `buffer[bounds[i] : bounds[i + 1]]`, under `keys[i]`; return the slots.
+
+        Raises:
+            TransportError: not done within `limit_s`, or refused; some blocks may be stored.
+        """
+        what = f"putting {len(keys)} blocks ({bounds[-1]} bytes) into TransferQueue"
+        return self._call(what, limit_s, self._put(partition, keys, buffer, bounds))
+
+    async def _put(
+        self, partition: str, keys: Sequence[str], buffer: torch.Tensor, bounds: Sequence[int]
+    ) -> list[int]:
+        slots: list[int] = []
+        for first, last in _runs(bounds):
+            names = list(keys[first:last])
+            offsets = torch.tensor(bounds[first : last + 1]) - bounds[first]
+            rows = nested_from_ragged(buffer[bounds[first] : bounds[last]], offsets, 1)
+            meta = await self._open().async_kv_retrieve_meta(names, partition, create=True)
+            if meta.size != len(names):
+                raise BlockError(f"TransferQueue made room for {meta.size} of {len(names)} blocks")
+            # `async_put` would add a request for tags, which are in the index.
+            fields = TensorDict({FIELD: rows}, batch_size=[len(names)])
+            await self._open().storage_manager.put_data(fields, meta)
+            slots.extend(meta.global_indexes)
+        return slots
+
+    def get(self, partition: str, blocks: Sequence[BlockInfo], limit_s: float) -> list[torch.Tensor]:
+        """Return the bytes of blocks, in order.
+
+        Raises:
+            BlockError: TransferQueue does not have all of them.
+            TransportError: no answer within `limit_s`, or a failure.
+        """
+        return self._call(
+            f"fetching {len(blocks)} blocks from TransferQueue", limit_s, self._get(partition, blocks)
+        )
+
+    async def _get(self, partition: str, blocks: Sequence[BlockInfo]) -> list[torch.Tensor]:
+        rows: list[torch.Tensor] = []
+        bounds = [0, *accumulate(block.nbytes for block in blocks)]
+        for first, last in _runs(bounds):
+            part = blocks[first:last]
+            meta = _meta(partition, [block.slot for block in part], [block.nbytes for block in part])
+            try:
+                fields = await self._open().async_get_data(meta)
+            except KeyError as error:
+                raise BlockError(f"blocks are not in TransferQueue (any more): {error}") from error
+            got = _rows(fields.get(FIELD))
+            if len(got) != len(part):
+                raise BlockError(f"TransferQueue gave {len(got)} of {len(part)} blocks")
+            rows.extend(got)
+        return rows
+
+    def drop(self, partition: str, keys: Sequence[str], limit_s: float) -> None:
+        """Remove blocks; those that are not there are ignored."""
+        self._call(f"dropping {len(keys)} blocks from TransferQueue", limit_s, self._drop(partition, keys))
+
+    def drop_later(self, partition: str, keys: Sequence[str], limit_s: float) -> None:
+        """Try to remove blocks, without waiting and without an error; what a failed put has left."""
+
+        async def attempt() -> None:
+            try:
+                await asyncio.wait_for(self._drop(partition, keys), limit_s)
+            except (TransportError, *_FAULTS) as error:
+                _log.warning("%d blocks of %s are left in TransferQueue: %s", len(keys), partition, error)
+
+        if not self._is_closed:
+            asyncio.run_coroutine_threadsafe(attempt(), self._loop)
+
+    async def _drop(self, partition: str, keys: Sequence[str]) -> None:
+        for first in range(0, len(keys), _KEYS_PER_CALL):
+            names = list(keys[first : first + _KEYS_PER_CALL])
+            known = await self._open().async_kv_retrieve_meta(names, partition, create=False)
+            if known.size:
+                # Of our own making, since TransferQueue's lists no field of which a notice was lost.
+                slots = list(known.global_indexes)
+                await self._open().async_clear_samples(_meta(partition, slots, [0] * len(slots)))
+
+    def drop_partition(self, partition: str, limit_s: float) -> None:
+        """Remove a partition with all its blocks."""
+        self._call(
+            f"dropping partition '{partition}' from TransferQueue",
+            limit_s,
+            self._drop_partition(partition),
+        )
+
+    async def _drop_partition(self, partition: str) -> None:
+        if partition in await self._open().async_get_partition_list():
+            await self._open().async_clear_partition(partition)
+
+    def keys(self, partition: str, limit_s: float) -> list[str]:
+        """Return the keys of the blocks that TransferQueue lists in a partition."""
+        listing = self._call("listing TransferQueue's blocks", limit_s, self._open().async_kv_list(partition))
+        return list(listing.get(partition, {}))
+
+    def close(self) -> None:
+        """Disconnect; may be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        client, self._client = self._client, None
+        if client is not None:
+            with contextlib.suppress(*_FAULTS, FutureTimeoutError):
+                asyncio.run_coroutine_threadsafe(_in_loop(client.close), self._loop).result(_CLOSE_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _open(self) -> AsyncTransferQueueClient:
+        if self._client is None:
+            raise TransportError("the connection to TransferQueue is closed")
+        return self._client
+
+    def _call(self, what: str, limit_s: float, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(limit_s)
+        except (FutureTimeoutError, asyncio.CancelledError) as error:
+            future.cancel()
+            raise TransportError(
+                f"{what}: no answer within {limit_s:.3g} s. The controller or a storage unit may be gone; if it is "
+                "only slow, raise data_plane.timeout_s"
+            ) from error
+        except _FAULTS as error:
+            raise TransportError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _meta(partition: str, slots: list[int], sizes: list[int]) -> BatchMeta:
+    """Return what TransferQueue needs to find blocks, without asking its controller."""
+    schema = {
+        "dtype": torch.uint8,
+        "shape": None,
+        "is_nested": True,
+        "is_non_tensor": False,
+        "per_sample_shapes": [(size,) for size in sizes],
+    }
+    count = len(slots)
+    return BatchMeta(
+        global_indexes=slots,
+        partition_ids=[partition] * count,
+        field_schema={FIELD: schema},
+        production_status=np.ones(count, dtype=np.int8),
+        custom_meta=[{} for _ in slots],
+        _custom_backend_meta=[{} for _ in slots],
+    )
+
+
+async def _in_loop(call: Callable[[], None]) -> None:
+    call()
+
+
+def _runs(bounds: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut blocks into runs of bounded size: (first, past last)."""
+    runs, first = [], 0
+    for last in range(1, len(bounds)):
+        is_end = last == len(bounds) - 1
+        if is_end or last - first == _KEYS_PER_CALL or bounds[last + 1] - bounds[first] > _BYTES_PER_CALL:
+            runs.append((first, last))
+            first = last
+    return runs
+
+
+def _rows(leaf: Any) -> list[torch.Tensor]:
+    if not isinstance(leaf, torch.Tensor):
+        return [item for item in leaf if isinstance(item, torch.Tensor)] if leaf is not None else []
+    if leaf.is_nested:
+        values, offsets, _ = ragged_from_nested(leaf)
+        return list(torch.split(values, offsets.diff().tolist()))
+    return [row.contiguous() for row in leaf.unbind()]

@@ -1,0 +1,43 @@
+"""Digests that bind routes to the tokens they belong to, so that copies can be compared wherever they are.
+
+The digest of a set of tokens is a sum mod 2^64 over its tokens, so it depends neither on the order of samples nor on
+how they are cut into microbatches and ranks, and digests of parts add up. Each term hashes a token's routes, its id and
+its position in its sample: routes that move by one token, or to another sample, change the sum.
+"""
+
+import torch
+
+from headrace.data_plane.routes_codec import missing_mark, missing_rows, row_digests
+
+_WORD = 1 << 64
+# Odd 64-bit constants with well mixed bits, as signed numbers.
+_TOKEN, _PLACE = -7046029254386353131, -4265267296055464877
+_FIRST, _SECOND = -4658895280553007687, -7723592293110705685
+
+
+def bound_digests(ids: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return a 64-bit content hash per token, int64 (T,).
+
+    Args:
+        ids: (T, L, k) routes of any integer dtype.
+        tokens: (T,) token ids.
+        positions: (T,) positions in the tokens' samples.
+    """
+    mixed = row_digests(ids) + (tokens + 1) * _TOKEN + (positions + 1) * _PLACE
+    mixed = (mixed ^ (mixed >> 29)) * _FIRST
+    return (mixed ^ (mixed >> 32)) * _SECOND
+
+
+def digest_sum(digests: torch.Tensor, where: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the sum (0-D int64, wrapping) of digests, over those where `where` is True."""
+    return (digests if where is None else digests * where).sum()
+
+
+def as_word(total: torch.Tensor | int) -> int:
+    """Return a wrapped sum as a number in [0, 2^64); waits for the device."""
+    return int(total) % _WORD
+
+
+def mask_missing(used: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """Return `used` with the missing mark wherever `given` (the same shape and dtype) has no record."""
+    return used.masked_fill(missing_rows(given).unsqueeze(-1), missing_mark(used.dtype))

@@ -1,0 +1,178 @@
+"""Blocks of bytes, and the books that say where rows lie; no process but this one."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from headrace.data_plane.adapters.local_chunks import Chunk, chunk_from_leaf, read_rows
+from headrace.data_plane.adapters.transfer_queue_index import Indexes, SampleIndex
+from headrace.data_plane.checks import checked_leaves
+from headrace.data_plane.codec import nest
+from headrace.data_plane.object_codec import object_array
+from headrace.data_plane.packed_payload import BlockError, PackedColumns, pack, unpack
+from headrace.errors import CapacityExceeded, DataPlaneError, SampleNotFound, SchemaError
+from reference import rows_of, same_bits, same_rows
+
+DTYPES = [torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.bfloat16, torch.float64]
+
+
+def chunks_of(count: int, **columns: Any) -> dict[str, Chunk]:
+    ids, wire = [f"s{i}" for i in range(count)], TensorDict(columns, batch_size=[count])
+    return {name: chunk_from_leaf(name, leaf, ids) for name, leaf in checked_leaves(wire, count).items()}
+
+
+def bytes_of(packed: PackedColumns) -> list[torch.Tensor]:
+    return [packed.buffer[a:b] for a, b in zip(packed.bounds, packed.bounds[1:])]
+
+
+def column_of(packed: PackedColumns, name: str) -> Any:
+    data = dict(zip([block.key for block in packed.blocks], bytes_of(packed)))
+    parts = [unpack(block, data[block.key]) for block in packed.columns[name]]
+    return (parts[0].join(parts[1:]) if len(parts) > 1 else parts[0]).leaf()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dense_and_ragged_rows_survive_packing_bit_for_bit(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    dense = torch.randint(0, 2, (5, 3), generator=generator).to(dtype)
+    rows = [torch.randint(0, 2, (n, 2), generator=generator).to(dtype) for n in (0, 3, 3, 1, 0)]
+    packed = pack(chunks_of(5, dense=dense, rows=nest(rows)), "k")
+    assert same_bits(column_of(packed, "dense"), dense)
+    assert same_rows(rows_of(column_of(packed, "rows")), rows)
+
+
+def test_rows_without_elements_keep_their_shapes() -> None:
+    rows = [torch.zeros(n, 0, 4) for n in (2, 0, 3)]
+    packed = pack(chunks_of(3, empty=torch.zeros(3, 0), rows=nest(rows)), "k")
+    assert column_of(packed, "empty").shape == (3, 0)
+    assert [tuple(row.shape) for row in rows_of(column_of(packed, "rows"))] == [
+        (2, 0, 4),
+        (0, 0, 4),
+        (3, 0, 4),
+    ]
+
+
+def test_objects_survive_packing() -> None:
+    values = [{"a": [1, None]}, "", b"\x00\xff", ("x", 2.5), []]
+    assert list(column_of(pack(chunks_of(5, log=object_array(values)), "k"), "log")) == values
+
+
+def test_rows_ragged_in_a_later_dimension_survive_packing() -> None:
+    rows = [torch.randn(4, n) for n in (3, 5)]
+    column = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    got = column_of(pack(chunks_of(2, x=column), "k"), "x")
+    assert all(torch.equal(a, b) for a, b in zip(got.unbind(), rows, strict=True))
+
+
+def test_an_eighth_of_the_rows_lies_in_little_more_than_an_eighth_of_the_bytes() -> None:
+    rows = [torch.zeros(1000 + 20 * i, dtype=torch.int64) for i in range(1024)]
+    packed = pack(chunks_of(1024, x=nest(rows)), "k")
+    index, ids = SampleIndex(2048), [f"s{i}" for i in range(1024)]
+    index.put("p", ids, packed.columns, None)
+    located = index.select("p", ids[512:640], ["x"])["x"]
+    wanted = sum(row.numel() * 8 for row in rows[512:640])
+    assert sum(block.nbytes for block in located.blocks) < 1.6 * wanted
+
+
+def test_a_row_larger_than_a_block_gets_a_block_of_its_own() -> None:
+    rows = [torch.zeros(n, dtype=torch.uint8) for n in (10, 9_000_000, 10, 10)]
+    packed = pack(chunks_of(4, x=nest(rows)), "k")
+    assert same_rows(rows_of(column_of(packed, "x")), rows)
+    assert max(block.nbytes for block in packed.blocks) < 9_000_200
+
+
+@pytest.mark.parametrize("fault", ["shorter", "longer", "another block", "another dtype", "padded"])
+def test_bytes_that_are_not_the_blocks_own_are_refused(fault: str) -> None:
+    first, other = (pack(chunks_of(2, x=torch.tensor([1, 2])), "k") for _ in range(2))
+    data = bytes_of(first)[0]
+    wrong = {
+        "shorter": data[:-1],
+        "longer": torch.cat([data, data[:1]]),
+        "another block": bytes_of(other)[0],
+        "another dtype": data.view(torch.int64),
+        "padded": data[None],
+    }[fault]
+    assert unpack(first.blocks[0], data).leaf().tolist() == [1, 2]  # type: ignore[union-attr]
+    with pytest.raises(BlockError, match=r"block 'k\.0'"):
+        unpack(first.blocks[0], wrong)
+
+
+def test_what_the_books_are_told_is_a_vanishing_part_of_long_rows() -> None:
+    def told(tokens: int) -> tuple[int, int]:
+        packed = pack(chunks_of(64, x=nest([torch.zeros(tokens, dtype=torch.uint8)] * 64)), "k")
+        return len(pickle.dumps(packed.columns)), len(packed.buffer)
+
+    (short, _), (long, bulk) = told(40_000), told(400_000)
+    assert long <= 4 * short
+    assert long < 0.0001 * bulk
+
+
+def test_blocks_become_garbage_when_their_last_row_goes() -> None:
+    index, ids = SampleIndex(16), ["a", "b"]
+    for number in (1, 2):
+        index.put(
+            "p", ids, pack(chunks_of(2, x=torch.tensor([1, 2]), y=torch.zeros(2)), f"k{number}").columns, None
+        )
+    assert sorted(index.take_garbage()) == ["k1.0", "k1.1"]
+    index.put("p", ["a"], pack(chunks_of(1, x=torch.tensor([1])), "k3").columns, None)
+    index.clear("p", ["b"])
+    assert index.take_garbage() == ["k2.0"]
+    index.clear("p", None)
+    assert sorted(index.take_garbage()) == ["k2.1", "k3.0"]
+    assert index.take_garbage() == []
+
+
+def test_blocks_of_a_registered_again_partition_are_garbage() -> None:
+    index = SampleIndex(16)
+    index.put("p", ["a"], pack(chunks_of(1, x=torch.zeros(1)), "k").columns, None)
+    index.register("p", 1, [], None, None)
+    assert index.take_garbage() == ["k.0"]
+
+
+def test_a_refused_commit_leaves_its_blocks_to_the_caller() -> None:
+    index = SampleIndex(1)
+    index.put("p", ["a"], pack(chunks_of(1, x=torch.zeros(1)), "k").columns, None)
+    with pytest.raises(CapacityExceeded):
+        index.put("p", ["b"], pack(chunks_of(1, x=torch.zeros(1)), "m").columns, None)
+    index.put("q", [], {}, None)
+    with pytest.raises(SampleNotFound):
+        index.select("p", ["b"], ["x"])
+    assert index.take_garbage() == []
+
+
+def test_a_column_over_several_blocks_is_read_in_any_order() -> None:
+    values = torch.arange(400_000).view(400, 1000)
+    packed = pack(chunks_of(400, x=values), "k")
+    index, ids = SampleIndex(1000), [f"s{i}" for i in range(400)]
+    index.put("p", ids, packed.columns, None)
+    data = dict(zip([block.key for block in packed.blocks], bytes_of(packed)))
+    order = torch.randperm(400, generator=torch.Generator().manual_seed(0))[:77].tolist()
+    located = index.select("p", [ids[i] for i in order], ["x"])["x"]
+    chunks = [unpack(block, data[block.key]) for block in located.blocks]
+    got = read_rows(chunks, located.block_of, located.row_of).leaf()
+    assert len(packed.blocks) > 3
+    assert torch.equal(got, values[order])  # type: ignore[arg-type]
+
+
+def test_the_books_refuse_to_mix_forms() -> None:
+    index = SampleIndex(16)
+    index.put("p", ["a"], pack(chunks_of(1, x=torch.zeros(1)), "k").columns, None)
+    with pytest.raises(SchemaError, match="'x'"):
+        index.put("p", ["b"], pack(chunks_of(1, x=torch.zeros(1, dtype=torch.int64)), "m").columns, None)
+
+
+def test_stores_of_one_cluster_are_apart() -> None:
+    indexes = Indexes()
+    indexes.open_store("one", 4)
+    indexes.open_store("two", 4)
+    columns = pack(chunks_of(1, x=torch.zeros(1)), "k").columns
+    indexes.run("one", "put", "p", ["a"], columns, None)
+    assert indexes.run("two", "sample_ids") == ({}, [])
+    with pytest.raises(DataPlaneError, match="'one' is open already"):
+        indexes.open_store("one", 4)
+    indexes.close_store("one")
+    with pytest.raises(DataPlaneError, match="'one' is closed"):
+        indexes.run("one", "sample_ids")
