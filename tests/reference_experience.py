@@ -35,6 +35,7 @@ class BigramGenerator:
 
     def __init__(self, tokenizer: Any, *, model_seed: int = 0, end: float = 0.3) -> None:
         self.weight_version = 0
+        self.route_shape = None
         self.calls: list[list[list[int]]] = []
         self.limits: list[int] = []
         self.releases = 0

@@ -5,6 +5,7 @@ with one line on standard error: exit code 2 for a bad config or command line, 1
 Ctrl-C.
 """
 
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,15 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import headrace
+from headrace.bench import (
+    bench_table,
+    choose,
+    find_benchmarks,
+    missed,
+    run_benchmark,
+    save_report,
+    split_targets,
+)
 from headrace.config import RecipeConfig
 from headrace.distributed.packing import ALGORITHMS, plan_microbatches
 from headrace.doctor import doctor_table, run_checks
@@ -307,6 +317,66 @@ def report(
       headrace report runs/demo_moe/seed0
     """
     _write_results(RunDirectory(run_dir), Console())
+
+
+@app.command("trace-check")
+def trace_check(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
+) -> None:
+    """Check a run's trace of expert routes, and explain the first difference; exit code 1 if there is one.
+
+    The run must have had policy.router_replay.enabled=true and policy.router_replay.trace=true.
+
+    \b
+    Example:
+      headrace trace-check runs/demo_moe_r3
+    """
+    from headrace.trace_check import check_run  # noqa: PLC0415  (imports transformers: seconds)
+
+    for line in check_run(run_dir):
+        typer.echo(line)
+
+
+@app.command()
+def bench(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Benchmarks to run; none: all.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
+    quick: Annotated[bool, typer.Option(help="Small inputs, few rounds: does it run at all?")] = False,
+    save: Annotated[bool, typer.Option(help="Write the reports to benchmarks/results.")] = False,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME.FIGURE=NUMBER", help="Hold a figure to another target.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Measure this machine against the targets; exit code 1 if a figure misses its own. Needs a checkout.
+
+    \b
+    Examples:
+      headrace bench
+      headrace bench codec local_store --json
+      headrace bench planner --target planner.seconds.1048576x1024=1
+    """
+    folder = find_benchmarks()
+    chosen = choose(folder, names or ())
+    targets = split_targets(target or (), chosen)
+    progress = Console(stderr=True)
+    reports = []
+    for name in chosen:
+        print_line(progress, f"running {name}")
+        reports.append(run_benchmark(folder, name, quick=quick, targets=targets[name]))
+        if save:
+            save_report(reports[-1], folder)
+    if as_json:
+        typer.echo(json.dumps(reports, indent=1))
+    else:
+        Console().print(bench_table(reports))
+    if misses := missed(reports):
+        _fail(f"{len(misses)} figures miss their targets: {', '.join(misses)}", code=1)
 
 
 if __name__ == "__main__":

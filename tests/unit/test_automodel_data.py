@@ -166,6 +166,21 @@ def test_a_remainder_is_an_error_before_anything_runs() -> None:
         get_microbatch_iterator(tiny_batch([2] * 249), FIXED, 2, None, tiny_tokenizer())
 
 
+def test_the_ranks_of_a_replica_get_packed_rows_that_they_divide() -> None:
+    data = tiny_batch([5, 3, 7, 1])
+    microbatches, count = get_microbatch_iterator(data, FIXED, 2, None, tiny_tokenizer(), replica_size=4)
+    rows = [m.processed_inputs for m in microbatches]
+    assert count == 2
+    assert [r.input_ids.shape for r in rows] == [(1, 8), (1, 8)]
+    assert all(r.has_flash_attention for r in rows)
+
+
+def test_media_cannot_be_split_over_the_ranks_of_a_replica() -> None:
+    microbatches, _ = get_microbatch_iterator(_with_media(), FIXED, 2, None, tiny_tokenizer(), replica_size=2)
+    with pytest.raises(ConfigError, match=r"pixel_values.*policy\.parallel\.tensor=1"):
+        next(microbatches)
+
+
 @pytest.mark.parametrize("kind", ["packed", "dynamic"])
 def test_planned_microbatches_hold_every_row_once_in_the_plans_order(kind: str) -> None:
     (data,) = _planned(kind)

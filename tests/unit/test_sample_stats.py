@@ -117,17 +117,27 @@ def test_mismatch_by_hand():
     data = {
         "token_mask": torch.tensor([[0, 1, 1], [0, 1, 0], [0, 1, 1]]),
         "sample_mask": torch.tensor([1.0, 1.0, 0.0]),
-        "prev_logprobs": torch.tensor([[0.0, 0.2, 0.4], [0.0, 0.75, 0.0], [0.0, 0.9, 0.9]]).log(),
+        "prev_logprobs": torch.tensor([[0.0, 0.1, 0.4], [0.0, 0.75, 0.0], [0.0, 0.9, 0.9]]).log(),
         "generation_logprobs": torch.tensor([[0.0, 0.4, 0.4], [0.0, 0.25, 0.0], [0.0, 0.1, 0.1]]).log(),
     }
     metrics = mismatch_metrics(data)
-    # Trainer / generator: 1/2, 1 and 3; k3 of KL(generator || trainer) = r - 1 - log r.
-    kl = ((0.5 - 1 + math.log(2)) + 0 + (3 - 1 - math.log(3))) / 3
+    # Trainer / generator: 1/4, 1 and 3; k3 of KL(generator || trainer) = r - 1 - log r.
+    kl = ((0.25 - 1 + math.log(4)) + 0 + (3 - 1 - math.log(3))) / 3
+
+    def js(r):
+        return (math.log(2 / (1 + r)) + r * math.log(2 * r / (1 + r))) / 2
+
     assert metrics == pytest.approx(
         {
             "generation_kl": kl,
-            "token_mult_prob_error": 2.0,
-            "logprob_gap_max": math.log(3),
+            "generation_kl_k1": (math.log(4) - math.log(3)) / 3,
+            "generation_kl_k2": (math.log(4) ** 2 + math.log(3) ** 2) / 6,
+            "js_divergence": (js(0.25) + js(1) + js(3)) / 3,
+            "tail_1.5": 2 / 3,
+            "tail_2": 2 / 3,
+            "tail_5": 0.0,
+            "token_mult_prob_error": 8 / 3,
+            "logprob_gap_max": math.log(4),
             "sample_error_max": 3.0,
         }
     )

@@ -19,6 +19,7 @@ from headrace.experience.rollouts import RolloutSettings, run_rollouts
 from headrace.experience.types import Prompt, Rollout
 from headrace.models.interfaces import Generator, LossFn
 from headrace.models.policy.lm_policy import Policy
+from headrace.models.router_replay.proof import ReplayProof
 from headrace.utils.rounding import round_up
 
 
@@ -119,13 +120,22 @@ class InMemoryRows:
         """Let go of the columns."""
         rows.columns = None
 
+    def replay_proofs(self) -> dict[str, ReplayProof]:
+        """Ask the policy."""
+        return self._policy.take_replay_proofs()
+
+    def columns(self, rows: MemoryBatch, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        """Return columns as the policy gets them."""
+        columns = self._columns(rows)
+        return {name: columns[name] for name in names}
+
     def moved_bytes(self) -> dict[str, int]:
         """Nothing goes through a data plane."""
         return {}
 
     def _columns(self, rows: MemoryBatch) -> BatchedDataDict:
         if rows.columns is None:
-            flat = flatten(rows.rollouts)
+            flat = flatten(rows.rollouts, route_shape=self._generator.route_shape)
             width = round_up(int(flat.lengths.max()), self._settings.pad_to_multiple)
             rows.columns = to_padded_batch(flat, pad_values(int(self._tokenizer.pad_token_id)), width)
         return rows.columns

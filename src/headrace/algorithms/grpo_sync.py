@@ -21,6 +21,7 @@ from headrace.experience.sync_rollout_actor import SyncRolloutActor
 from headrace.experience.types import Prompt
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.tq_policy import TQPolicy
+from headrace.models.router_replay.proof import ReplayProof
 
 
 class DataPlaneRows:
@@ -110,6 +111,14 @@ class DataPlaneRows:
                 f"{len(left)} rows are left in partition '{rows.partition_id}' after the step, for example "
                 f"{left[:3]}; each row of a step must be trained on or discarded"
             )
+
+    def replay_proofs(self) -> dict[str, ReplayProof]:
+        """Ask the policy."""
+        return self._policy.take_replay_proofs()
+
+    def columns(self, rows: KVBatchMeta, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        """Read columns from the store."""
+        return self._policy.read_from_dataplane(rows, select_fields=names)
 
     def moved_bytes(self) -> dict[str, int]:
         """Return bytes put and got since the last call, by column."""

@@ -18,11 +18,11 @@ from headrace.algorithms.prompt_stream import PromptStream
 from headrace.algorithms.step import Rows, StepContext
 from headrace.algorithms.validation import Validator
 from headrace.algorithms.warm_start import warm_start, warm_start_optimizer
-from headrace.config import RecipeConfig
+from headrace.config import DataPlaneConfig, ObservabilityConfig, RecipeConfig
 from headrace.environments.build import build_environment
 from headrace.environments.interfaces import Environment
 from headrace.errors import ConfigError
-from headrace.experience.rollouts import RolloutSettings
+from headrace.experience.rollouts import RolloutSettings, check_prompts
 from headrace.experience.sync_rollout_actor import SyncRolloutActor
 from headrace.models.automodel.setup import load_model, load_tokenizer
 from headrace.models.generation.interfaces import build_generator
@@ -30,6 +30,7 @@ from headrace.models.interfaces import Generator
 from headrace.models.policy.lm_policy import Policy
 from headrace.models.policy.tq_policy import TQPolicy
 from headrace.utils.checkpoints import CheckpointManager
+from headrace.utils.run_directory import RunDirectory
 from headrace.utils.seeding import derive_seed
 
 
@@ -66,9 +67,16 @@ def build_session(recipe: RecipeConfig) -> Session:
         torch.set_num_threads(recipe.cpu_threads)
     tokenizer = load_tokenizer(recipe.policy)
     environment = build_environment(recipe.env, recipe.data, seed=recipe.seed)
+    check_prompts(tokenizer, environment, max_total_tokens=recipe.policy.max_total_sequence_length)
     policy = _build_policy(recipe, tokenizer)
     model = load_model(recipe.policy, seed=recipe.seed, device=None)
-    generator = build_generator(recipe.generation, model, tokenizer)
+    replay = recipe.policy.router_replay.enabled
+    generator = build_generator(recipe.generation, model, tokenizer, record_routes=replay)
+    if replay and generator.route_shape is None:
+        raise ConfigError(
+            f"policy.router_replay.enabled=true, and generation.backend={recipe.generation.backend} records no routes; "
+            "use one that does, or switch router replay off"
+        )
     settings = RolloutSettings.from_recipe(recipe)
     actor_parts = (generator, tokenizer, environment, settings)
     rows: Rows[Any]
@@ -91,10 +99,18 @@ def _build_policy(recipe: RecipeConfig, tokenizer: Any) -> Policy:
         "tokenizer": tokenizer,
         "seed": recipe.seed,
         "with_reference": recipe.needs_reference,
+        "cluster": recipe.cluster,
     }
     if not recipe.data_plane.enabled:
         return Policy(recipe.policy, recipe.generation, **common)
-    return TQPolicy(recipe.policy, recipe.generation, dp_cfg=recipe.data_plane, **common)
+    return TQPolicy(recipe.policy, recipe.generation, dp_cfg=_observed(recipe.data_plane), **common)
+
+
+def _observed(cfg: DataPlaneConfig) -> DataPlaneConfig:
+    """A run counts bytes by column, unless the recipe says no."""
+    if cfg.observability.enabled is not None:
+        return cfg
+    return cfg.model_copy(update={"observability": ObservabilityConfig(enabled=True)})
 
 
 def train(recipe: RecipeConfig, run_dir: Path, observer: RunObserver, stopper: Stopper) -> dict[str, Any]:
@@ -119,7 +135,10 @@ def train(recipe: RecipeConfig, run_dir: Path, observer: RunObserver, stopper: S
         )
         completed = _warm_up(session, checkpoints, observer, stopper, progress, run_dir)
         if completed:
-            completed = start_loop(session, observer, stopper, checkpoints, progress).run()
+            loop = start_loop(
+                session, observer, stopper, checkpoints, progress, RunDirectory(run_dir).traces_dir
+            )
+            completed = loop.run()
     finally:
         session.close()
     summary = _summary(recipe, progress, completed, time.perf_counter() - started)
@@ -146,8 +165,12 @@ def start_loop(
     stopper: Stopper,
     checkpoints: CheckpointManager | None = None,
     progress: Progress | None = None,
+    trace_dir: Path | None = None,
 ) -> Loop:
-    """Return the loop over a session's rows, ready to run; without `checkpoints` it saves none."""
+    """Return the loop over a session's rows, ready to run; without `checkpoints` it saves none.
+
+    With `policy.router_replay.trace`, routes are written to `trace_dir`.
+    """
     recipe = session.recipe
     ctx = StepContext(
         recipe,
@@ -156,6 +179,7 @@ def start_loop(
         build_loss(recipe.loss),
         on_stage=observer.on_stage,
         should_stop=stopper.is_set,
+        trace_dir=trace_dir,
     )
     return Loop(
         recipe,

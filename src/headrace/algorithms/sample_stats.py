@@ -7,6 +7,7 @@ A token whose prev logprob is -inf (the trainer's top-k or top-p excludes it) do
 it out too, and reports how many there are.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,9 @@ STATS_COLUMNS: tuple[str, ...] = (
     "reference_policy_logprobs",
 )
 """Columns that `sample_stats` looks at; all but `token_mask` are optional."""
+
+TAIL_FACTORS = (1.5, 2.0, 5.0)
+"""Factors between two probabilities of a token beyond which a token is counted as far off."""
 
 
 def stats_columns(*, reference: bool) -> tuple[str, ...]:
@@ -58,38 +62,87 @@ def sample_stats(data: Mapping[str, Any], *, kl_kind: KLKind) -> dict[str, torch
     return {name: values.to(torch.float32) for name, values in stats.items()}
 
 
-def mismatch_metrics(data: Mapping[str, Any]) -> dict[str, float]:
-    """Return how far the trainer's probabilities are from the generator's, over a whole batch.
+def mismatch_stats(data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return what `mismatch_summary` needs of each of N samples, each (N,) float64; {} without prev logprobs.
 
-    Only tokens that count (`token_mask[:, 1:] * sample_mask > 0`) enter.
+    Sums over tokens with `token_mask[:, 1:]` (`tokens`, `k1`, `k2`, `k3`, `js`, `error`, `tail_*`) and `gap_max`.
 
-    - `generation_kl`: k3 estimate of KL(generator || trainer) per token that the generator sampled.
+    Raises:
+        SchemaError: no `token_mask`, or a column of another shape.
+    """
+    tokens = _gather(data)
+    if tokens.prev is None or tokens.generation is None:
+        return {}
+    gap = clamp_log_ratio(tokens.prev - tokens.generation)
+    factor = gap.abs().exp()
+    stats = {
+        "tokens": tokens.count,
+        **{k: tokens.total(kl_estimate(tokens.generation, tokens.prev, k)) for k in ("k1", "k2", "k3")},
+        "js": tokens.total(jensen_shannon(gap)),
+        "error": tokens.total(factor),
+        "gap_max": tokens.count.new_zeros(len(tokens.count)).scatter_reduce_(
+            0, tokens.rows, gap.abs(), "amax"
+        ),
+    }
+    for tau in TAIL_FACTORS:
+        stats[f"tail_{tau:g}"] = tokens.total((factor > tau).to(torch.float64))
+    return stats
+
+
+def mismatch_summary(stats: Mapping[str, torch.Tensor], counts: torch.Tensor) -> dict[str, float]:
+    """Return how far the trainer's probabilities are from the generator's, over the samples with `counts` (N,) > 0.
+
+    Per token that the generator sampled:
+
+    - `generation_kl_k1`, `generation_kl_k2`, `generation_kl`: estimates of KL(generator || trainer); the last is k3.
+    - `js_divergence`: estimate of the Jensen-Shannon divergence, in nats.
     - `token_mult_prob_error`: mean exp|prev - generation|; 1 is perfect agreement.
-    - `logprob_gap_max`: the largest |prev - generation|, at most 20.
-    - `sample_error_max`: the largest `logprob_error` of a sample.
+    - `tail_T`: share of tokens whose two probabilities differ by more than a factor of T.
 
-    Returns {} if no token counts.
+    `logprob_gap_max` is the largest |prev - generation|, at most 20; `sample_error_max` the largest mean of
+    exp|prev - generation| over one sample. Returns {} if no token counts.
+
+    Source: the tail function F(tau) of rollout routing replay (arXiv 2510.11370).
+    """
+    chosen = counts > 0
+    kept = {name: values[chosen] for name, values in stats.items()}
+    if not kept or not bool(kept["tokens"].sum()):
+        return {}
+    total = kept["tokens"].sum()
+    names = {"k1": "generation_kl_k1", "k2": "generation_kl_k2", "k3": "generation_kl"}
+    names |= {"js": "js_divergence", "error": "token_mult_prob_error"}
+    names |= {f"tail_{tau:g}": f"tail_{tau:g}" for tau in TAIL_FACTORS}
+    values = {metric: kept[name].sum() / total for name, metric in names.items()}
+    per_sample = torch.where(kept["tokens"] > 0, kept["error"] / kept["tokens"].clamp(min=1), 1.0)
+    values |= {"logprob_gap_max": kept["gap_max"].amax(), "sample_error_max": per_sample.amax()}
+    return dict(zip(values, torch.stack(list(values.values())).tolist()))
+
+
+def mismatch_metrics(data: Mapping[str, Any]) -> dict[str, float]:
+    """Return `mismatch_summary` of a whole batch, over the samples that `sample_mask` (if there) counts.
 
     Raises:
         SchemaError: `token_mask`, `prev_logprobs` or `generation_logprobs` is missing or has another shape.
     """
-    tokens = _gather(data, data.get("sample_mask"))
-    prev, generation = tokens.prev, tokens.generation
-    if prev is None or generation is None:
+    stats = mismatch_stats(data)
+    if not stats:
         raise SchemaError(
             "the mismatch needs columns 'prev_logprobs' and 'generation_logprobs'; got "
             + ", ".join(sorted(data))
         )
-    if not len(prev):
-        return {}
-    error = probability_error(prev - generation)
-    values = {
-        "generation_kl": kl_estimate(generation, prev, "k3").mean(),
-        "token_mult_prob_error": error.mean(),
-        "logprob_gap_max": clamp_log_ratio((prev - generation).abs()).amax(),
-        "sample_error_max": tokens.mean(error, empty=1.0).amax(),
-    }
-    return dict(zip(values, torch.stack(list(values.values())).tolist()))
+    mask = data.get("sample_mask")
+    return mismatch_summary(stats, torch.ones(len(stats["tokens"])) if mask is None else mask)
+
+
+def jensen_shannon(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return a per-token estimate of JS(p, q) in nats on tokens sampled from p, for log_ratio = log q - log p.
+
+    With r = q / p: (log(2 / (1 + r)) + r log(2 r / (1 + r))) / 2; never negative, 0 at r = 1. Its mean is unbiased, as
+    the part of JS under q is an expectation under p weighted with r. For r = 2: (log(2/3) + 2 log(4/3)) / 2 = 0.0849.
+    """
+    ratio = log_ratio.exp()
+    middle = torch.log1p(ratio) - math.log(2)
+    return (ratio * (log_ratio - middle) - middle) / 2
 
 
 @dataclass(frozen=True)
@@ -109,7 +162,7 @@ class _FlatTokens:
         return torch.where(self.count > 0, self.total(values) / self.count.clamp(min=1), empty)
 
 
-def _gather(data: Mapping[str, Any], sample_mask: torch.Tensor | None = None) -> _FlatTokens:
+def _gather(data: Mapping[str, Any]) -> _FlatTokens:
     mask = data.get("token_mask")
     if mask is None or mask.dim() != 2:
         got = "nothing" if mask is None else f"shape {tuple(mask.shape)}"
@@ -122,8 +175,6 @@ def _gather(data: Mapping[str, Any], sample_mask: torch.Tensor | None = None) ->
                 f"{tuple(mask.shape)}"
             )
     counts = mask[:, 1:] != 0
-    if sample_mask is not None:
-        counts = counts & (sample_mask > 0)[:, None]
     if (prev := columns["prev_logprobs"]) is not None:
         counts = counts & ~prev[:, 1:].isneginf()
     rows, places = counts.nonzero(as_tuple=True)

@@ -10,23 +10,33 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from headrace.algorithms.advantages import compute_advantages
 from headrace.algorithms.filtering import complete_batch, select_groups
+from headrace.algorithms.loss.kl import KLKind
 from headrace.algorithms.prompt_stream import PromptStream
+from headrace.algorithms.replay_checks import ReplayWatch
 from headrace.algorithms.rewards import overlong_mask, shape_rewards, subtract_kl
-from headrace.algorithms.sample_stats import sample_stats, stats_columns
+from headrace.algorithms.sample_stats import (
+    mismatch_stats,
+    mismatch_summary,
+    sample_stats,
+    stats_columns,
+)
 from headrace.config import RecipeConfig
 from headrace.errors import HeadraceError
 from headrace.experience.types import Prompt
 from headrace.models.interfaces import LossFn
+from headrace.models.router_replay.proof import ReplayProof
 from headrace.utils.seeding import derive_seed
 from headrace.utils.timer import Timer
 
 H = TypeVar("H")
+_GAP = "mismatch/"
 
 
 class StepInterrupted(HeadraceError):
@@ -47,6 +57,10 @@ class SampleTable:
     """(N,) int64."""
     total_tokens: torch.Tensor
     """(N,) int64, prompt included."""
+    routes_missing: torch.Tensor
+    """(N,) float32: share of rows without a recorded route."""
+    routes_digest: torch.Tensor
+    """(N,) int64 content hashes of the recorded routes; 0 without."""
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -67,6 +81,8 @@ class SampleTable:
             values["finished"],
             values["response_tokens"],
             values["total_tokens"],
+            values["routes_missing"],
+            values["routes_digest"],
         )
 
     def select(self, indices: Sequence[int]) -> "SampleTable":
@@ -79,6 +95,8 @@ class SampleTable:
             self.finished[at],
             self.response_tokens[at],
             self.total_tokens[at],
+            self.routes_missing[at],
+            self.routes_digest[at],
         )
 
     @staticmethod
@@ -91,6 +109,8 @@ class SampleTable:
             torch.cat([p.finished for p in parts]),
             torch.cat([p.response_tokens for p in parts]),
             torch.cat([p.total_tokens for p in parts]),
+            torch.cat([p.routes_missing for p in parts]),
+            torch.cat([p.routes_digest for p in parts]),
         )
 
 
@@ -145,6 +165,14 @@ class Rows(Protocol, Generic[H]):
         """Let go of the step's rows, and check that no other is left."""
         ...
 
+    def replay_proofs(self) -> dict[str, ReplayProof]:
+        """Return what router replay did, by stage, since the last call; empty where it is off."""
+        ...
+
+    def columns(self, rows: H, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        """Return padded columns of the rows, for a trace."""
+        ...
+
     def moved_bytes(self) -> dict[str, int]:
         """Return bytes by column that went through the data plane since the last call; empty in memory."""
         ...
@@ -170,6 +198,8 @@ class StepContext(Generic[H]):
     loss_fn: LossFn
     on_stage: Callable[[int, str], None]
     should_stop: Callable[[], bool] = lambda: False
+    trace_dir: Path | None = None
+    """Where the routes of every step are written, with `policy.router_replay.trace`."""
 
 
 def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
@@ -177,6 +207,7 @@ def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
 
     Raises:
         StepInterrupted: `should_stop` turned true before training began; the prompt position is as before.
+        ReplayError: router replay without effect, with rows used twice or changed on the way, or over its budget.
     """
     recipe, rows = ctx.recipe, ctx.rows
     position = ctx.prompts.position
@@ -185,23 +216,42 @@ def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
         with stage("rollout"):
             collected = collect(ctx, step)
         batch, table = collected.rows, collected.table
+        replay = _watch_replay(ctx, step, batch, table)
+        recorded = replay.budget()
         if needs_prev_logprobs(recipe):
             with stage("prev_logprobs"):
                 rows.prev_logprobs(batch)
+                replay.check(rows.replay_proofs(), "prev_logprobs")
         if recipe.needs_reference:
             with stage("reference_logprobs"):
                 rows.reference_logprobs(batch)
         with stage("advantages"):
-            scored = score(recipe, table, _stats(recipe, rows, batch), collected.weights)
+            stats = _stats(recipe, rows, batch)
+            scored = score(recipe, table, stats, collected.weights * recorded)
             rows.write(batch, {"advantages": scored.advantages, "sample_mask": scored.sample_mask})
         with stage("train"):
             # Without a sample that counts, an update would only apply momentum and weight decay.
             trained = rows.train(batch, ctx.loss_fn) if scored.sample_mask.any() else None
+            if trained is not None:
+                replay.check(rows.replay_proofs(), "train")
         samples = _samples(rows, batch, table, scored, recipe.logging.samples_per_step)
         rows.finish(batch)
-    metrics = {**collected.metrics, **scored.metrics, **_train_metrics(trained)}
+    metrics = {**collected.metrics, **scored.metrics, **_train_metrics(trained), **replay.metrics}
     tokens = int(table.total_tokens.sum())
     return StepResult(metrics, tokens, rows.moved_bytes(), samples)
+
+
+def _watch_replay(ctx: StepContext[H], step: int, batch: H, table: SampleTable) -> ReplayWatch:
+    return ReplayWatch(
+        ctx.recipe.policy.router_replay,
+        step=step,
+        sample_ids=table.sample_ids,
+        total_tokens=table.total_tokens,
+        missing=table.routes_missing,
+        digests=table.routes_digest,
+        read=partial(ctx.rows.columns, batch),
+        trace_dir=ctx.trace_dir,
+    )
 
 
 def needs_prev_logprobs(recipe: RecipeConfig) -> bool:
@@ -334,14 +384,21 @@ def score(
     }
     if "logprob_error" in stats:
         metrics["logprob_error/mean"] = float(stats["logprob_error"].mean())
+    gaps = {n.removeprefix(_GAP): v for n, v in stats.items() if n.startswith(_GAP)}
+    metrics |= {f"{_GAP}{name}": value for name, value in mismatch_summary(gaps, mask).items()}
     return Scored(result.advantages, mask, rewards, metrics)
 
 
 def _stats(recipe: RecipeConfig, rows: Rows[H], batch: H) -> dict[str, torch.Tensor]:
     if not needs_prev_logprobs(recipe):
         return {}
-    reduce_fn = partial(sample_stats, kl_kind=recipe.grpo.reward.kl_kind)
+    reduce_fn = partial(_row_stats, kl_kind=recipe.grpo.reward.kl_kind)
     return rows.reduce(batch, reduce_fn, stats_columns(reference=recipe.needs_reference))
+
+
+def _row_stats(data: Mapping[str, Any], *, kl_kind: KLKind) -> dict[str, torch.Tensor]:
+    gaps = {f"{_GAP}{name}": values for name, values in mismatch_stats(data).items()}
+    return {**sample_stats(data, kl_kind=kl_kind), **gaps}
 
 
 def _train_metrics(trained: Mapping[str, Any] | None) -> dict[str, float]:

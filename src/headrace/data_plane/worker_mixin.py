@@ -71,6 +71,10 @@ class TQWorkerMixin:
             self._dp_client.close()
             self._dp_client = None
 
+    def shutdown(self) -> None:
+        """Let go of what outlives a call; may be called twice."""
+        self.close_data_plane()
+
     def _client(self) -> DataPlaneClient:
         if self._dp_client is None:
             raise DataPlaneError("the worker has no store; call setup_data_plane(cfg) first")
@@ -86,8 +90,9 @@ class TQWorkerMixin:
         fetch_policy: FetchPolicy = "auto",
         preprocess: Callable[[Batch], Batch] | None = None,
     ) -> Batch:
-        """Read `meta.fields` (None: every column the rows share) of the rows of `meta`, padded to the batch-wide target, with the driver's plan.
+        """Read the rows of `meta`, padded to the batch-wide target, with the driver's microbatch plan.
 
+        The columns are `meta.fields`, or, where that is None, all that the rows share.
         `auto` has the leader of a replica of several ranks fetch and broadcast, and a replica of one rank
         fetch for itself. `preprocess` runs on the fetching rank, before the broadcast.
         """

@@ -2,11 +2,12 @@
 
 A token is `step` bytes. Short rows move as windows: overlapping fixed-size views of a buffer, gathered or
 scattered in one NumPy call at a few nanoseconds per row. Long rows move one by one, which costs about 0.1 us
-each and copies nothing that is not asked for.
+each and copies nothing that is not asked for. Large results lie in NumPy's memory, which asks for huge pages: a
+fresh buffer of tens of megabytes costs a third of one from elsewhere.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +16,14 @@ Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 TailWindows = Sequence[tuple[int, Ints]]
 
-LONG_ROW_BYTES = 16_384
-"""Padded rows of at least this size move one by one."""
+LONG_ROW_BYTES = 4_096
+"""Padded rows of at least this size are padded one by one."""
+LONG_STRIP_BYTES = 8_192
+"""Padded rows of at least this size are packed one by one."""
 WASTED_BYTES = 4_096
 """Padding per row above which packing goes row by row: copying the padding would cost more."""
+FRESH_BYTES = 33_554_432
+"""Size from which malloc takes a buffer fresh from the system each time, so that huge pages pay."""
 _RUN_TOKENS = 32
 """Mean length from which copying runs one by one beats an index per token."""
 _ROWS_PER_GROUP = 64
@@ -71,9 +76,8 @@ def pad_short_rows(values: Bytes, offsets: Ints, width: int, fill: bytes, tails:
     last = len(values) // step - width
     # From row `inside` on, a window would reach beyond the buffer: those rows are read from a longer copy.
     inside = int(np.searchsorted(starts, last, side="right")) if last >= 0 else 0
-    out = np.empty(rows, np.dtype((np.void, span)))
-    if inside:
-        out = windows(values, step, span)[np.minimum(starts, last)]
+    # Row numbers beyond the last window are clipped here and read again below.
+    out = windows(values, step, span)[np.minimum(starts, last)] if inside else _rows_of(span, rows)
     if inside < rows:
         first = int(starts[inside])
         rest = np.empty(len(values) - first * step + span, np.uint8)
@@ -86,14 +90,26 @@ def pad_short_rows(values: Bytes, offsets: Ints, width: int, fill: bytes, tails:
     return flat
 
 
-def pad_long_rows(values: Bytes, offsets: Ints, width: int, step: int, out: Bytes) -> None:
-    """Copy each row to the head of its padded row in `out`, which holds the padding already."""
-    source, target = values.data, out.data
-    bounds = (offsets * step).tolist()
-    first = 0
+def _rows_of(span: int, rows: int) -> NDArray[np.void]:
+    return np.empty(rows, np.dtype((np.void, span)))
+
+
+def pad_long_rows(values: Bytes, offsets: Ints, width: int, fill: bytes) -> Bytes | bytearray:
+    """Return N padded rows of `width` tokens; `fill` is one padding token, so `len(fill)` is the step."""
+    span, bounds = width * len(fill), (offsets * len(fill)).tolist()
+    source, padding = values.data, memoryview(fill * width)
+    total = span * (len(bounds) - 1)
+    if len(bounds) <= _SPANS_PER_JOIN and total < FRESH_BYTES:
+        rows = ((source[start:stop], padding[: span - stop + start]) for start, stop in pairwise(bounds))
+        return bytearray().join(chain.from_iterable(rows))
+    out = np.empty(total, np.uint8)
+    target, first = out.data, 0
     for start, stop in pairwise(bounds):
-        target[first : first + stop - start] = source[start:stop]
-        first += width * step
+        end = first + stop - start
+        target[first:end] = source[start:stop]
+        first += span
+        target[end:first] = padding[: first - end]
+    return out
 
 
 def strip_short_rows(padded: Bytes, row_step: int, offsets: Ints, width: int, step: int) -> Bytes:
@@ -110,11 +126,17 @@ def join_spans(source: Bytes, starts: Ints, stops: Ints) -> Bytes | bytearray:
     """Return the byte spans [start, stop) back to back."""
     view, spans = source.data, list(zip(starts.tolist(), stops.tolist()))
     total = int((stops - starts).sum())
-    if len(spans) <= _SPANS_PER_JOIN or total > WASTED_BYTES * len(spans):
+    if len(spans) <= _SPANS_PER_JOIN and total < FRESH_BYTES:
         return bytearray().join([view[a:b] for a, b in spans])
-    # In portions, because the interpreter slows down tenfold over a long list of fresh views.
     out = np.empty(total, np.uint8)
     target, first = out.data, 0
+    if total > WASTED_BYTES * len(spans):
+        for start, stop in spans:
+            end = first + stop - start
+            target[first:end] = view[start:stop]
+            first = end
+        return out
+    # In portions, because the interpreter slows down tenfold over a long list of fresh views.
     for i in range(0, len(spans), _SPANS_PER_JOIN):
         part = b"".join([view[a:b] for a, b in spans[i : i + _SPANS_PER_JOIN]])
         target[first : first + len(part)] = part

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, SAMPLE_MASK
+from headrace.data_plane.routes_codec import RouteShape
+from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD, SAMPLE_MASK
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.ragged import RowLayout, nested_from_ragged, offsets_from_lengths
 from headrace.errors import SchemaError
+from headrace.experience.rollout_routes import route_facts, routes_column
 from headrace.experience.rollouts import group_uid
 from headrace.experience.types import Rollout
 
@@ -34,6 +36,8 @@ PER_SAMPLE_KEYS = (
     "total_tokens",
     "turns",
     "weight_version",
+    "routes_missing",
+    "routes_digest",
 )
 """What `per_sample_values` returns."""
 
@@ -64,18 +68,18 @@ class FlatBatch:
         return {**nested, **self.per_sample}
 
 
-def flatten(rollouts: Sequence[Rollout]) -> FlatBatch:
+def flatten(rollouts: Sequence[Rollout], *, route_shape: RouteShape | None = None) -> FlatBatch:
     """Return the columns that a rollout's first put carries.
 
     `input_ids` int64, `token_mask` uint8 and `generation_logprobs` float32 per token; `input_lengths` int64,
     `sample_mask` float32 (ones) and the objects `message_log` (a list of `{"role", "content"}`) per sample. A
-    sample without response tokens is legal.
+    sample without response tokens is legal. With `route_shape`, also `routed_experts` (tokens, layers, k) per token.
 
     Example: token lists of 2 and 3 give `input_ids` of 5 values and offsets `[0, 2, 5]`.
 
     Raises:
-        SchemaError: no samples, a repeated sample id, lists of one sample that differ in length, or a logprob
-            that is not finite.
+        SchemaError: no samples, a repeated sample id, lists of one sample that differ in length, a logprob that is
+            not finite, or a sample whose routes are absent or impossible.
     """
     _check_rows(rollouts)
     lengths = _int64(len(r.token_ids) for r in rollouts)
@@ -88,6 +92,8 @@ def flatten(rollouts: Sequence[Rollout]) -> FlatBatch:
         "token_mask": _concatenate((r.token_mask for r in rollouts), np.uint8, total),
         "generation_logprobs": logprobs,
     }
+    if route_shape is not None:
+        per_token[ROUTED_EXPERTS_FIELD] = routes_column(rollouts, route_shape)
     per_sample: dict[str, Column] = {
         INPUT_LENGTHS: lengths,
         SAMPLE_MASK: torch.ones(len(rollouts)),
@@ -118,10 +124,12 @@ def per_sample_values(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor | l
     The keys are `PER_SAMPLE_KEYS`. `uid` names the sample's group in this step, `prompt_uid` its prompt in
     the dataset; `group` numbers the groups from 0 by first appearance. `prompt_tokens` counts the tokens
     before the first generated one, `response_tokens` the generated ones of all turns, `total_tokens` the
-    whole row. `correct` is None where there is no verdict.
+    whole row. `correct` is None where there is no verdict. `routes_missing` and `routes_digest` are those of
+    `rollout_routes.route_facts`.
     """
     uids = [group_uid(r) for r in rollouts]
     numbers = {uid: number for number, uid in enumerate(dict.fromkeys(uids))}
+    missing, digests = route_facts(rollouts)
     return {
         "sample_id": [r.sample_id for r in rollouts],
         "uid": uids,
@@ -136,6 +144,8 @@ def per_sample_values(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor | l
         "total_tokens": _int64(len(r.token_ids) for r in rollouts),
         "turns": _int64(r.turns for r in rollouts),
         "weight_version": _int64(r.weight_version for r in rollouts),
+        "routes_missing": missing,
+        "routes_digest": digests,
     }
 
 

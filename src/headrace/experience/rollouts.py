@@ -12,11 +12,13 @@ from itertools import chain
 from numbers import Real
 
 import numpy as np
+import torch
 
 from headrace.config import RecipeConfig
 from headrace.environments.interfaces import Environment, StepResult
 from headrace.errors import ConfigError, GenerationError, RewardError
 from headrace.experience.chat import ChatTokenizer, decode_answers, render_observation, render_prompt
+from headrace.experience.rollout_routes import append_routes, check_recorded
 from headrace.experience.types import Message, Prompt, Rollout
 from headrace.models.generation.interfaces import sampling_params
 from headrace.models.interfaces import GenerationOutput, Generator, SamplingParams
@@ -99,6 +101,27 @@ def run_rollouts(
     return RolloutBatch(rollouts, rollout_metrics(rollouts), _generation_metrics(calls))
 
 
+def check_prompts(tokenizer: ChatTokenizer, environment: Environment, *, max_total_tokens: int) -> None:
+    """Refuse a prompt of either split that leaves no room for an answer, before a run begins.
+
+    Raises:
+        ConfigError: the first such prompt, by its uid.
+    """
+    for split in ("validation", "train"):
+        for prompt in environment.prompts(split):
+            _render_with_room(tokenizer, prompt, max_total_tokens)
+
+
+def _render_with_room(tokenizer: ChatTokenizer, prompt: Prompt, max_total_tokens: int) -> list[int]:
+    ids = render_prompt(tokenizer, prompt.messages)
+    if len(ids) >= max_total_tokens:
+        raise ConfigError(
+            f"prompt '{prompt.uid}' has {len(ids)} tokens and leaves no room for an answer within policy."
+            f"max_total_sequence_length={max_total_tokens}; raise it, or remove the prompt"
+        )
+    return ids
+
+
 def mint_uids(prompts: Sequence[Prompt], tag: str) -> list[str]:
     """Return one uid per place in `prompts`, all different: `<prompt uid>@<tag>`, with `#2` for a second one.
 
@@ -162,12 +185,7 @@ def _open_samples(
         )
     rollouts: list[Rollout] = []
     for uid, prompt in zip(mint_uids(prompts, tag), prompts):
-        ids = render_prompt(tokenizer, prompt.messages)
-        if len(ids) >= settings.max_total_tokens:
-            raise ConfigError(
-                f"prompt '{prompt.uid}' has {len(ids)} tokens and leaves no room for an answer within policy."
-                f"max_total_sequence_length={settings.max_total_tokens}; raise it, or remove the prompt"
-            )
+        ids = _render_with_room(tokenizer, prompt, settings.max_total_tokens)
         rollouts.extend(
             Rollout(
                 sample_id=f"{uid}_g{index}",
@@ -217,6 +235,7 @@ def _generate(
     output = generator.generate([r.token_ids for r in active], params, seed=seed)
     seconds = time.perf_counter() - started
     _check_output(output, active, params.max_new_tokens)
+    check_recorded(output, active, generator.route_shape)
     return _Call(output, seconds, sum(len(r.token_ids) for r in active))
 
 
@@ -269,8 +288,9 @@ def _append_answers(
     settings: RolloutSettings,
 ) -> None:
     kept = []
-    for rollout, tokens, logprobs, finished in zip(
-        active, output.token_ids, output.logprobs, output.finished
+    recorded: Sequence[torch.Tensor | None] = output.routes or [None] * len(active)
+    for rollout, tokens, logprobs, finished, routes in zip(
+        active, output.token_ids, output.logprobs, output.finished, recorded
     ):
         room = settings.max_total_tokens - len(rollout.token_ids)
         answer = list(tokens[:room])
@@ -280,6 +300,8 @@ def _append_answers(
         rollout.logprobs.extend(logprobs[:room])
         rollout.finished = bool(finished) and len(tokens) <= room
         rollout.turns += 1
+        if routes is not None:
+            append_routes(rollout, routes)
     for rollout, text in zip(active, decode_answers(tokenizer, kept, sampling.stop_token_ids)):
         rollout.messages.append(Message("assistant", text))
 

@@ -93,7 +93,8 @@ class SyncRolloutActor:
             if finish_generation:
                 release_on_error.close()
             values = per_sample_values(batch.rollouts)
-            meta = self._put(flatten(batch.rollouts), _tags(values), partition_id)
+            flat = flatten(batch.rollouts, route_shape=self._generator.route_shape)
+            meta = self._put(flat, _tags(values), partition_id)
             release_on_error.pop_all()
         carry = {key: values[key] for key in (PER_SAMPLE_KEYS if carry_keys is None else carry_keys)}
         return meta, carry, batch.metrics, batch.generation_metrics

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -36,6 +38,8 @@ class Rollout:
     `token_ids` (L), `token_mask` (L, 1 on generated assistant tokens, 0 on the rest) and `logprobs` (L, 0 where
     the mask is 0) are aligned; nothing is padded. `sample_id` is `<uid>_g<i>`. `finished` is False where the
     token limit cut the last turn. `correct` is the environment's word on the last answer, None where it has none.
+    `routes` (at most L, MoE layers, k) are the experts that the first tokens used, in the wire's dtype; the last
+    sampled token has none. None without router replay.
     """
 
     sample_id: str
@@ -50,6 +54,7 @@ class Rollout:
     turns: int
     weight_version: int
     correct: bool | None = None
+    routes: torch.Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from headrace.data_plane.routes_codec import RouteShape
+
 
 class LossType(StrEnum):
     """What a loss is normalised by."""
@@ -71,19 +73,26 @@ class GenerationOutput:
 
     `token_ids[i]` are the new tokens of prompt i, a stop token included; `logprobs[i]` has one float per new
     token, of the distribution sampled from (after temperature, top-p, top-k); `finished[i]` is True where a stop
-    token or string ended the answer and False where the token limit cut it.
+    token or string ended the answer and False where the token limit cut it. `routes[i]` are the experts that
+    prompt and answer used, (tokens - 1, MoE layers, k) in the wire's dtype: the last token was never computed.
+    None from a generator that does not record.
     """
 
     token_ids: list[list[int]]
     logprobs: list[list[float]]
     finished: list[bool]
     metrics: dict[str, float] = field(default_factory=dict)
+    routes: list[torch.Tensor] | None = None
 
 
 class Generator(Protocol):
-    """Samples answers. One `generate` call is a pure function of weights, prompts, params and seed."""
+    """Samples answers. One `generate` call is a pure function of weights, prompts, params and seed.
+
+    `route_shape` is what its recorded routes look like, None if it records none.
+    """
 
     weight_version: int
+    route_shape: RouteShape | None
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int

@@ -4,7 +4,7 @@
     metrics.jsonl   a line per step               tensorboard/    event files
     samples.jsonl   prompts, answers, rewards     summary.json    of a run that has finished
     timings.txt     time per stage, bytes       reference/      weights of the reference policy
-    report.png, reward.png
+    report.png, reward.png                        router_trace/   routes of every step
 
 A marker file says that headrace made these; without it nothing is ever overwritten or removed.
 """
@@ -57,6 +57,7 @@ class RunDirectory:
         self.tensorboard_dir = path / "tensorboard"
         self.checkpoints_dir = path / "checkpoints"
         self.reference_dir = path / "reference"
+        self.traces_dir = path / "router_trace"
         self.resume_from: CheckpointInfo | None = None
         self.changed: tuple[str, ...] = ()
         self._lock: int | None = None
@@ -124,7 +125,8 @@ class RunDirectory:
     def _refuse_foreign(self) -> None:
         if (self.path / _MARKER).exists():
             return
-        for path in (*self._files(), self.tensorboard_dir, self.checkpoints_dir, self.reference_dir):
+        folders = (self.tensorboard_dir, self.checkpoints_dir, self.reference_dir, self.traces_dir)
+        for path in (*self._files(), *folders):
             if path.exists():
                 raise ConfigError(
                     f"run_dir={self.path}: holds {path.name} that headrace did not write; set another run_dir"
@@ -140,6 +142,7 @@ class RunDirectory:
             *self.tensorboard_dir.rglob("events.out.tfevents.*"),
             *self.checkpoints_dir.glob("step_*"),
             *self.reference_dir.glob("*"),
+            *self.traces_dir.glob("step_*.safetensors"),
         ):
             if entry.is_dir() and not entry.is_symlink():
                 atomic.remove_directory(entry)

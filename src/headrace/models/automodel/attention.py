@@ -15,12 +15,14 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from headrace.errors import ConfigError
+from headrace.models.automodel.context_parallel import heads_to_tokens, repeat_for_ranks, tokens_to_heads
 from headrace.models.huggingface.common import get_flash_attention_kwargs
 
 PACKED_ATTENTION = "headrace_packed"
@@ -89,12 +91,13 @@ def packed_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    context_group: dist.ProcessGroup | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend causally within each sequence of a packed row; the signature is transformers' for attention.
 
     `query` is (1, H, T, D), `key` and `value` (1, H_kv, T, D); returns (1, T, H, D). With `attention_mask`
-    the batch is padded and goes to transformers' SDPA.
+    the batch is padded and goes to transformers' SDPA. With `context_group`, T is this rank's part of the row.
 
     Raises:
         ConfigError: the model wants what this attention does not do, or does not hand the boundaries through.
@@ -113,12 +116,18 @@ def packed_attention(
             f"would leak from one sequence to the next; set {_KNOB}=eager, or use dynamic_batching in place of "
             "sequence_packing"
         )
-    query, key, value = (_compute_dtype(x[0].transpose(0, 1)) for x in (query, key, value))
+    query, key, value = (_compute_dtype(x) for x in (query, key, value))
+    if context_group is not None:
+        ranks = dist.get_world_size(context_group)
+        key, value = (repeat_for_ranks(x, ranks) for x in (key, value))
+        query, key, value = (tokens_to_heads(x, context_group) for x in (query, key, value))
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if query.is_cuda and query.dtype in _HALF and query.shape[-1] <= _MAX_FLASH_HEAD_DIM:
         out = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     else:
         out = _by_length(query, key, value, cu_seq_lens_q, scaling, sliding_window)
-    return out.unsqueeze(0), None
+    out = out.unsqueeze(0)
+    return (out if context_group is None else heads_to_tokens(out, context_group)), None
 
 
 def _compute_dtype(x: torch.Tensor) -> torch.Tensor:

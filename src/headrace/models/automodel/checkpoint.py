@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from headrace.errors import ConfigError
 from headrace.models.automodel.setup import load_pretrained, no_progress_bars
+from headrace.models.automodel.sharding import ShardedModel, part_like
 
 logger = logging.getLogger(__name__)
 
-_MODEL = "model"
+MODEL = "model"
 _OPTIMIZER = "optimizer.safetensors"
 _RNG = "rng.safetensors"
 _STATE = "trainer.json"
@@ -45,8 +47,8 @@ def save_model(directory: Path, model: Any, tokenizer: Any) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def load_weights(directory: Path, model: Any) -> None:
-    """Copy the weights of a Hugging Face model directory into `model`, bit for bit.
+def load_weights(directory: Path, model: Any, sharded: ShardedModel | None = None) -> None:
+    """Copy the weights of a Hugging Face model directory into `model`, bit for bit; of `sharded`, this rank's part.
 
     Raises:
         ConfigError: nothing there that can be read, or weights of another shape or architecture.
@@ -54,7 +56,10 @@ def load_weights(directory: Path, model: Any) -> None:
     try:
         with no_progress_bars():
             saved = load_pretrained(directory, dtype=torch.float32)
-        model.load_state_dict(saved.state_dict())
+        if sharded is None:
+            model.load_state_dict(saved.state_dict())
+        else:
+            sharded.copy_full_weights(saved.state_dict())
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"{directory}: cannot load these weights ({' '.join(str(error).split())[:300]}); the checkpoint must "
@@ -71,24 +76,45 @@ def save_checkpoint(
 ) -> None:
     """Write everything into `directory`, made if absent; with `optimizer` None its state is left out."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_model(directory / _MODEL, model, tokenizer)
+    save_model(directory / MODEL, model, tokenizer)
     if optimizer is not None:
         save_file(_optimizer_tensors(model, optimizer), directory / _OPTIMIZER)
+    save_counters(directory, state)
+
+
+def save_counters(directory: Path, state: TrainerState) -> None:
+    """Write the counters and this process's RNG."""
     save_file(_rng_states(), directory / _RNG)
     (directory / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
 
 
-def load_checkpoint(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -> TrainerState:
+def load_counters(directory: Path) -> TrainerState:
+    """Restore this process's RNG, and return the counters.
+
+    Raises:
+        ConfigError: a file that is missing or damaged.
+    """
+    state = _read_state(directory / _STATE)
+    _restore_rng(_read(directory / _RNG))
+    return state
+
+
+def load_checkpoint(
+    directory: Path,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    sharded: ShardedModel | None = None,
+) -> TrainerState:
     """Restore weights, optimizer and this process's RNG, and return the counters.
 
-    `optimizer` must be fresh and built for `model`; it stays so, with a warning, if none was saved.
+    `optimizer` must be fresh and built for `model`; it stays so, with a warning, if none was saved. Of a `sharded`
+    model every rank restores its part.
 
     Raises:
         ConfigError: a file that is missing or damaged, or that belongs to another model.
     """
-    load_weights(directory / _MODEL, model)
-    state = _read_state(directory / _STATE)
-    _restore_rng(_read(directory / _RNG))
+    load_weights(directory / MODEL, model, sharded)
+    state = load_counters(directory)
     file = directory / _OPTIMIZER
     if file.is_file():
         _restore_optimizer(model, optimizer, _read(file), file)
@@ -119,6 +145,9 @@ def _restore_optimizer(
             f"{source}: has state of {sorted(slots.keys() - parameters.keys())[0]}, which the model does not have; "
             "resume with the recipe's own policy.model"
         )
+    for name, values in slots.items():
+        if isinstance(parameters[name], DTensor):
+            slots[name] = {key: part_like(value, parameters[name]) for key, value in values.items()}
     order = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     state = {order[id(parameters[name])]: values for name, values in slots.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

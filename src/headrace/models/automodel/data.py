@@ -6,6 +6,7 @@ with fewer runs fillers, which weigh nothing. Tensors stay on the device that th
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,11 +101,14 @@ def get_microbatch_iterator(
     dp_mesh: Any,
     tokenizer: Any,
     cp_size: int = 1,
+    *,
+    replica_size: int = 1,
 ) -> tuple[Iterator[ProcessedMicrobatch], int]:
     """Cut one global batch's rows on this rank into processed microbatches, and say how many there are.
 
     The number is equal on all ranks of `dp_mesh` (a one-axis device mesh, a process group, or None for one
-    process); every rank must call this together. `mbs` counts for fixed-size microbatches only.
+    process); every rank must call this together. `mbs` counts for fixed-size microbatches only. Where the
+    ranks of a replica split the tokens (`replica_size` > 1), every microbatch becomes a packed row that they divide.
 
     Raises:
         ConfigError: fixed size, and the rows are no multiple of `mbs`.
@@ -120,7 +124,10 @@ def get_microbatch_iterator(
         count = data.size // mbs
     length = _largest(count, _group_of(dp_mesh))
     fillers = (data.make_filler() for _ in range(length - count))
-    return make_processed_microbatch_iterator(itertools.chain(raw, fillers), tokenizer, cfg, cp_size), length
+    microbatches = itertools.chain(raw, fillers)
+    if replica_size > 1:
+        return _rows_of_replica(microbatches, tokenizer, cfg, replica_size), length
+    return make_processed_microbatch_iterator(microbatches, tokenizer, cfg, cp_size), length
 
 
 def make_processed_microbatch_iterator(
@@ -131,6 +138,23 @@ def make_processed_microbatch_iterator(
     for microbatch in raw_iterator:
         rows, width = microbatch[INPUT_IDS].shape[:2]
         inputs = process_microbatch(microbatch, tokenizer, packing, cfg, cp_size)
+        yield ProcessedMicrobatch(microbatch, inputs, rows, width)
+
+
+def _rows_of_replica(
+    raw_iterator: Iterator[Batch], tokenizer: Any, cfg: Config, size: int
+) -> Iterator[ProcessedMicrobatch]:
+    multiple = math.lcm(int(setting(cfg, "make_sequence_length_divisible_by", 1)), size)
+    cfg = {"make_sequence_length_divisible_by": multiple}
+    for microbatch in raw_iterator:
+        rows, width = microbatch[INPUT_IDS].shape[:2]
+        media = microbatch.get_multimodal_dict(as_tensors=True, device=microbatch[INPUT_IDS].device)
+        if media:
+            raise ConfigError(
+                f"the batch has media ({', '.join(sorted(media))}) and the {size} ranks of a replica split its tokens; "
+                "set policy.parallel.tensor=1 and policy.parallel.context=1 for multimodal batches"
+            )
+        inputs = process_microbatch(microbatch, tokenizer, True, cfg, 1)
         yield ProcessedMicrobatch(microbatch, inputs, rows, width)
 
 

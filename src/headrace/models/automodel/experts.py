@@ -2,38 +2,74 @@
 
 Registered with transformers as an experts implementation, around transformers' own `grouped_mm`. It adds:
 - autocast does not know grouped products and would leave them in the weights' float32;
-- on CPU, with several threads, the gradient of a token that is read once per expert is added up in any order.
+- on CPU, with several threads, the gradient of a token that is read once per expert is added up in any order;
+- tensor-parallel ranks hold whole experts, each a part of them, and add up what their experts make of the tokens.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
+from headrace.models.automodel.replica import copy_to_ranks, sum_of_ranks
+
 GROUPED_EXPERTS = "headrace_grouped_mm"
+EXPERT_GROUP = "headrace_expert_group"
+"""Attribute of an experts module: the ranks that share its experts."""
 
 
-class _CastWeights:
-    """A view of an experts module whose parameters read as another dtype; gradients reach the originals."""
+class _Weights:
+    """A view of an experts module with its parameters in another dtype, and those of this rank alone.
 
-    def __init__(self, experts: torch.nn.Module, dtype: torch.dtype) -> None:
+    Gradients reach the originals.
+    """
+
+    def __init__(self, experts: torch.nn.Module, dtype: torch.dtype | None, count: int | None = None) -> None:
         self._experts, self._dtype = experts, dtype
+        if count is not None:
+            # Ids from `num_experts` on are of experts elsewhere; transformers then gives those tokens zero.
+            self.num_experts, self._is_expert_parallel = count, True
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._experts, name)
-        return value.to(self._dtype) if isinstance(value, torch.nn.Parameter) else value
+        # FSDP hands its whole weights out as plain parameters or, where tensor ranks split them, as DTensors.
+        if isinstance(value, DTensor):
+            value = value.to_local()
+        elif not isinstance(value, torch.nn.Parameter):
+            return value
+        return value if self._dtype is None else value.to(self._dtype)
 
 
 def grouped_experts(
-    module: torch.nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Run the chosen experts: `hidden` (T, H), `top_k_index` and `top_k_weights` (T, k), returns (T, H)."""
+    group = getattr(module, EXPERT_GROUP, None)
+    dtype = _compute_dtype(hidden)
+    if group is None:
+        experts = module if dtype is None else _Weights(module, dtype)
+        return _grouped(experts, hidden, top_k_index, top_k_weights)
+    count = module.num_experts // dist.get_world_size(group)
+    first = dist.get_rank(group) * count
+    elsewhere = (top_k_index < first) | (top_k_index >= first + count)
+    own_index = torch.where(elsewhere, count, top_k_index - first)
+    hidden, top_k_weights = (copy_to_ranks(x, group) for x in (hidden, top_k_weights))
+    own = _grouped(_Weights(module, dtype, count), hidden, own_index, top_k_weights)
+    return sum_of_ranks(own, group)
+
+
+def _compute_dtype(hidden: torch.Tensor) -> torch.dtype | None:
     kind = hidden.device.type
-    experts: Any = module
-    if torch.is_autocast_enabled(kind):
-        experts = _CastWeights(module, torch.get_autocast_dtype(kind))
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _grouped(
+    experts: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
     tokens, k = top_k_index.shape
-    if kind != "cpu" or k == 1:
+    if hidden.device.type != "cpu" or k == 1:
         plain: torch.Tensor = grouped_mm_experts_forward(experts, hidden, top_k_index, top_k_weights)
         return plain
     # One row per (token, expert): every row is then read once, and autograd sums the copies in order.

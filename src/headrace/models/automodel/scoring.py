@@ -14,7 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace.data_plane.schema import INPUT_LENGTHS
 from headrace.distributed.ragged import offsets_from_lengths, ragged_indices, row_lengths
+from headrace.errors import ConfigError
 from headrace.models.automodel.data import ProcessedMicrobatch
+from headrace.models.automodel.replay import RouteReplayer
+from headrace.models.automodel.replica import Replica
+from headrace.models.automodel.sharding import ShardedModel
+from headrace.models.router_replay import Routes
 from headrace.models.sampling import filter_logits, selected_logprobs
 
 logger = logging.getLogger(__name__)
@@ -81,16 +86,55 @@ class TokenScorer:
     def __init__(self, model: Any, scoring: Scoring, autocast: Autocast) -> None:
         self.model = model
         self.autocast = autocast
+        self.sharded: ShardedModel | None = None
+        self.replayer: RouteReplayer | None = None
         self._scoring = scoring
+        self._replica: Replica | None = None
         with autocast():
             self._head = output_head(model)
 
+    def shard(self, sharded: ShardedModel, replica: Replica | None) -> None:
+        """From now on score with the model's sharded form; `replica` None: every rank scores rows of its own.
+
+        Raises:
+            ConfigError: a replica of several ranks, of a model whose logits cannot be cut into chunks.
+        """
+        if replica is not None and self._head is None:
+            raise ConfigError(
+                f"{type(self.model).__name__} computes its logits in a way that cannot be split over ranks; set "
+                "policy.parallel.tensor=1 and policy.parallel.context=1"
+            )
+        self.sharded, self._replica = sharded, replica
+
     def __call__(self, microbatch: ProcessedMicrobatch, *, with_entropy: bool = False) -> TokenScores:
         """Score every token of a microbatch; see `token_logprobs`."""
+        routes = None if self.replayer is None else self.replayer.routes(microbatch)
         with self.autocast():
-            return token_logprobs(
-                self.model, microbatch, self._scoring, head=self._head, with_entropy=with_entropy
-            )
+            if self.sharded is None:
+                return token_logprobs(
+                    self.model,
+                    microbatch,
+                    self._scoring,
+                    head=self._head,
+                    with_entropy=with_entropy,
+                    routes=routes,
+                )
+            return TokenScores(*self.sharded.run(lambda: self._score_part(microbatch, with_entropy, routes)))
+
+    def _score_part(
+        self, microbatch: ProcessedMicrobatch, with_entropy: bool, routes: Routes | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        scores = token_logprobs(
+            self.model,
+            microbatch,
+            self._scoring,
+            head=self._head,
+            with_entropy=with_entropy,
+            replica=self._replica,
+            routes=routes,
+        )
+        # FSDP hangs its hook on what it is given, and a hook on a view can be lost.
+        return scores.logprobs.clone(), scores.entropy
 
 
 def output_head(model: Any) -> OutputHead | None:
@@ -125,34 +169,46 @@ def token_logprobs(
     *,
     head: OutputHead | None,
     with_entropy: bool = False,
+    replica: Replica | None = None,
+    routes: Routes | None = None,
 ) -> TokenScores:
     """Score every token of a microbatch given the tokens before it.
 
     Packed and padded microbatches give the same (b, S), so that nothing after this sees the packing. `head` is
-    `output_head(model)`.
+    `output_head(model)`. The ranks of a `replica` each score a part and return all scores. `routes` are for the tokens
+    of this rank's forward; the model then has router replay installed.
     """
     inputs = microbatch.processed_inputs
-    places = _places(microbatch)
-    hidden = _last_hidden(model, inputs.forward_kwargs(), whole=head is None)
+    replay = {} if routes is None else {"routes": routes}
+    if replica is None:
+        places = _places(microbatch)
+        hidden = _last_hidden(model, {**inputs.forward_kwargs(), **replay}, whole=head is None)
+    else:
+        places = _places(microbatch, replica.own_tokens(inputs.input_ids.numel()))
+        kwargs = {**replica.forward_kwargs(inputs), **replay}
+        hidden = replica.own_hidden(_last_hidden(model, kwargs, whole=False))
     chosen = hidden.flatten(0, 1).index_select(0, places.source)
-    targets = inputs.input_ids.flatten().index_select(0, places.source + 1)
+    targets = inputs.input_ids.flatten().index_select(0, places.scored)
     logprobs, entropy = _score(head, chosen, targets, scoring, with_entropy)
     shape = (microbatch.original_batch_size, microbatch.original_seq_len)
-    return TokenScores(
-        _spread(logprobs, places.target, shape),
-        None if entropy is None else _spread(entropy, places.target, shape),
-    )
+    spread = [None if x is None else _spread(x, places.target, shape) for x in (logprobs, entropy)]
+    if replica is not None:
+        spread = [None if x is None else replica.join(x) for x in spread]
+    assert spread[0] is not None
+    return TokenScores(spread[0], spread[1])
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Flat indices: of the hidden states that score a token, and of the scores in b x S."""
+    """Flat indices: of the hidden states that score a token, of that token, and of the score in b x S."""
 
     source: torch.Tensor
+    scored: torch.Tensor
     target: torch.Tensor
 
 
-def _places(microbatch: ProcessedMicrobatch) -> _Places:
+def _places(microbatch: ProcessedMicrobatch, window: tuple[int, int] | None = None) -> _Places:
+    """Return all places, or those whose hidden states lie in [start, stop), where those begin at 0."""
     inputs = microbatch.processed_inputs
     lengths = row_lengths(microbatch.data_dict[INPUT_LENGTHS])
     offsets = offsets_from_lengths((lengths - 1).clamp(min=0))
@@ -160,7 +216,14 @@ def _places(microbatch: ProcessedMicrobatch) -> _Places:
     width = microbatch.original_seq_len
     starts = lengths.cumsum(0) - lengths if inputs.has_flash_attention else torch.arange(len(lengths)) * width
     device = inputs.input_ids.device
-    return _Places((starts[row] + position).to(device), (row * width + position + 1).to(device))
+    source, target = starts[row] + position, row * width + position + 1
+    if window is None:
+        source = source.to(device)
+        return _Places(source, source + 1, target.to(device))
+    # Packed rows lie in order, so that a window is one piece.
+    first, last = torch.searchsorted(source, torch.tensor(window)).tolist()
+    source, target = source[first:last].to(device), target[first:last].to(device)
+    return _Places(source - window[0], source + 1, target)
 
 
 def _last_hidden(model: Any, kwargs: dict[str, Any], *, whole: bool) -> torch.Tensor:

@@ -284,9 +284,17 @@ def build_optimizer(model: torch.nn.Module, cfg: OptimizerConfig) -> torch.optim
     Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101).
     """
     weights = [p for p in model.parameters() if p.requires_grad]
+    # One fused step takes tensors of one mesh; of a model that is not sharded there is none.
+    meshes = list(dict.fromkeys(getattr(p, "device_mesh", None) for p in weights))
     groups = [
-        {"params": [p for p in weights if p.dim() >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in weights if p.dim() < 2], "weight_decay": 0.0},
+        {
+            "params": [
+                p for p in weights if (p.dim() >= 2) == decayed and getattr(p, "device_mesh", None) == mesh
+            ],
+            "weight_decay": cfg.weight_decay if decayed else 0.0,
+        }
+        for decayed in (True, False)
+        for mesh in meshes
     ]
     return torch.optim.AdamW(
         [g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True

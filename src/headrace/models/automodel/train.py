@@ -9,14 +9,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
 from headrace.data_plane.schema import SAMPLE_MASK
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.automodel.data import TOKEN_MASK, ProcessedMicrobatch
 from headrace.models.automodel.scoring import TokenScorer, TokenScores
+from headrace.models.automodel.sharding import ShardedModel
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.results import combine_metrics
+
+# As torch.nn.utils.clip_grads_with_norm_ has it.
+_CLIP_EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
@@ -79,38 +82,31 @@ def run_microbatches(
         step.metrics.append({**_entropy_metric(scores, data, step), **metrics})
 
 
-def reduce_gradients(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Sum gradients over data-parallel ranks; a weight that no token of this rank reached counts as zero.
-
-    Losses are normalised by global counts, so the sum is the gradient of the global batch.
-    """
-    if group is None:
-        return
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad, group=group)
-
-
 def apply_gradients(
     parameters: Sequence[torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     *,
     max_grad_norm: float | None,
+    sharded: ShardedModel | None = None,
 ) -> tuple[float, bool]:
     """Clip to `max_grad_norm`, update and advance the schedule; return the norm before, and whether updated.
 
     A norm that is not finite updates nothing and leaves optimizer and schedule where they are. Gradients are
-    freed either way.
+    freed either way. The parameters of a `sharded` model have the norm of all ranks' gradients.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    total = torch.nn.utils.get_total_norm(gradients)
+    if sharded is None:
+        total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    else:
+        sharded.sum_replicated_gradients()
+        total = sharded.gradient_norm()
     norm = float(total)
     updated = bool(torch.isfinite(total))
     if updated:
-        if max_grad_norm is not None:
+        if max_grad_norm is not None and sharded is None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, total)
+        elif max_grad_norm is not None and sharded is not None:
+            sharded.scale_gradients((max_grad_norm / (total + _CLIP_EPSILON)).clamp(max=1.0))
         optimizer.step()
         scheduler.step()
     optimizer.zero_grad(set_to_none=True)

@@ -20,9 +20,11 @@ from transformers import DynamicCache
 
 from headrace.config import GenerationConfig
 from headrace.errors import ConfigError, GenerationError
+from headrace.models.generation.route_recording import RouteRecording
 from headrace.models.generation.stopping import StopRule, build_stop_rule
 from headrace.models.generation.weights import cast_parameters, copy_weights
 from headrace.models.interfaces import GenerationOutput, SamplingParams
+from headrace.models.router_replay import Routes, install
 from headrace.models.sampling import filter_logits, gather_logprobs, sample_at
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -33,9 +35,19 @@ class HFGenerator:
 
     Logprobs are those of the filtered distribution that was sampled; of greedy answers, those of the plain
     softmax. For a further turn of a conversation, pass all its ids again.
+
+    With `record_routes` the output has the experts that every token used, those of the prompt's prefill included.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, cfg: GenerationConfig) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, cfg: GenerationConfig, *, record_routes: bool = False
+    ) -> None:
+        """Build it.
+
+        Raises:
+            ReplayError: `record_routes`, and the model has no routers, or some that cannot be recorded.
+        """
+        self.route_shape = install(model).shape if record_routes else None
         cast_parameters(model, _DTYPES[cfg.precision])
         self._model = model.eval().requires_grad_(False)
         self._tokenizer = tokenizer
@@ -63,14 +75,19 @@ class HFGenerator:
         stop = build_stop_rule(self._model, self._tokenizer, params)
         quantiles = None if params.greedy else _draw_quantiles(len(prompts), params.max_new_tokens, seed)
         output = GenerationOutput([[] for _ in prompts], [[] for _ in prompts], [False for _ in prompts])
+        routes: dict[int, torch.Tensor] = {}
         # The longest first: a batch that does not fit in memory fails at once. Equal prompts side by side.
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), tuple(prompts[i])))
         for begin in range(0, len(order), self._batch_size):
             rows = order[begin : begin + self._batch_size]
             noise = None if quantiles is None else quantiles[rows].to(self._model.device)
-            answers = self._decode([prompts[i] for i in rows], params, stop, noise)
+            answers, recording = self._decode([prompts[i] for i in rows], params, stop, noise)
             answers.check_finite(rows)
             answers.write_to(output, rows)
+            if recording is not None:
+                routes.update(zip(rows, recording.rows(answers.counts), strict=True))
+        if self.route_shape is not None:
+            output.routes = [routes[i] for i in range(len(prompts))]
         output.metrics = _metrics(output, time.perf_counter() - start)
         return output
 
@@ -120,12 +137,17 @@ class HFGenerator:
         params: SamplingParams,
         stop: StopRule,
         quantiles: torch.Tensor | None,
-    ) -> "_Answers":
+    ) -> "tuple[_Answers, RouteRecording | None]":
         batch = self._pad(prompts)
+        shape = self.route_shape
+        recording = None if shape is None else RouteRecording(shape, batch.lengths, batch.source)
         answers = _Answers.empty(len(prompts), params.max_new_tokens, self._model.device)
         live = torch.arange(len(prompts), device=self._model.device)
         cache = DynamicCache(config=self._model.config)
-        logits = self._forward(batch.prefill_inputs(), cache)[batch.source]
+        logits, routes = self._forward(batch.prefill_inputs(), cache)
+        if recording is not None:
+            recording.add_prefill(routes)
+        logits = logits[batch.source]
         cache.reorder_cache(batch.source)
         for step in range(params.max_new_tokens):
             ids, logprobs = _choose(logits, params, None if quantiles is None else quantiles[live, step])
@@ -143,18 +165,22 @@ class HFGenerator:
                     break
                 live, ids = live[going], ids[going]
                 cache.reorder_cache(going)
-            logits = self._forward(batch.decode_inputs(live, ids, step), cache)
-        return answers
+            logits, routes = self._forward(batch.decode_inputs(live, ids, step), cache)
+            if recording is not None:
+                recording.add_step(live, routes)
+        return answers, recording
 
     def _pad(self, prompts: list[Sequence[int]]) -> "_PaddedPrompts":
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
         return _PaddedPrompts.build(prompts, vocabulary, self._model.device)
 
-    def _forward(self, inputs: dict[str, Any], cache: DynamicCache) -> torch.Tensor:
-        """Run prefill or one decode step, grow the cache, and return the last position's logits (b, V)."""
-        output = self._model(**inputs, **{self._cache_keyword: cache}, **self._options)
+    def _forward(self, inputs: dict[str, Any], cache: DynamicCache) -> tuple[torch.Tensor, Routes]:
+        """Run prefill or one decode step, grow the cache; return the last position's logits (b, V), and routes."""
+        routes = Routes.record()
+        extra = {} if self.route_shape is None else {"routes": routes}
+        output = self._model(**inputs, **{self._cache_keyword: cache}, **self._options, **extra)
         logits: torch.Tensor = output.logits
-        return logits[:, -1]
+        return logits[:, -1], routes
 
 
 @dataclass

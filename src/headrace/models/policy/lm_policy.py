@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from headrace.config import GenerationConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
+from headrace.config import ClusterConfig, GenerationConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from headrace.data_plane.schema import (
     INPUT_IDS,
     INPUT_LENGTHS,
@@ -19,11 +19,11 @@ from headrace.data_plane.schema import (
     fields_with_optional_routed_experts,
 )
 from headrace.distributed.batched_data_dict import BatchedDataDict, DynamicBatchingArgs, SequencePackingArgs
-from headrace.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
-from headrace.errors import ConfigError
+from headrace.distributed.worker_groups import WorkerGroup
 from headrace.models.interfaces import Generator, LossFn
+from headrace.models.policy.launch import Launcher, build_worker_group
 from headrace.models.policy.results import aggregate_train_results, merge_rows
-from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
+from headrace.models.router_replay.proof import ReplayProof
 from headrace.utils.timer import Timer
 
 TokenBudget = Literal["train_mb_tokens", "logprob_mb_tokens"]
@@ -31,9 +31,14 @@ Batch = BatchedDataDict
 
 
 class Policy:
-    """A trainable language model with optional frozen reference, on one or more data-parallel workers.
+    """A trainable language model with optional frozen reference, on one or more workers.
 
-    `media_fields` names undeclared columns that the model's forward takes (pixel values and the like).
+    `media_fields` names undeclared columns that the model's forward takes (pixel values and the like). Several
+    workers are processes of this machine, or on `cluster`, as `policy.parallel.launcher` says; `auto_launcher`
+    is what its `auto` stands for.
+
+    Raises:
+        ConfigError: a model that cannot be built, or workers, parallel sizes and devices that do not fit together.
     """
 
     def __init__(
@@ -46,19 +51,20 @@ class Policy:
         with_reference: bool = False,
         media_fields: Sequence[str] = (),
         workers: WorkerGroup | None = None,
+        cluster: ClusterConfig | None = None,
+        auto_launcher: Launcher = "spawn",
     ) -> None:
-        if workers is None and cfg.workers > 1:
-            raise ConfigError(
-                f"policy.workers={cfg.workers}: this version runs one worker in the driver's process; "
-                "set policy.workers=1"
-            )
         self.cfg = cfg
         self.tokenizer = tokenizer
         self.media_fields = tuple(media_fields)
-        self.workers = workers or LocalWorkerGroup(
-            AutomodelPolicyWorker(
-                cfg, generation, tokenizer=tokenizer, seed=seed, with_reference=with_reference
-            )
+        self.workers = workers or build_worker_group(
+            cfg,
+            generation,
+            tokenizer=tokenizer,
+            seed=seed,
+            with_reference=with_reference,
+            cluster=cluster or ClusterConfig(),
+            auto_launcher=auto_launcher,
         )
 
     # Batches.
@@ -152,7 +158,17 @@ class Policy:
     def _finish_train(self, results: list[dict[str, Any]], lengths: Sequence[int]) -> dict[str, Any]:
         flops = self.workers.run_all("training_flops", list(lengths))[0]
         peak = self.workers.run_all("peak_tflops")[0]
-        return aggregate_train_results(results, total_flops=flops, theoretical_tflops=peak)
+        return aggregate_train_results(
+            results, num_ranks=self.workers.world_size, total_flops=flops, theoretical_tflops=peak
+        )
+
+    def take_replay_proofs(self) -> dict[str, ReplayProof]:
+        """Return what router replay did in each stage since the last call, over all workers; empty where it is off."""
+        total: dict[str, ReplayProof] = {}
+        for part in self.workers.run_all("take_replay_proofs"):
+            for stage, proof in part.items():
+                total[stage] = total.get(stage, ReplayProof()) + proof
+        return total
 
     # Weights.
 
@@ -162,8 +178,7 @@ class Policy:
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight by its Hugging Face name; no copies where the workers share this process."""
-        weights: Iterator[tuple[str, torch.Tensor]] = self.workers.run_all("named_weights")[0]
-        return weights
+        return self.workers.stream("named_weights")
 
     @property
     def num_parameters(self) -> int:

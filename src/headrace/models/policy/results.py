@@ -38,7 +38,7 @@ def merge_rows(parts: Sequence[Any], key: str, inverse: Sequence[int] | None) ->
 
 
 def aggregate_train_results(
-    results: Sequence[dict[str, Any]], *, total_flops: float, theoretical_tflops: float
+    results: Sequence[dict[str, Any]], *, num_ranks: int, total_flops: float, theoretical_tflops: float
 ) -> dict[str, Any]:
     """Combine the replicas' results of one training call.
 
@@ -59,6 +59,6 @@ def aggregate_train_results(
         "grad_norm": torch.as_tensor(results[0]["grad_norm"], dtype=torch.float64).mean(),
         "all_mb_metrics": {n: sum(b[n] for b in batches if n in b) / len(batches) for n in names},
         "total_flops": total_flops,
-        "num_ranks": len(results),
+        "num_ranks": num_ranks,
         "theoretical_tflops": theoretical_tflops,
     }

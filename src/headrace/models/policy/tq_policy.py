@@ -6,6 +6,7 @@ the driver, and no key is made here: ids come from the rollout's first write and
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from headrace.data_plane.worker_mixin import bytes_moved, plan_fields
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.errors import SchemaError
 from headrace.models.interfaces import LossFn
+from headrace.models.policy.launch import Launcher
 from headrace.models.policy.lm_policy import Policy, RowReducer, TokenBudget, timed
 from headrace.models.policy.results import merge_rows
 from headrace.utils.timer import Timer
@@ -45,9 +47,13 @@ class TQPolicy(Policy):
         self.dp_cfg = dp_cfg
         self.tq_partition_id = tq_partition_id
         self.dp_client = build_data_plane_client(dp_cfg, bootstrap=True)
-        super().__init__(*args, **kwargs)
         self._open_lengths: list[int] = []
-        self.workers.run_all("setup_data_plane", dp_cfg)
+        with ExitStack() as undo:
+            undo.callback(self.dp_client.close)
+            super().__init__(*args, auto_launcher=_launcher(dp_cfg), **kwargs)
+            undo.callback(self.workers.shutdown)
+            self.workers.run_all("setup_data_plane", dp_cfg)
+            undo.pop_all()
 
     # A step's rows.
 
@@ -96,8 +102,7 @@ class TQPolicy(Policy):
 
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
         """Write columns that the driver computed and add them to `meta.fields`."""
-        write_columns(self.dp_client, meta, dict(fields))
-        _add_fields(meta, fields)
+        write_columns(self.dp_client, meta, fields)
 
     def moved_bytes(self) -> dict[str, int]:
         """Return the bytes put and got so far by this client and the workers, by column."""
@@ -118,7 +123,7 @@ class TQPolicy(Policy):
             timer=timer,
             common_kwargs={"micro_batch_size": micro_batch_size},
         )
-        _add_fields(meta, ["prev_logprobs"])
+        meta.add_fields(["prev_logprobs"])
 
     def get_reference_policy_logprobs_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
@@ -133,7 +138,7 @@ class TQPolicy(Policy):
             common_kwargs={"micro_batch_size": micro_batch_size},
             with_routes=False,
         )
-        _add_fields(meta, ["reference_policy_logprobs"])
+        meta.add_fields(["reference_policy_logprobs"])
 
     def _logprob_dispatch(
         self,
@@ -237,18 +242,19 @@ class TQPolicy(Policy):
         return int(self.tokenizer.pad_token_id)
 
     def shutdown(self) -> bool:
-        """Close the store's clients, then end the workers; may be called twice."""
-        self.workers.run_all("close_data_plane")
-        self.dp_client.close()
-        return super().shutdown()
+        """End the workers, then the store, also when the workers are dead already; may be called twice."""
+        try:
+            return super().shutdown()
+        finally:
+            self.dp_client.close()
+
+
+def _launcher(dp_cfg: DataPlaneConfig | Mapping[str, Any]) -> Launcher:
+    """Return how workers start unless the recipe says: on the store's Ray cluster, where it has one."""
+    return "ray" if dict(dp_cfg).get("impl") == "transfer_queue" else "spawn"
 
 
 def _valid_counts(rows: BatchedDataDict) -> dict[str, torch.Tensor]:
     """Valid sequences and tokens of each row, as `process_global_batch` counts them."""
     mask = rows["sample_mask"].float()
     return {"seqs": mask, "toks": (rows["token_mask"][:, 1:].float() * mask.unsqueeze(-1)).sum(-1)}
-
-
-def _add_fields(meta: KVBatchMeta, names: Sequence[str] | Mapping[str, Any]) -> None:
-    if meta.fields is not None:
-        meta.fields = list(dict.fromkeys([*meta.fields, *names]))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.data_plane.routes_codec import wire_dtype
+from headrace.data_plane.routes_codec import RouteShape
 from headrace.models.router_replay.families import RouterSpec
 from headrace.models.router_replay.layer_map import LayerMap
 
@@ -34,4 +34,9 @@ class RouterReplay:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of recorded routes."""
-        return wire_dtype(self.num_experts, self.top_k)
+        return self.shape.dtype
+
+    @property
+    def shape(self) -> RouteShape:
+        """What the model's routes look like on the wire."""
+        return RouteShape(self.num_moe_layers, self.top_k, self.num_experts)

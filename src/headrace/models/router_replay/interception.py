@@ -18,10 +18,14 @@ from headrace.models.router_replay.families import RouterSpec
 
 
 class LayerRows(NamedTuple):
-    """What one router is given, and where it writes what it used: (T, k) each, of a narrow integer dtype."""
+    """What one router is given, and where it writes what it used and what it would have chosen.
+
+    (T, k) each, of a narrow integer dtype.
+    """
 
     given: torch.Tensor | None
     used: torch.Tensor | None
+    native: torch.Tensor | None = None
 
 
 class TopK(NamedTuple):
@@ -59,6 +63,8 @@ class RouterChoice:
         result = native if self.rows.given is None else self._replay(native, scores, self.rows.given)
         if self.rows.used is not None:
             self.rows.used.copy_(result[1].reshape(self.rows.used.shape))
+        if self.rows.native is not None:
+            self.rows.native.copy_(native[1].reshape(self.rows.native.shape))
         return result
 
     def _check_rows(self, chosen: torch.Tensor) -> None:

@@ -50,8 +50,9 @@ class RoutedRouter(torch.nn.Module):
         return output
 
     def _write_down(self, output: Any, rows: LayerRows) -> Any:
-        if rows.used is not None:
-            rows.used.copy_(output[self._replay_spec.fixed_output].reshape(rows.used.shape))
+        for written in (rows.used, rows.native):
+            if written is not None:
+                written.copy_(output[self._replay_spec.fixed_output].reshape(written.shape))
         return output
 
 

@@ -23,14 +23,17 @@ class Routes:
         *,
         padding: torch.Tensor | None = None,
         recording: bool = False,
+        comparing: bool = False,
         check: bool = True,
     ) -> None:
         """Use `record` or `replay`."""
         self._given = given
         self._padding = padding
         self._recording = recording
+        self._comparing = comparing
         self._check = check
         self._recorded: list[torch.Tensor] = []
+        self._native: torch.Tensor | None = None
         self._calls: list[RoutedCall] = []
 
     @classmethod
@@ -45,6 +48,7 @@ class Routes:
         *,
         padding: torch.Tensor | None = None,
         trace: bool = False,
+        compare: bool = False,
         check: bool = True,
     ) -> "Routes":
         """Return routes for exactly one forward.
@@ -54,9 +58,10 @@ class Routes:
                 65535 in uint16) is routed by the model itself.
             padding: (T,) bool, True on padding tokens, which are routed as given and not counted as replayed.
             trace: Also write down what the routers used, as `ids` of this object.
+            compare: Also write down what each router would have chosen by itself, as `native`.
             check: Look at every id once per forward; turn it off for routes that `check_routes` has passed.
         """
-        return cls(ids, padding=padding, recording=trace, check=check)
+        return cls(ids, padding=padding, recording=trace, comparing=compare, check=check)
 
     @property
     def ids(self) -> torch.Tensor:
@@ -72,6 +77,22 @@ class Routes:
         return self._recorded[0]
 
     @property
+    def native(self) -> torch.Tensor:
+        """What the routers would have chosen in a replay, (T, routers, k), each on hidden states of the given routes.
+
+        Raises:
+            ReplayError: no forward of a replay with `compare=True`.
+        """
+        if self._native is None:
+            raise ReplayError("no native routes: run a forward with Routes.replay(ids, compare=True)")
+        return self._native
+
+    @property
+    def consumed(self) -> bool:
+        """Whether a forward has used these routes."""
+        return bool(self._calls)
+
+    @property
     def receipt(self) -> Receipt:
         """What became of the rows, over all calls; reading it waits for the device."""
         return sum((call.receipt() for call in self._calls), Receipt())
@@ -85,7 +106,7 @@ class Routes:
                 have chosen.
         """
         if self._given is None:
-            return RoutedCall(routers, tokens, device, None, None, self._recording)
+            return RoutedCall(routers, tokens, device, None, None, recording=self._recording)
         if self._calls:
             raise ReplayError(
                 "these routes are consumed: a forward has replayed them. Make one Routes.replay per microbatch and "
@@ -96,7 +117,8 @@ class Routes:
         if self._check:
             _check_ids(given, routers)
         padding = None if self._padding is None else self._padding.to(device, non_blocking=True)
-        return RoutedCall(routers, tokens, device, given, padding, self._recording)
+        modes = {"recording": self._recording, "comparing": self._comparing}
+        return RoutedCall(routers, tokens, device, given, padding, **modes)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def close(self, call: "RoutedCall") -> None:
@@ -107,8 +129,10 @@ class Routes:
         """
         self._calls.append(call)
         call.close()
-        if self._recording:
-            self._recorded.append(call.take_used())
+        used, native = call.take_written()
+        if used is not None:
+            self._recorded.append(used)
+        self._native = native
 
     def _check_fit(self, routers: Sequence[RouterSpec], tokens: int) -> None:
         assert self._given is not None
@@ -153,17 +177,20 @@ class RoutedCall:
         device: torch.device,
         given: torch.Tensor | None,
         padding: torch.Tensor | None,
+        *,
         recording: bool,
+        comparing: bool = False,
     ) -> None:
         self._routers = routers
         self._tokens = tokens
         self._given = given
         self._padding = padding
         self._recording = recording
+        self._comparing = comparing
         self._dtype = wire_dtype(max(r.num_experts for r in routers), routers[0].top_k)
         self._open = True
         self._device = device
-        self._taken: dict[int, torch.Tensor | None] = {}
+        self._taken: dict[int, LayerRows | None] = {}
 
     def rows(self, slots: tuple[int, ...], device: torch.device) -> tuple[LayerRows, ...]:
         """Return the rows of a layer's routers, on the layer's device.
@@ -181,12 +208,14 @@ class RoutedCall:
             raise ReplayError(
                 f"router {self._routers[slot].name} took its rows twice in one forward; each row is consumed once"
             )
-        used = None
-        if self._recording:
-            shape = (self._tokens, self._routers[slot].top_k)
-            used = torch.full(shape, missing_mark(self._dtype), dtype=self._dtype, device=device)
-        self._taken[slot] = used
-        return LayerRows(given, used)
+        used = self._blank(slot, device) if self._recording else None
+        native = self._blank(slot, device) if self._comparing else None
+        rows = self._taken[slot] = LayerRows(given, used, native)
+        return rows
+
+    def _blank(self, slot: int, device: torch.device) -> torch.Tensor:
+        shape = (self._tokens, self._routers[slot].top_k)
+        return torch.full(shape, missing_mark(self._dtype), dtype=self._dtype, device=device)
 
     def close(self) -> None:
         """End the forward.
@@ -202,11 +231,15 @@ class RoutedCall:
                 "model must pass its keyword arguments to all decoder layers, and run each of them"
             )
 
-    def take_used(self) -> torch.Tensor:
-        """Return what the routers wrote down, (T, routers, k), and keep none of it."""
-        columns = [rows.to(self._device) for _, rows in sorted(self._taken.items()) if rows is not None]
+    def take_written(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return what the routers used and would have chosen, (T, routers, k) each if asked for; keep none of it."""
+        taken = [rows for _, rows in sorted(self._taken.items()) if rows is not None]
         self._taken = dict.fromkeys(self._taken)
-        return torch.stack(columns, dim=1)
+        return self._join([r.used for r in taken]), self._join([r.native for r in taken])
+
+    def _join(self, columns: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        written = [column.to(self._device) for column in columns if column is not None]
+        return torch.stack(written, dim=1) if written else None
 
     def receipt(self) -> Receipt:
         """Count the rows; waits for the device."""

@@ -1,7 +1,7 @@
-"""One data-parallel rank of a policy: a Hugging Face causal LM, its optimizer, and a frozen reference if wanted.
+"""One rank of a policy: a Hugging Face causal LM, its optimizer, and a frozen reference if wanted.
 
-In one process it needs no process group. Where torch.distributed is initialised, gradients are summed over
-`dp_group` (or the data-parallel axis of `mesh`, or all ranks).
+In one process it needs no process group and holds the model whole. Where torch.distributed runs several, weights are
+sharded over all of them as `policy.parallel` says; ranks of one replica then get the same rows and return the same.
 """
 
 import copy
@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from headrace.config import GenerationConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS
 from headrace.data_plane.worker_mixin import TQWorkerMixin
 from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.topology import Topology, build_topology
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.automodel import checkpoint, flops
-from headrace.models.automodel.attention import check_isolation, choose_attention
+from headrace.models.automodel.attention import PACKED_ATTENTION, check_isolation, choose_attention
 from headrace.models.automodel.data import get_microbatch_iterator, process_global_batch
 from headrace.models.automodel.experts import GROUPED_EXPERTS
+from headrace.models.automodel.plan_check import check_split, probe_scores
+from headrace.models.automodel.replay import PREV_LOGPROBS, TRAIN, RouteReplayer, install_replay
+from headrace.models.automodel.replica import Replica
 from headrace.models.automodel.scoring import Autocast, Scoring, TokenScorer
 from headrace.models.automodel.setup import (
     build_optimizer,
@@ -30,14 +33,17 @@ from headrace.models.automodel.setup import (
     load_model,
     resolve_device,
 )
+from headrace.models.automodel.sharded_checkpoint import SHARDED, export_model, load_shards, save_shards
+from headrace.models.automodel.sharding import ShardedModel, shard_model
+from headrace.models.automodel.tensor_parallel import is_family
 from headrace.models.automodel.train import (
     StepResult,
     TrainStep,
     apply_gradients,
-    reduce_gradients,
     run_microbatches,
 )
 from headrace.models.interfaces import LossFn
+from headrace.models.router_replay.proof import ReplayProof
 
 Batch = BatchedDataDict
 
@@ -57,32 +63,40 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         tokenizer: Any,
         seed: int,
         with_reference: bool = False,
-        mesh: DeviceMesh | None = None,
-        dp_group: dist.ProcessGroup | None = None,
+        topology: Topology | None = None,
     ) -> None:
         self.cfg = cfg
         self.tokenizer = tokenizer
         self._pad_token_id = int(tokenizer.pad_token_id)
         self.device = resolve_device(cfg)
-        self.dp_group = _dp_group(mesh, dp_group)
+        self.topology = topology or _topology(cfg, self.device)
         self._autocast = Autocast(self.device, cfg.precision)
         self._scoring = Scoring(
             generation.temperature, generation.top_k, generation.top_p, cfg.logprob_chunk_tokens
         )
-        self.model = load_model(cfg, seed=seed, device=self.device, tokenizer=tokenizer)
-        self._prepare_model()
-        self._scorer = TokenScorer(self.model, self._scoring, self._autocast)
-        self._reference = self._copy_for_reference() if with_reference else None
+        # Sharding moves a model to the device layer by layer; before it, every rank holds the model on its host.
+        host = self.device if self.topology is None else torch.device("cpu")
+        self.model = load_model(cfg, seed=seed, device=host, tokenizer=tokenizer)
+        self._prepare_model(host)
+        self._replay_handle = install_replay(self.model) if cfg.router_replay.enabled else None
+        reference = copy.deepcopy(self.model).requires_grad_(False) if with_reference else None
+        self._scorer = self._make_scorer(self.model)
+        self._scorer.replayer = self._make_replayer()
+        self._reference = None if reference is None else self._make_scorer(reference)
         self.weight_version = 0
         self._step: TrainStep | None = None
         self.reset_optimizer(cfg.optimizer, cfg.scheduler)
 
-    def _prepare_model(self) -> None:
-        packed = self.cfg.sequence_packing.enabled
+    def _prepare_model(self, host: torch.device) -> None:
+        packed = self.cfg.sequence_packing.enabled or self._replica_size > 1
         wanted = self.cfg.model.attn_implementation
-        self.model.set_attn_implementation(
-            choose_attention(self.device, self._autocast.dtype, packed, wanted)
-        )
+        name = choose_attention(host, self._autocast.dtype, packed, wanted)
+        if self.topology is not None and self.topology.context_size > 1 and name != PACKED_ATTENTION:
+            raise ConfigError(
+                f"policy.parallel.context={self.topology.context_size} with policy.model.attn_implementation="
+                f"{wanted}: only sdpa can exchange heads between context ranks; set it"
+            )
+        self.model.set_attn_implementation(name)
         if self.model.config._experts_implementation == "grouped_mm":
             self.model.set_experts_implementation(GROUPED_EXPERTS)
         if packed:
@@ -90,9 +104,31 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         if self.cfg.activation_checkpointing:
             enable_activation_checkpointing(self.model)
 
-    def _copy_for_reference(self) -> TokenScorer:
-        frozen = copy.deepcopy(self.model).requires_grad_(False)
-        return TokenScorer(frozen, self._scoring, self._autocast)
+    def _make_scorer(self, model: Any) -> TokenScorer:
+        scorer = TokenScorer(model, self._scoring, self._autocast)
+        if self.topology is None:
+            return scorer
+        size = self._replica_size
+        replica = Replica(self.topology, self.cfg.parallel.sequence_parallel) if size > 1 else None
+        unproven = self.topology.tensor_size > 1 and not is_family(model)
+        whole = probe_scores(scorer, model.device, multiple=size) if unproven else None
+        scorer.shard(shard_model(model, self.topology, self.cfg, self.device), replica)
+        if whole is not None:
+            split = probe_scores(scorer, self.device, multiple=size)
+            check_split(model, whole, split, self.cfg.precision)
+        return scorer
+
+    def _make_replayer(self) -> RouteReplayer | None:
+        if self._replay_handle is None:
+            return None
+        split = self.topology is not None and self.topology.context_size > 1
+        context = self.topology.context if self.topology is not None and split else None
+        return RouteReplayer(self._replay_handle, trace=self.cfg.router_replay.trace, context=context)
+
+    def take_replay_proofs(self) -> dict[str, ReplayProof]:
+        """Return what router replay did in each stage since the last call; empty where it is off."""
+        replayer = self._scorer.replayer
+        return {} if replayer is None else replayer.take()
 
     def reset_optimizer(self, optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> None:
         """Start optimizer and schedule anew, with these settings."""
@@ -102,8 +138,24 @@ class AutomodelPolicyWorker(TQWorkerMixin):
 
     @property
     def dp_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return 1 if self.dp_group is None else dist.get_world_size(self.dp_group)
+        """Number of replicas."""
+        return 1 if self.topology is None else self.topology.data_size
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that stand where this one does in their replicas; None for one process."""
+        return None if self.topology is None else self.topology.data
+
+    @property
+    def _replica_size(self) -> int:
+        return 1 if self.topology is None else self.topology.replica_size
+
+    @property
+    def _sharded(self) -> ShardedModel | None:
+        return self._scorer.sharded
+
+    def _get_replica_group(self) -> dist.ProcessGroup | None:
+        return None if self.topology is None or self._replica_size == 1 else self.topology.replica
 
     # Training.
 
@@ -161,12 +213,14 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         """
         step = self._open_step()
         step.tokens += int(data[INPUT_LENGTHS].sum())
+        self._begin_replay(TRAIN, data)
         microbatches, _ = get_microbatch_iterator(
             data.to(self.device),
             self.cfg,
             mbs or self.cfg.train_micro_batch_size,
             self.dp_group,
             self.tokenizer,
+            replica_size=self._replica_size,
         )
         run_microbatches(self._scorer, microbatches, loss_fn, step, backward=backward)
 
@@ -174,10 +228,13 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         """Sum gradients over ranks, clip, update the weights, and close the step."""
         self._open_step()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        reduce_gradients(parameters, self.dp_group)
         lr = float(self.scheduler.get_last_lr()[0])
         norm, updated = apply_gradients(
-            parameters, self.optimizer, self.scheduler, max_grad_norm=self.cfg.max_grad_norm
+            parameters,
+            self.optimizer,
+            self.scheduler,
+            max_grad_norm=self.cfg.max_grad_norm,
+            sharded=self._sharded,
         )
         self.weight_version += int(updated)
         result = self._close_step(norm, updated=updated)
@@ -188,6 +245,8 @@ class AutomodelPolicyWorker(TQWorkerMixin):
 
     def abort_train_step(self) -> None:
         """Drop the open step and its gradients, if there is one."""
+        if self._step is not None and self._scorer.replayer is not None:
+            self._scorer.replayer.drop()
         self._step = None
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -215,8 +274,13 @@ class AutomodelPolicyWorker(TQWorkerMixin):
 
     # Scoring.
 
+    def _begin_replay(self, stage: str, data: Batch) -> None:
+        if self._scorer.replayer is not None:
+            self._scorer.replayer.begin(stage, data)
+
     def get_logprobs(self, data: Batch, micro_batch_size: int | None = None) -> Batch:
         """Return {"logprobs": (N, S) float32 on CPU} in the rows' order; 0 beyond a row's length."""
+        self._begin_replay(PREV_LOGPROBS, data)
         return BatchedDataDict({"logprobs": self._score(self._scorer, data, micro_batch_size)})
 
     def get_reference_policy_logprobs(self, data: Batch, micro_batch_size: int | None = None) -> Batch:
@@ -238,7 +302,12 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         for offset, rows, plan in _portions(data, micro_batch_size or self.cfg.logprob_batch_size):
             mbs = max((stop - start for start, stop in plan), default=1)
             microbatches, _ = get_microbatch_iterator(
-                rows.to(self.device), self.cfg, mbs, self.dp_group, self.tokenizer
+                rows.to(self.device),
+                self.cfg,
+                mbs,
+                self.dp_group,
+                self.tokenizer,
+                replica_size=self._replica_size,
             )
             for index, microbatch in enumerate(microbatches):
                 # Fillers beyond the plan run too: other ranks wait for them in collectives.
@@ -251,19 +320,26 @@ class AutomodelPolicyWorker(TQWorkerMixin):
 
     def snapshot_reference(self) -> None:
         """Make the weights of now the reference; without a reference, do nothing."""
-        if self._reference is not None:
+        if self._reference is None:
+            return
+        if self._sharded is not None and self._reference.sharded is not None:
+            self._reference.sharded.copy_weights_of(self._sharded)
+        else:
             self._reference.model.load_state_dict(self.model.state_dict())
 
     def save_reference(self, directory: Path) -> None:
         """Write the reference as a Hugging Face model directory; without a reference, do nothing."""
-        if self._reference is not None and self._is_writer():
+        if self._reference is None:
+            return
+        if self._reference.sharded is None:
             checkpoint.save_model(directory, self._reference.model, self.tokenizer)
-        self._wait_for_all()
+        else:
+            self._export(directory, self._reference.sharded)
 
     def load_reference(self, directory: Path) -> None:
         """Read the reference's weights back; without a reference, do nothing."""
         if self._reference is not None:
-            checkpoint.load_weights(directory, self._reference.model)
+            checkpoint.load_weights(directory, self._reference.model, self._reference.sharded)
 
     # Weights and checkpoints.
 
@@ -272,7 +348,16 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         return self.weight_version
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter and persistent buffer once, by its name in `model.state_dict()`, not copied."""
+        """Yield every parameter and persistent buffer once, by its name in `model.state_dict()`.
+
+        One process yields them as they are, not copied. Of several, all must run through this together; rank 0
+        yields whole tensors, one at a time, and the others nothing.
+        """
+        if self._sharded is not None:
+            for name, tensor in self._sharded.full_weights():
+                if dist.get_rank() == 0:
+                    yield name, tensor
+            return
         seen: set[int] = set()
         for name, tensor in self.model.state_dict().items():
             if tensor.data_ptr() not in seen or tensor.numel() == 0:
@@ -280,32 +365,48 @@ class AutomodelPolicyWorker(TQWorkerMixin):
                 yield name, tensor
 
     def save_checkpoint(self, directory: Path, *, with_optimizer: bool = True) -> None:
-        """Write model and tokenizer (Hugging Face layout), optimizer, schedule and RNG into `directory`."""
-        if self._is_writer():
-            state = checkpoint.TrainerState(self.weight_version, self.scheduler.last_epoch)
-            optimizer = self.optimizer if with_optimizer else None
+        """Write model and tokenizer (Hugging Face layout), optimizer, schedule and RNG into `directory`.
+
+        Several ranks also write their parts of weights and optimizer into `directory`/sharded.
+        """
+        state = checkpoint.TrainerState(self.weight_version, self.scheduler.last_epoch)
+        optimizer = self.optimizer if with_optimizer else None
+        if self._sharded is None:
             checkpoint.save_checkpoint(directory, self.model, self.tokenizer, optimizer, state)
-        self._wait_for_all()
+            return
+        self._export(directory / checkpoint.MODEL, self._sharded)
+        save_shards(directory, self.model, optimizer)
+        if dist.get_rank() == 0:
+            checkpoint.save_counters(directory, state)
+        dist.barrier()
 
     def load_checkpoint(self, directory: Path) -> None:
-        """Restore what `save_checkpoint` wrote, bit for bit; hyperparameters stay the recipe's.
+        """Restore what `save_checkpoint` wrote at any number of ranks; at the same number, bit for bit.
+
+        Hyperparameters stay the recipe's.
 
         Raises:
             ConfigError: files that are missing, damaged, or of another model.
         """
         self.optimizer = build_optimizer(self.model, self._optimizer_cfg)
-        state = checkpoint.load_checkpoint(directory, self.model, self.optimizer)
+        if (directory / SHARDED).is_dir():
+            load_shards(directory, self.model, self.optimizer)
+            state = checkpoint.load_counters(directory)
+        else:
+            state = checkpoint.load_checkpoint(directory, self.model, self.optimizer, self._sharded)
         self.scheduler = build_scheduler(
             self.optimizer, self._scheduler_cfg, updates_done=state.scheduler_updates
         )
         self.weight_version = state.weight_version
 
-    def _is_writer(self) -> bool:
-        return self.dp_group is None or dist.get_rank(self.dp_group) == 0
-
-    def _wait_for_all(self) -> None:
-        if self.dp_group is not None:
-            dist.barrier(self.dp_group)
+    def _export(self, directory: Path, sharded: ShardedModel) -> None:
+        weights = sharded.full_weights()
+        if dist.get_rank() == 0:
+            export_model(directory, sharded.model, weights, self.tokenizer)
+        else:
+            for _ in weights:
+                pass
+        dist.barrier()
 
     # Size and speed.
 
@@ -322,12 +423,18 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         return flops.peak_tflops(self.device)
 
 
-def _dp_group(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    if group is not None or not dist.is_initialized():
-        return group
-    if mesh is None:
-        return dist.group.WORLD
-    return mesh.get_group("dp") if "dp" in (mesh.mesh_dim_names or ()) else mesh.get_group()
+def _topology(cfg: PolicyConfig, device: torch.device) -> Topology | None:
+    """Return this rank's place among the processes of torch.distributed; None where there is but one."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    parallel = cfg.parallel
+    if world == 1:
+        if parallel.tensor * parallel.context > 1:
+            raise ConfigError(
+                f"policy.parallel.tensor={parallel.tensor} and context={parallel.context} need as many processes, and "
+                "this is the only one; set policy.workers, or both to 1"
+            )
+        return None
+    return build_topology(device.type, context=parallel.context, tensor=parallel.tensor)
 
 
 def _portions(data: Batch, mbs: int) -> Iterator[tuple[int, Batch, Sequence[Sequence[int]]]]:

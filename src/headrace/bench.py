@@ -1,0 +1,164 @@
+"""Runs the benchmarks of a checkout and holds their figures to their targets.
+
+The benchmarks are files in the checkout's `benchmarks` folder, and stay there: an installed package has none. Each
+runs in a process of its own and leaves a report; `benchmarks/run.py` says what is in it.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+import headrace
+from headrace.errors import ConfigError, HeadraceError
+
+Report = dict[str, Any]
+
+_SHARED = ("run", "columns", "plot")
+"""Files in the folder that are no benchmarks."""
+_NEEDS = {"store_transfer_queue": ("ray", "transfer_queue")}
+
+
+def find_benchmarks() -> Path:
+    """Return the folder of benchmarks: of the checkout that this package lies in, or else below the working directory.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    places = (Path(headrace.__file__).parents[2] / "benchmarks", Path.cwd() / "benchmarks")
+    for place in places:
+        if (place / "run.py").is_file():
+            return place
+    raise ConfigError(
+        f"no benchmarks in {' or '.join(map(str, places))}; they are not part of an installed package: run "
+        "headrace bench in a checkout"
+    )
+
+
+def benchmark_names(folder: Path) -> list[str]:
+    """Return the names of all benchmarks in the folder."""
+    return sorted(file.stem for file in folder.glob("*.py") if file.stem not in _SHARED)
+
+
+def choose(folder: Path, names: Sequence[str]) -> list[str]:
+    """Return the benchmarks to run: those named, or all whose packages are installed.
+
+    Raises:
+        ConfigError: a name that is no benchmark, or one whose packages are missing.
+    """
+    known = benchmark_names(folder)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"no benchmark {', '.join(unknown)}; there are: {', '.join(known)}")
+    for name in names:
+        if missing := _missing(name):
+            raise ConfigError(f"benchmark {name} needs {', '.join(missing)}; pip install 'headrace[ray]'")
+    return list(names) or [name for name in known if not _missing(name)]
+
+
+def _missing(name: str) -> list[str]:
+    return [package for package in _NEEDS.get(name, ()) if importlib.util.find_spec(package) is None]
+
+
+def split_targets(texts: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """Return each benchmark's targets; `codec.pad.8192x256=1.5` is `pad.8192x256=1.5` for `codec`.
+
+    Raises:
+        ConfigError: a target that is not BENCHMARK.FIGURE=NUMBER of a benchmark that runs.
+    """
+    targets: dict[str, list[str]] = {name: [] for name in names}
+    for text in texts:
+        name, _, rest = text.partition(".")
+        figure, _, value = rest.rpartition("=")
+        if name not in targets or not figure or not _is_number(value):
+            raise ConfigError(
+                f"--target {text}: expected BENCHMARK.FIGURE=NUMBER, with one of {', '.join(names)}"
+            )
+        targets[name].append(rest)
+    return targets
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def run_benchmark(folder: Path, name: str, *, quick: bool = False, targets: Sequence[str] = ()) -> Report:
+    """Run one benchmark and return its report.
+
+    Raises:
+        HeadraceError: it ended without a report, with the last line that it wrote.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "report.json"
+        command = [sys.executable, str(folder / f"{name}.py"), "--out", str(out)]
+        command += ["--quick"] if quick else []
+        for target in targets:
+            command += ["--target", target]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not out.is_file():
+            last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+            raise HeadraceError(f"benchmark {name} failed: {last}. See all of it with: python {command[1]}")
+        report: Report = json.loads(out.read_text())
+    # The file for the report was a scratch file: what a reader repeats is this.
+    shown = ["headrace", "bench", name, *(["--quick"] if quick else [])]
+    report["where"]["command"] = " ".join([*shown, *(f"--target {name}.{target}" for target in targets)])
+    return report
+
+
+def save_report(report: Mapping[str, Any], folder: Path) -> Path:
+    """Write a report into the folder's `results` and return its path."""
+    path = folder / "results" / f"{report['benchmark']}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    return path
+
+
+def missed(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the figures that miss their targets, as BENCHMARK.FIGURE."""
+    return [
+        f"{report['benchmark']}.{figure['name']}"
+        for report in reports
+        for figure in report["figures"]
+        if not figure["ok"]
+    ]
+
+
+def bench_table(reports: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the figures of all reports beside their targets."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column("benchmark", no_wrap=True)
+    table.add_column("figure", no_wrap=True)
+    for heading in ("measured", "target"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, min_width=6)
+    table.add_column("", overflow="fold")
+    for report in reports:
+        for number, figure in enumerate(report["figures"]):
+            name = report["benchmark"] if number == 0 else ""
+            table.add_row(name, figure["name"], *_cells(figure), figure["note"])
+    return table
+
+
+def _cells(figure: Mapping[str, Any]) -> tuple[str, str, Text]:
+    measured = f"{_number(figure['figure'])} {figure['unit']}"
+    if figure["target"] is None:
+        return measured, "", Text("")
+    sign = "≥" if figure["relation"] == "at least" else "≤"
+    verdict = Text("ok", style="green") if figure["ok"] else Text("missed", style="bold red")
+    return measured, f"{sign} {_number(figure['target'])}", verdict
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,0 +1,171 @@
+"""The part of a Ray cluster that a group of workers runs on."""
+
+import importlib.metadata
+import logging
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import headrace
+from headrace.errors import ConfigError, HeadraceError
+
+_PACKAGE = "headrace"
+_EXTRAS = ("", "train", "ray")
+
+
+class RayVirtualCluster:
+    """Room for `workers` processes on `num_nodes` nodes, as one placement group with a bundle per node.
+
+    Uses the cluster that this process is connected to, or else that of RAY_ADDRESS, or else starts a local one
+    with `num_cpus` CPUs (None: those of the machine), which ends with `shutdown`. Each worker reserves a GPU
+    where there are `gpus_per_node`, and `cpus_per_worker` (None: one, or its share where there are fewer CPUs than
+    workers).
+
+    Raises:
+        ConfigError: a cluster with too few nodes or GPUs, or workers that the nodes cannot share evenly.
+        HeadraceError: no cluster at RAY_ADDRESS, or no room within `startup_timeout_s`.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        num_nodes: int = 1,
+        gpus_per_node: int = 0,
+        num_cpus: int | None = None,
+        cpus_per_worker: float | None = None,
+        startup_timeout_s: float = 180.0,
+    ) -> None:
+        if workers % num_nodes or (gpus_per_node and workers > num_nodes * gpus_per_node):
+            raise ConfigError(
+                f"policy.workers={workers} cannot share cluster.num_nodes={num_nodes} with "
+                f"cluster.gpus_per_node={gpus_per_node} evenly; each worker takes a GPU, if there are any"
+            )
+        self.workers_per_node = workers // num_nodes
+        self._owns_ray = _connect(num_cpus)
+        self.placement_group: Any = None
+        ready = False
+        try:
+            self.cpus_per_worker = cpus_per_worker or _cpu_share(
+                self.workers_per_node, num_nodes, gpus_per_node
+            )
+            # Processes of a cluster started here run this interpreter.
+            self.runtime_env = None if self._owns_ray else _needed_runtime_env(startup_timeout_s)
+            self._reserve(num_nodes, gpus_per_node, startup_timeout_s)
+            ready = True
+        finally:
+            if not ready:
+                self.shutdown()
+
+    def _reserve(self, num_nodes: int, gpus_per_node: int, startup_timeout_s: float) -> None:
+        bundle = {"CPU": self.cpus_per_worker * self.workers_per_node}
+        if gpus_per_node:
+            bundle["GPU"] = self.workers_per_node
+        self.placement_group = placement_group([dict(bundle) for _ in range(num_nodes)], "STRICT_SPREAD")
+        try:
+            ray.get(self.placement_group.ready(), timeout=startup_timeout_s)
+        except GetTimeoutError as error:
+            raise HeadraceError(
+                f"Ray found no room for {num_nodes} x {bundle} within {startup_timeout_s:.3g} s; free now: "
+                f"{ray.available_resources()}"
+            ) from error
+
+    def shutdown(self) -> None:
+        """Give the room back, and end the cluster if it was started here; may be called twice."""
+        if self.placement_group is not None and ray.is_initialized():
+            remove_placement_group(self.placement_group)
+        self.placement_group = None
+        if self._owns_ray:
+            ray.shutdown()
+            self._owns_ray = False
+
+
+def _connect(num_cpus: int | None) -> bool:
+    """Connect to Ray, unless this process is; return whether it was not."""
+    if ray.is_initialized():
+        return False
+    address = os.environ.get("RAY_ADDRESS")
+    local: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
+    try:
+        ray.init(
+            address=address or "local",
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+            **({} if address else local),
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise HeadraceError(f"cannot connect to Ray at RAY_ADDRESS={address}: {error}") from error
+    return True
+
+
+def _cpu_share(workers_per_node: int, num_nodes: int, gpus_per_node: int) -> float:
+    """Return the CPUs that each worker may reserve on the nodes that have room for it."""
+    gpus_needed = workers_per_node if gpus_per_node else 0
+    nodes = [node["Resources"] for node in ray.nodes() if node.get("Alive")]
+    cpus = sorted(
+        (n["CPU"] for n in nodes if n.get("CPU", 0) > 0 and n.get("GPU", 0) >= gpus_needed), reverse=True
+    )
+    if len(cpus) < num_nodes:
+        raise ConfigError(
+            f"cluster.num_nodes={num_nodes} with cluster.gpus_per_node={gpus_per_node}: the Ray cluster has "
+            f"{len(cpus)} nodes with CPUs and {gpus_needed} GPUs, of {len(nodes)} in all; lower one of the two "
+            "or add nodes"
+        )
+    # Ray counts resources in ten-thousandths.
+    share = math.floor(float(cpus[num_nodes - 1]) / workers_per_node * 1e4) / 1e4
+    return min(1.0, share)
+
+
+def _needed_runtime_env(timeout_s: float) -> dict[str, Any] | None:
+    """Return None where every node has this version of headrace, else the environment that gives it to them."""
+    mine = importlib.metadata.version(_PACKAGE)
+    probe = ray.remote(num_cpus=0)(importlib.metadata.version)
+    answers = [
+        probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
+            _PACKAGE
+        )
+        for node in ray.nodes()
+        if node.get("Alive")
+    ]
+    try:
+        if all(version == mine for version in ray.get(answers, timeout=timeout_s)):
+            return None
+    except RayTaskError:
+        pass  # not installed on a node
+    except RayError as error:
+        raise HeadraceError(f"cannot ask the nodes of the Ray cluster for their packages: {error}") from error
+    return project_runtime_env()
+
+
+def project_runtime_env() -> dict[str, Any]:
+    """Return a Ray runtime environment with this headrace and what it requires, in the versions installed here.
+
+    Example: `{"py_modules": ["/src/headrace"], "pip": ["torch==2.13.0", "ray==2.60.0", ...]}`.
+    """
+    requirements = importlib.metadata.requires(_PACKAGE) or []
+    names = [
+        re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0]
+        for text in requirements
+        if (text.split("extra ==")[1].strip(" '\"") if "extra ==" in text else "") in _EXTRAS
+    ]
+    pinned = []
+    for name in dict.fromkeys(names):
+        version = _installed(name)
+        if version is not None:
+            pinned.append(f"{name}=={version}")
+    return {"py_modules": [str(Path(headrace.__file__).parent)], "pip": pinned}
+
+
+def _installed(name: str) -> str | None:
+    try:
+        # Without a local label such as +cpu, which indexes do not serve.
+        return importlib.metadata.version(name).split("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,17 @@
+"""Groups of workers behind one interface: in this process, in local processes, or as Ray actors.
+
+`ray_group` loads Ray and is imported by name only.
+"""
+
+from headrace.distributed.worker_groups.interfaces import LocalWorkerGroup, WorkerGroup
+from headrace.distributed.worker_groups.rank import RankSettings, WorkerSpec, attach_from_environment
+from headrace.distributed.worker_groups.spawn import SpawnWorkerGroup
+
+__all__ = [
+    "LocalWorkerGroup",
+    "RankSettings",
+    "SpawnWorkerGroup",
+    "WorkerGroup",
+    "WorkerSpec",
+    "attach_from_environment",
+]

@@ -1,0 +1,172 @@
+"""One rank of a group, seen from its own process: process group, worker, and answers to calls."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from headrace.distributed.worker_groups.failures import Capture, WorkerFailure, describe_error
+from headrace.distributed.worker_groups.wire import Payload, decode, encode
+from headrace.errors import ConfigError
+
+DeviceType = Literal["cpu", "cuda"]
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """How each rank builds its worker: `factory(*args, **kwargs)`, all of it picklable."""
+
+    factory: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank stands in the job, and how it meets the others: the store at `host`:`port`."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """What all ranks of a group have in common.
+
+    `threads` bounds the CPU threads of a rank, as does its share of the machine's cores. `timeout_s` is
+    the longest that a collective waits for another rank.
+    """
+
+    device: DeviceType = "cpu"
+    threads: int | None = None
+    timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One command to a rank: a method of its worker and its encoded (args, kwargs).
+
+    `streams`: the method is a generator. `keeps`: the driver wants the result of this rank.
+    """
+
+    method: str
+    arguments: Payload
+    streams: bool = False
+    keeps: bool = True
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One part of an answer; `value` None: nothing to tell."""
+
+    value: Payload | None = None
+    is_last: bool = True
+
+
+Answer = Reply | WorkerFailure
+
+
+class RankServer:
+    """Serves one rank's worker."""
+
+    def __init__(self, place: RankPlace, settings: RankSettings) -> None:
+        self._place = place
+        self._settings = settings
+        self._worker: Any = None
+        self._store: TCPStore | None = None
+
+    def start(self, encoded_spec: Payload) -> Answer:
+        """Join the process group and build the worker of an encoded WorkerSpec."""
+        with Capture() as caught:
+            spec: WorkerSpec = decode(encoded_spec)
+            self._store = join_process_group(self._place, self._settings)
+            self._worker = spec.factory(*spec.args, **spec.kwargs)
+            return Reply()
+        assert caught.error is not None
+        return describe_error(self._place.rank, caught.error)
+
+    def serve(self, call: Call) -> Iterator[Answer]:
+        """Run a call; yield its answer, of several parts where it streams."""
+        with Capture() as caught:
+            args, kwargs = decode(call.arguments)
+            result = getattr(self._worker, call.method)(*args, **kwargs)
+            if not call.streams:
+                yield Reply(encode(result) if call.keeps else None)
+                return
+            if call.keeps:
+                for item in result:
+                    yield Reply(encode(item), is_last=False)
+            else:
+                deque(result, maxlen=0)
+            yield Reply()
+            return
+        assert caught.error is not None
+        yield describe_error(self._place.rank, caught.error)
+
+    def stop(self) -> None:
+        """Let go of the worker and leave the process group; may be called twice."""
+        self._worker = None
+        self._store = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def open_store(host: str, world_size: int) -> TCPStore:
+    """Open the store through which `world_size` ranks meet, on a free port of this machine."""
+    return TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
+
+
+def join_process_group(place: RankPlace, settings: RankSettings) -> TCPStore:
+    """Set threads, device and the usual environment variables, and initialise torch.distributed."""
+    values = (place.rank, place.world_size, place.local_rank, place.local_world_size, place.host, place.port)
+    os.environ.update({name: str(value) for name, value in zip(_NAMES, values)})
+    _set_up_process(place.local_rank, place.local_world_size, settings)
+    timeout = timedelta(seconds=settings.timeout_s)
+    store = TCPStore(place.host, place.port, place.world_size, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        _BACKENDS[settings.device],
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+    )
+    return store
+
+
+def attach_from_environment(settings: RankSettings | None = None) -> tuple[int, int]:
+    """Join the process group that `torchrun` describes in the environment; return rank and world size.
+
+    Every rank then builds the worker class itself and calls it with its replica's shard.
+
+    Raises:
+        ConfigError: a variable that torchrun sets is missing.
+    """
+    settings = settings or RankSettings()
+    missing = [name for name in _NAMES if name not in os.environ]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} not set; start the script with torchrun")
+    _set_up_process(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), settings)
+    dist.init_process_group(
+        _BACKENDS[settings.device], init_method="env://", timeout=timedelta(seconds=settings.timeout_s)
+    )
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _set_up_process(local_rank: int, local_world_size: int, settings: RankSettings) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // local_world_size)
+    torch.set_num_threads(min(share, settings.threads or share))
+    if settings.device == "cuda":
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())

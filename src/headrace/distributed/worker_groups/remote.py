@@ -1,0 +1,157 @@
+"""What every group of other processes has in common: who is sent what, and what becomes of failures.
+
+When a rank fails, the others may wait for it in a collective. They get a short grace to answer; if all do, the
+group lives on. Otherwise it is ended, and every later call says why.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from headrace.distributed.named_sharding import NamedSharding
+from headrace.distributed.topology import DATA
+from headrace.distributed.worker_groups.failures import WorkerFailure, raise_failures
+from headrace.distributed.worker_groups.rank import Answer, Call, Reply
+from headrace.distributed.worker_groups.wire import Payload, decode, encode
+from headrace.errors import ConfigError, HeadraceError
+
+GRACE_S = 5.0
+
+
+class RemoteWorkerGroup(ABC):
+    """A worker per rank of `sharding`, each in a process of its own; see the protocol `WorkerGroup`.
+
+    A worker's error is raised on the driver with its rank; its class is kept where it is one of
+    `headrace.errors`, and its traceback is the cause.
+    """
+
+    def __init__(self, sharding: NamedSharding, *, grace_s: float = GRACE_S) -> None:
+        self.sharding = sharding
+        self._replicas = replicas_of(sharding)
+        self._grace_s = grace_s
+        self._busy: str | None = None
+        self._ended: str | None = None
+
+    # How a group reaches its ranks.
+
+    @abstractmethod
+    def _post(self, calls: Mapping[int, Call]) -> None:
+        """Send each rank its call; a rank that cannot be reached is noticed by `_wait`."""
+
+    @abstractmethod
+    def _wait(self, ranks: set[int], timeout_s: float | None) -> list[tuple[int, Answer]]:
+        """Return answers of some of `ranks`, at least one unless the time is over; a lost process is one."""
+
+    @abstractmethod
+    def _end(self, *, gently: bool) -> None:
+        """End every process; `gently` gives the ranks time to leave their process group."""
+
+    # The interface.
+
+    @property
+    def dp_size(self) -> int:
+        """Number of replicas."""
+        return len(self._replicas)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.sharding.size
+
+    def run_sharded(self, method: str, shards: Sequence[Any], **common: Any) -> list[Any]:
+        """Call `method(shard, **common)` on every rank with its replica's shard; one result per replica."""
+        if len(shards) != self.dp_size:
+            raise ValueError(f"got {len(shards)} shards for {self.dp_size} replicas")
+        return self._run(method, [encode(((shard,), common)) for shard in shards])
+
+    def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method with equal arguments on every rank; one result per replica."""
+        return self._run(method, [encode((args, kwargs))] * self.dp_size)
+
+    def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Yield what the first rank's generator yields; every rank runs its own to the end."""
+        arguments = encode((args, kwargs))
+        calls = {
+            rank: Call(method, arguments, streams=True, keeps=rank == 0) for rank in range(self.world_size)
+        }
+        self._begin(method, calls)
+        values = self._answers(method)
+        try:
+            for _, value in values:
+                yield decode(value)
+        finally:
+            # The ranks go on to the end of an abandoned stream.
+            for _ in values:
+                pass
+
+    def shutdown(self) -> None:
+        """End the workers; may be called twice."""
+        if self._ended is None:
+            self._ended = "it was shut down"
+            self._end(gently=self._busy is None)
+
+    # Calls and answers.
+
+    def _run(self, method: str, arguments: Sequence[Payload]) -> list[Any]:
+        calls = {
+            rank: Call(method, argument, keeps=rank == ranks[0])
+            for ranks, argument in zip(self._replicas, arguments)
+            for rank in ranks
+        }
+        self._begin(method, calls)
+        values = dict(self._answers(method))
+        return [decode(values[ranks[0]]) for ranks in self._replicas]
+
+    def _begin(self, method: str, calls: Mapping[int, Call]) -> None:
+        if self._ended is not None:
+            raise HeadraceError(f"cannot run {method}: the worker group is gone, {self._ended}")
+        if self._busy is not None:
+            raise HeadraceError(
+                f"cannot run {method}: {self._busy} still streams; read it to its end or close it"
+            )
+        self._busy = method
+        self._post(calls)
+
+    def _answers(self, doing: str) -> Iterator[tuple[int, Payload]]:
+        """Yield (rank, value) until every rank has answered; then raise what failed, if anything did."""
+        pending = set(range(self.world_size))
+        failures: list[WorkerFailure] = []
+        deadline: float | None = None
+        finished = False
+        try:
+            while pending and not any(f.is_lost for f in failures):
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                for rank, answer in self._wait(pending, left):
+                    if isinstance(answer, Reply):
+                        if answer.value is not None:
+                            yield rank, answer.value
+                        if not answer.is_last:
+                            continue
+                    else:
+                        failures.append(answer)
+                        deadline = deadline or time.monotonic() + self._grace_s
+                    pending.discard(rank)
+            finished = True
+        finally:
+            # Not finished: an interrupt came between, and answers would be taken for those of the next call.
+            self._busy = None
+            if (pending or any(f.is_lost for f in failures)) and not self._ended:
+                why = failures[0].summary if failures else "a call was interrupted"
+                self._ended = f"{why} (in {doing})"
+                self._end(gently=False)
+        if finished and failures:
+            raise_failures(failures, world_size=self.world_size, doing=doing)
+
+
+def replicas_of(sharding: NamedSharding) -> list[list[int]]:
+    """Return the ranks of each replica, in order along the data axis; the first of each is its leader.
+
+    Raises:
+        ConfigError: ranks that are not 0 to n - 1, or no data axis.
+    """
+    if sorted(sharding.layout.ravel().tolist()) != list(range(sharding.size)):
+        raise ConfigError(f"a worker group has the ranks 0 to {sharding.size - 1}, each once; got {sharding}")
+    return [sharding.get_ranks_by_coord(**{DATA: i}) for i in range(sharding.get_axis_size(DATA))]

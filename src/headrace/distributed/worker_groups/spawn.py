@@ -1,0 +1,156 @@
+"""Workers in processes of this machine, started by multiprocessing and driven over pipes."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from headrace.distributed.named_sharding import NamedSharding
+from headrace.distributed.worker_groups import wire
+from headrace.distributed.worker_groups.failures import lost
+from headrace.distributed.worker_groups.rank import (
+    Answer,
+    Call,
+    RankPlace,
+    RankServer,
+    RankSettings,
+    WorkerSpec,
+    open_store,
+)
+from headrace.distributed.worker_groups.remote import GRACE_S, RemoteWorkerGroup
+
+_HOST = "127.0.0.1"
+_GENTLE_S = 10.0
+_FORCED_S = 3.0
+
+
+class SpawnWorkerGroup(RemoteWorkerGroup):
+    """One process per rank of `sharding`, with torch.distributed initialised between them.
+
+    The factory and arguments of `spec`, and all that is passed to a worker, must be picklable. Ctrl-C reaches
+    the driver only. The workers end with the driver, however it ends.
+
+    Raises:
+        HeadraceError: a worker cannot be built; its own class where it is one of `headrace.errors`.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        sharding: NamedSharding,
+        *,
+        settings: RankSettings | None = None,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        super().__init__(sharding, grace_s=grace_s)
+        self._store = open_store(_HOST, self.world_size)
+        self._pipes: list[Connection[Any, Any]] = []
+        self._processes: list[SpawnProcess] = []
+        started = False
+        try:
+            self._start(spec, settings or RankSettings())
+            started = True
+        finally:
+            if not started:
+                self.shutdown()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [process.pid or 0 for process in self._processes]
+
+    def _start(self, spec: WorkerSpec, settings: RankSettings) -> None:
+        encoded = wire.encode(spec)
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.world_size):
+            place = RankPlace(rank, self.world_size, rank, self.world_size, _HOST, self._store.port)
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, place, settings), name=f"headrace-worker-{rank}", daemon=True
+            )
+            with _interrupts_held_back():
+                process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._busy = "start-up"
+        for pipe in self._pipes:
+            with suppress(ConnectionError):
+                wire.send(pipe, encoded)
+        for _ in self._answers("start-up"):
+            pass
+
+    def _post(self, calls: Mapping[int, Call]) -> None:
+        for rank, call in calls.items():
+            # A pipe that is closed shows in `_wait`, with the reason.
+            with suppress(ConnectionError):
+                wire.send(self._pipes[rank], call)
+
+    def _wait(self, ranks: set[int], timeout_s: float | None) -> list[tuple[int, Answer]]:
+        handles: list[Any] = [self._pipes[r] for r in ranks] + [self._processes[r].sentinel for r in ranks]
+        ready = set(wait(handles, timeout_s))
+        return [
+            (rank, self._receive(rank))
+            for rank in sorted(ranks)
+            if self._pipes[rank] in ready or self._processes[rank].sentinel in ready
+        ]
+
+    def _receive(self, rank: int) -> Answer:
+        """Return a rank's next answer; of a process that has ended, what it still sent."""
+        try:
+            answer: Answer = wire.receive(self._pipes[rank])
+        except (EOFError, ConnectionError):
+            process = self._processes[rank]
+            process.join(_FORCED_S)
+            return lost(rank, f"worker process {process.pid}", process.exitcode)
+        return answer
+
+    def _end(self, *, gently: bool) -> None:
+        if gently:
+            for pipe in self._pipes:
+                with suppress(ConnectionError):
+                    wire.send(pipe, None)
+            _join(self._processes, _GENTLE_S)
+        for stop in (SpawnProcess.terminate, SpawnProcess.kill):
+            for process in (p for p in self._processes if p.is_alive()):
+                stop(process)
+            _join(self._processes, _FORCED_S)
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _join(processes: list[SpawnProcess], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Block SIGINT in this thread and in processes started meanwhile; one that comes is delivered afterwards."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _serve(pipe: "Connection[Any, Any]", place: RankPlace, settings: RankSettings) -> None:
+    """Serve one rank until the driver says stop or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    server = RankServer(place, settings)
+    # A closed pipe means that there is nobody left to tell.
+    with suppress(EOFError, ConnectionError):
+        wire.send(pipe, server.start(wire.receive(pipe)))
+        while (call := wire.receive(pipe)) is not None:
+            for answer in server.serve(call):
+                wire.send(pipe, answer)
+    server.stop()

@@ -1,0 +1,222 @@
+"""A model whose weights, gradients and optimizer state are split over ranks.
+
+Tensor-parallel matrices are split over tensor ranks first; then every weight is split by rows over all data and
+context ranks (FSDP2). Layers compute in the policy's precision; embeddings, the output head, all reductions and the
+weights themselves are float32. Gradients are summed, never averaged: losses are shares of the global batch.
+
+Source: PyTorch FSDP2, torch.distributed.fsdp.fully_shard.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from headrace.config import PolicyConfig
+from headrace.distributed.topology import TENSOR, Topology
+from headrace.errors import ConfigError
+from headrace.models.automodel.setup import COMPUTE_DTYPES
+from headrace.models.automodel.tensor_parallel import split_matrices
+
+
+class ShardedModel:
+    """A model that `fully_shard` has split, with what has to be done on all ranks together.
+
+    Every method but `run` is a collective unless it says otherwise: all ranks call it, in the same order.
+    """
+
+    def __init__(self, model: Any, topology: Topology, partial: set[str], device: torch.device) -> None:
+        self.model = model
+        self.topology = topology
+        self._partial = partial
+        self._device = device
+        model.run_inside = MethodType(lambda _model, call: call(), model)
+        register_fsdp_forward_method(model, "run_inside")
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Return what `call`, which uses the model and its head, returns: tensors that the caller may use."""
+        out = self.model.run_inside(call)
+        if not torch.is_grad_enabled():
+            self.model.reshard()
+        return out
+
+    # Gradients.
+
+    def sum_replicated_gradients(self) -> None:
+        """Make the gradients of weights that tensor ranks hold alike whole, and bit for bit the same."""
+        if self.topology.tensor_size == 1:
+            return
+        group = self.topology.tensor
+        for name, weight in self.model.named_parameters():
+            if weight.grad is None or _tensor_dim(weight) is not None:
+                continue
+            local = weight.grad.to_local()
+            total = local.to(self._device)
+            dist.all_reduce(total, group=group)
+            # A whole gradient on every rank is averaged, so that rounding cannot drive the ranks apart.
+            local.copy_(total if name in self._partial else total / self.topology.tensor_size)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the 2-norm (0-D float32, on the device) of the whole gradient."""
+        whole: list[torch.Tensor] = []
+        shared: list[torch.Tensor] = []
+        for weight in self.model.parameters():
+            if weight.grad is not None:
+                norm = torch.linalg.vector_norm(weight.grad.to_local(), dtype=torch.float32)
+                (shared if _tensor_dim(weight) is None else whole).append(norm.to(self._device))
+        squares = torch.zeros((), device=self._device)
+        for norms, holders in ((whole, 1), (shared, self.topology.tensor_size)):
+            if norms:
+                squares = squares + torch.stack(norms).square().sum() / holders
+        dist.all_reduce(squares)
+        return squares.sqrt()
+
+    def scale_gradients(self, factor: torch.Tensor) -> None:
+        """Multiply every gradient by a 0-D `factor`; no collective."""
+        for weight in self.model.parameters():
+            if weight.grad is not None:
+                local = weight.grad.to_local()
+                local.mul_(factor.to(local.device))
+
+    # Weights.
+
+    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every weight and persistent buffer once, whole, on the device, by its name; one is whole at a time."""
+        seen: set[int] = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            yield name, whole_tensor(tensor.detach(), self._device)
+
+    @torch.no_grad()
+    def copy_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's part of whole weights, which are given under their names; no collective.
+
+        Raises:
+            ConfigError: a weight that is not given, or of another shape.
+        """
+        for name, target in self.model.state_dict(keep_vars=True).items():
+            given = weights.get(name)
+            if given is None or given.shape != target.shape:
+                raise ConfigError(
+                    f"{name}: expected {tuple(target.shape)}, got {None if given is None else tuple(given.shape)}; "
+                    "the weights must be of the recipe's policy.model"
+                )
+            if isinstance(target, DTensor):
+                target.to_local().copy_(own_part(given, target))
+            else:
+                target.copy_(given)
+
+    @torch.no_grad()
+    def copy_weights_of(self, other: "ShardedModel") -> None:
+        """Take over the weights of a model that is split alike; no collective."""
+        theirs = other.model.state_dict(keep_vars=True)
+        for name, target in self.model.state_dict(keep_vars=True).items():
+            _local(target).copy_(_local(theirs[name]))
+
+
+def shard_model(model: Any, topology: Topology, cfg: PolicyConfig, device: torch.device) -> ShardedModel:
+    """Split `model`, which every rank holds whole and alike, over all ranks and move it to `device`.
+
+    Raises:
+        ConfigError: a model that cannot be split as `policy.parallel` says.
+    """
+    partial: set[str] = set()
+    if topology.tensor_size > 1:
+        mesh = topology.weights[TENSOR]
+        partial = split_matrices(model, mesh, sequence_parallel=cfg.parallel.sequence_parallel)
+    offload = device.type == "cuda" and cfg.parallel.cpu_offload
+    options: dict[str, Any] = {
+        "mesh": topology.weights["weights"],
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+    }
+    compute = COMPUTE_DTYPES[cfg.precision]
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, mp_policy=_precision(compute), **options)
+    fully_shard(model, mp_policy=_precision(torch.float32), reshard_after_forward=False, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return ShardedModel(model, topology, partial, device)
+
+
+def _precision(compute: torch.dtype) -> MixedPrecisionPolicy:
+    # Inputs stay as they are: the residual stream is float32, as without sharding.
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def whole_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the whole of what the ranks hold parts of, on `device`; a plain tensor as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local, mesh = tensor.to_local().to(device), tensor.device_mesh
+    split = _tensor_dim(tensor)
+    shape = list(tensor.shape)
+    if split is not None:
+        shape[split] //= mesh.size(1)
+    rows = mesh if mesh.ndim == 1 else mesh["weights"]
+    local = _concatenate(local, rows.get_group(), 0, shape[0])
+    if split is None:
+        return local
+    return _concatenate(local, mesh[TENSOR].get_group(), split, tensor.shape[split])
+
+
+def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """Return the part of `whole` that this rank holds of `like`."""
+    mesh, split = like.device_mesh, _tensor_dim(like)
+    if split is not None:
+        whole = whole.chunk(mesh.size(1), dim=split)[mesh.get_local_rank(1)]
+    size = math.ceil(whole.shape[0] / mesh.size(0))
+    start = mesh.get_local_rank(0) * size
+    return whole[start : start + size]
+
+
+@torch.no_grad()
+def part_like(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """Return `whole` split as `like` is; a tensor of another shape (a step count) as it is."""
+    if whole.shape != like.shape:
+        return whole
+    part = torch.zeros_like(like)
+    _local(part).copy_(own_part(whole, like))
+    return part
+
+
+def _concatenate(local: torch.Tensor, group: dist.ProcessGroup, dim: int, total: int) -> torch.Tensor:
+    """Return the parts of all ranks; the last ones may be shorter, as torch.chunk cuts them, or empty."""
+    ranks = dist.get_world_size(group)
+    size = math.ceil(total / ranks)
+    padded = local
+    if local.shape[dim] < size:
+        padding = list(local.shape)
+        padding[dim] = size - local.shape[dim]
+        padded = torch.cat([local, local.new_zeros(padding)], dim)
+    parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in range(ranks)]
+    dist.all_gather(parts, padded.contiguous(), group=group)
+    return torch.cat(parts, dim).narrow(dim, 0, total)
+
+
+def _tensor_dim(tensor: torch.Tensor) -> int | None:
+    """Return the dim that tensor ranks split, if they do."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1:
+        return None
+    placement = tensor.placements[1]
+    return cast(Shard, placement).dim if placement.is_shard() else None
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

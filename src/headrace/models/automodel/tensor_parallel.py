@@ -1,0 +1,250 @@
+"""Tensor parallelism: which matrices of a model are split over tensor ranks, and how.
+
+Attention and dense MLPs are split by torch's ColwiseParallel and RowwiseParallel; experts are shared out whole.
+Everything else is held alike by all ranks: of these weights some get their whole gradient on every rank, and
+some (`partial`) only the part of this rank's heads or tokens.
+
+Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053), section 3; Korthikanti et al., Reducing Activation
+Recomputation (arXiv 2205.05198), section 4.2.2, for sequence parallelism.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from headrace.errors import ConfigError
+from headrace.models.automodel.experts import EXPERT_GROUP, GROUPED_EXPERTS
+from headrace.models.automodel.replica import gather_tokens, scatter_tokens
+
+FAMILIES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+)
+_PARTIAL = "replicated_with_grad_allreduce"
+_EXPERTS = "moe_tp_experts"
+_KNOWN = ("colwise", "rowwise", _PARTIAL, _EXPERTS)
+FAMILY_PLAN = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.q_norm": _PARTIAL,
+    "layers.*.self_attn.k_norm": _PARTIAL,
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+    "layers.*.mlp.experts": _EXPERTS,
+}
+
+
+def split_matrices(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool) -> set[str]:
+    """Split a model over the one-axis `mesh`; return the names of the weights with partial gradients.
+
+    The model's forward then takes and gives what it did before, but that with `sequence_parallel` the last
+    hidden states are this rank's part of the tokens.
+
+    Raises:
+        ConfigError: a model that cannot be split like this, or sizes that the ranks do not divide.
+    """
+    plan = resolve_plan(model, sequence_parallel=sequence_parallel)
+    check_sizes(model, plan, mesh.size())
+    family = is_family(model)
+    inner: Any = Shard(1) if sequence_parallel else Replicate()
+    for name, style in plan.items():
+        module = model.base_model.get_submodule(name)
+        if style == "colwise":
+            # A family's blocks hand their input over once for all of their projections.
+            _parallelize(module, mesh, ColwiseParallel())
+        elif style == "rowwise":
+            _parallelize(module, mesh, RowwiseParallel(output_layouts=inner))
+        elif style == _EXPERTS:
+            _share_experts(module, mesh)
+    if family:
+        _hook_blocks(model, mesh, inner)
+    _divide_embedding_gradient(model, mesh, sequence_parallel=sequence_parallel)
+    return _partial_names(model, plan, sequence_parallel=sequence_parallel)
+
+
+def resolve_plan(model: Any, *, sequence_parallel: bool = False) -> dict[str, str]:
+    """Return the style of every module (by its name in the base model) that takes part.
+
+    Raises:
+        ConfigError: no plan for this model, or one with a style that is not supported.
+    """
+    config = model.config.get_text_config()
+    if sequence_parallel and not is_family(model):
+        raise ConfigError(
+            f"policy.parallel.sequence_parallel: not for model_type={config.model_type}; it is for "
+            f"{', '.join(FAMILIES)}; switch it off"
+        )
+    patterns = FAMILY_PLAN if is_family(model) else config.base_model_tp_plan
+    if not patterns:
+        raise ConfigError(
+            f"policy.parallel.tensor: transformers has no tensor-parallel plan for model_type={config.model_type}; "
+            "set policy.parallel.tensor=1"
+        )
+    compiled = [
+        (re.compile(p.replace(".", r"\.").replace("*", r"\d+")), style) for p, style in patterns.items()
+    ]
+    plan = {
+        name: style
+        for name, _ in model.base_model.named_modules()
+        for pattern, style in compiled
+        if pattern.fullmatch(name)
+    }
+    for name, style in plan.items():
+        if style not in _KNOWN:
+            raise ConfigError(
+                f"policy.parallel.tensor: {name} of model_type={config.model_type} is planned as '{style}', which "
+                f"is not supported (supported: {', '.join(_KNOWN)}); set policy.parallel.tensor=1"
+            )
+    return plan
+
+
+def check_sizes(model: Any, plan: dict[str, str], ranks: int) -> None:
+    """Hold heads, intermediate sizes and experts to the number of ranks.
+
+    Raises:
+        ConfigError: a size that is no multiple of `ranks`.
+    """
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+    }
+    for name, style in plan.items():
+        module = model.base_model.get_submodule(name)
+        if style == _EXPERTS:
+            sizes["the number of experts"] = module.num_experts
+            _check_experts(model)
+        elif isinstance(module, nn.Linear):
+            column = style == "colwise"
+            sizes[f"{name}.{'out' if column else 'in'}_features"] = (
+                module.out_features if column else module.in_features
+            )
+    for name, size in sizes.items():
+        if size % ranks:
+            raise ConfigError(
+                f"policy.parallel.tensor={ranks} does not divide {name}={size} of this model; choose a divisor"
+            )
+
+
+def _check_experts(model: Any) -> None:
+    implementation = model.config._experts_implementation
+    if implementation != GROUPED_EXPERTS:
+        raise ConfigError(
+            f"policy.parallel.tensor with experts: policy.model.experts_implementation={implementation} cannot share "
+            "them out; use grouped_mm"
+        )
+
+
+def is_family(model: Any) -> bool:
+    """Return whether the model is of a family whose plan stands here; others take transformers' own."""
+    return model.config.get_text_config().model_type in FAMILIES
+
+
+def _parallelize(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    # Every rank holds the same weights already, so that nothing is sent.
+    parallelize_module(module, mesh, style, src_data_rank=None)
+
+
+def _share_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
+    for name, weight in list(experts.named_parameters(recurse=False)):
+        part = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(part, requires_grad=weight.requires_grad))
+    setattr(experts, EXPERT_GROUP, mesh.get_group())
+
+
+# Blocks: what a layer hands to attention and MLP, and what it gets back.
+
+
+def _hook_blocks(model: Any, mesh: DeviceMesh, outer: Any) -> None:
+    group = mesh.get_group()
+    split = isinstance(outer, Shard)
+    for layer in model.base_model.layers:
+        _share_input(layer.self_attn, mesh, outer)
+        if not hasattr(layer.mlp, "experts"):
+            _share_input(layer.mlp, mesh, outer)
+        elif split:
+            # A router wants all tokens, so that its gradient is whole on every rank.
+            _map_input(layer.mlp, lambda x: gather_tokens(x, group))
+            layer.mlp.register_forward_hook(lambda _module, _args, out: scatter_tokens(out, group))
+    if split:
+        # Rotary embeddings and masks are made before this, from all tokens.
+        _map_input(model.base_model.layers[0], lambda x: _own_part(x, group))
+
+
+def _share_input(block: nn.Module, mesh: DeviceMesh, outer: Any) -> None:
+    """Have a block's projections read one input, whose gradient is summed over ranks once."""
+
+    def share(x: torch.Tensor) -> torch.Tensor:
+        given = DTensor.from_local(x, mesh, [outer], run_check=False)
+        return given.redistribute(placements=[Replicate()])
+
+    _map_input(block, share)
+
+
+def _map_input(module: nn.Module, change: Any) -> None:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _own_part(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    # Plain slicing: the embedding's gradient is then that of this rank's tokens alone.
+    return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
+
+
+def _divide_embedding_gradient(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """Make the embedding's gradient a part on every rank, as that of the output head, which may be tied to it."""
+    if sequence_parallel:
+        return
+    share = 1.0 / mesh.size()
+
+    def hook(_module: nn.Module, _args: Any, out: torch.Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient * share)  # type: ignore[no-untyped-call]
+
+    model.get_input_embeddings().register_forward_hook(hook)
+
+
+# Weights that all ranks hold alike.
+
+
+def _partial_names(model: Any, plan: dict[str, str], *, sequence_parallel: bool) -> set[str]:
+    partial = set(_names(model, model.get_input_embeddings(), model.get_output_embeddings()))
+    marked = [model.base_model.get_submodule(name) for name, style in plan.items() if style == _PARTIAL]
+    partial.update(_names(model, *marked))
+    if sequence_parallel:
+        routed = [layer.mlp for layer in model.base_model.layers if hasattr(layer.mlp, "experts")]
+        whole = set(_names(model, *routed))
+        partial.update(name for name, _ in model.named_parameters() if name not in whole)
+    return partial
+
+
+def _names(model: nn.Module, *modules: nn.Module) -> Iterator[str]:
+    inside = {id(weight) for module in modules for weight in module.parameters()}
+    return (name for name, weight in model.named_parameters() if id(weight) in inside)

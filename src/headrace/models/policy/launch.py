@@ -1,0 +1,88 @@
+"""From the policy's section to its workers: how many processes, started by what."""
+
+from typing import Any, Literal
+
+import torch
+
+from headrace.config import ClusterConfig, GenerationConfig, PolicyConfig
+from headrace.distributed.named_sharding import NamedSharding
+from headrace.distributed.topology import policy_sharding
+from headrace.distributed.worker_groups import (
+    LocalWorkerGroup,
+    RankSettings,
+    SpawnWorkerGroup,
+    WorkerGroup,
+    WorkerSpec,
+)
+from headrace.distributed.worker_groups.rank import DeviceType
+from headrace.errors import ConfigError
+from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
+
+Launcher = Literal["spawn", "ray"]
+
+
+def build_worker_group(
+    cfg: PolicyConfig,
+    generation: GenerationConfig,
+    *,
+    tokenizer: Any,
+    seed: int,
+    with_reference: bool,
+    cluster: ClusterConfig,
+    auto_launcher: Launcher,
+) -> WorkerGroup:
+    """Return the policy's workers: one in this process, or `policy.workers` processes.
+
+    `auto_launcher` is what `policy.parallel.launcher=auto` means. A process has at most as many CPU threads as
+    this one, and no more than its share of the cores.
+
+    Raises:
+        ConfigError: workers, parallel sizes or devices that do not fit together, or a launcher that is not
+            installed.
+    """
+    spec = WorkerSpec(
+        AutomodelPolicyWorker,
+        (cfg, generation),
+        {"tokenizer": tokenizer, "seed": seed, "with_reference": with_reference},
+    )
+    layout = policy_sharding(cfg.workers, context=cfg.parallel.context, tensor=cfg.parallel.tensor)
+    launcher = auto_launcher if cfg.parallel.launcher == "auto" else cfg.parallel.launcher
+    if cfg.workers == 1 and cfg.parallel.launcher != "ray":
+        return LocalWorkerGroup(spec.factory(*spec.args, **spec.kwargs))
+    if launcher == "ray":
+        return _ray_group(spec, layout, cfg, cluster)
+    settings = RankSettings(_spawn_device(cfg), torch.get_num_threads())
+    return SpawnWorkerGroup(spec, layout, settings=settings)
+
+
+def _spawn_device(cfg: PolicyConfig) -> DeviceType:
+    if cfg.device == "cpu" or (cfg.device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if torch.cuda.device_count() < cfg.workers:
+        raise ConfigError(
+            f"policy.workers={cfg.workers} need a CUDA device each and this machine has "
+            f"{torch.cuda.device_count()}; set policy.device=cpu, or fewer workers"
+        )
+    return "cuda"
+
+
+def _ray_group(
+    spec: WorkerSpec, layout: NamedSharding, cfg: PolicyConfig, cluster: ClusterConfig
+) -> WorkerGroup:
+    try:
+        from headrace.distributed.worker_groups.ray_group import (  # noqa: PLC0415  (loads Ray)
+            start_ray_group,
+        )
+    except ImportError as error:
+        raise ConfigError(
+            f"policy.parallel.launcher=ray cannot be used: {error}. Install headrace[ray], or set "
+            "policy.parallel.launcher=spawn"
+        ) from error
+    device: DeviceType = "cuda" if cluster.gpus_per_node and cfg.device != "cpu" else "cpu"
+    return start_ray_group(
+        spec,
+        layout,
+        num_nodes=cluster.num_nodes,
+        gpus_per_node=cluster.gpus_per_node if device == "cuda" else 0,
+        settings=RankSettings(device, torch.get_num_threads()),
+    )

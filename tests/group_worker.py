@@ -1,0 +1,98 @@
+"""A small real worker for tests of worker groups: collectives over gloo, errors, and rows that it counts."""
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headrace.errors import ConfigError
+
+
+class GroupWorker:
+    """Knows its rank; every method is plain torch.distributed."""
+
+    def __init__(self, scale: float = 1.0, fail_on: int | None = None) -> None:
+        self.rank, self.scale = dist.get_rank(), scale
+        if fail_on == self.rank:
+            raise ConfigError("policy.model: nothing there")
+
+    def place(self) -> dict[str, Any]:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return {
+            "pid": os.getpid(),
+            "threads": torch.get_num_threads(),
+            **{n: int(os.environ[n]) for n in names},
+        }
+
+    def total(self, shard: torch.Tensor, *, times: float = 1.0) -> torch.Tensor:
+        """Sum over all ranks of what each was given."""
+        value = shard.sum() * self.scale * times
+        dist.all_reduce(value)
+        return value
+
+    def tag(self, shard: Any) -> tuple[int, Any]:
+        return self.rank, shard
+
+    def fail(self, rank: int, kind: type[Exception] = ConfigError) -> int:
+        if self.rank == rank:
+            raise kind("rows that do not fit")
+        return self.rank
+
+    def fail_before_collective(self, rank: int) -> None:
+        if self.rank == rank:
+            raise ZeroDivisionError("before its peers")
+        dist.all_reduce(torch.ones(1))
+
+    def weights(self, count: int, fail_at: int = -1) -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(count):
+            if i == fail_at:
+                raise ValueError(f"no weight {i}")
+            value = torch.full((3,), float(i))
+            dist.all_reduce(value)
+            yield f"w{i}", value
+
+    def sleep(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return self.rank
+
+    def unpicklable(self) -> Any:
+        return lambda: None
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until_gone(pids: list[int], limit_s: float = 10.0) -> bool:
+    """Whether all processes end within the limit."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if not any(is_running(pid) for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def running_children() -> set[int]:
+    """Processes that this one has started and that run, its resource tracker aside."""
+    own = f"/proc/{os.getpid()}/task"
+    listed = [pid for task in os.listdir(own) for pid in _read(f"{own}/{task}/children").split()]
+    return {
+        int(p) for p in listed if is_running(int(p)) and "resource_tracker" not in _read(f"/proc/{p}/cmdline")
+    }
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

@@ -1,0 +1,128 @@
+"""`headrace bench`: real benchmarks in their own processes, small."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import headrace
+from headrace.bench import bench_table, benchmark_names, choose, find_benchmarks, save_report, split_targets
+from headrace.errors import ConfigError
+from headrace.run_tables import render_text
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headrace.cli", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def reports(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    done = run(*arguments, "--quick", "--json")
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_a_report_has_figures_with_targets_and_says_where_it_was_measured() -> None:
+    code, (report,) = reports("planner")
+    assert code == 0
+    assert report["benchmark"] == "planner"
+    assert report["ok"] is True
+    figures = {figure["name"]: figure for figure in report["figures"]}
+    seconds = figures["seconds.4096x8"]
+    assert seconds["target"] == 2.0
+    assert seconds["relation"] == "at most"
+    assert 0 < seconds["figure"] <= 2.0
+    assert seconds["ok"] is True
+    assert figures["fill.4096x8"]["target"] is None
+    timing = report["measurements"]["4096x8"]["plan"]
+    assert timing["min_ms"] <= timing["p10_ms"] <= timing["median_ms"] <= timing["p90_ms"]
+    where = report["where"]
+    assert where["versions"]["headrace"] == headrace.__version__
+    assert where["threads"] == 1
+    assert where["command"] == "headrace bench planner --quick"
+
+
+def test_a_missed_target_is_named_and_the_exit_code_is_1() -> None:
+    done = run("planner", "--quick", "--target", "planner.seconds.4096x8=0")
+    assert done.returncode == 1
+    assert "missed" in done.stdout
+    assert "planner.seconds.4096x8" in done.stderr.splitlines()[-1]
+
+
+def test_every_way_of_packing_agrees_before_it_is_timed() -> None:
+    # A target out of reach of noise: what is tested is that all ways ran and gave equal rows.
+    _, (report,) = reports("codec", "--target", "codec.pad.64x200=1e9")
+    ways = report["measurements"]["64x200: pack"]
+    assert {"one copy", "from ragged", "from padded", "as_nested_tensor of slices", "NumPy loop"} <= set(ways)
+    assert ways["one copy"]["ratio"] == 1.0
+    assert next(f for f in report["figures"] if f["name"] == "pad.64x200")["target"] == 1e9
+
+
+def test_a_target_for_no_figure_is_an_error() -> None:
+    done = run("planner", "--quick", "--target", "planner.speed=1")
+    assert done.returncode == 1
+    assert "speed: no such figure; there are: imbalance.4096x8" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["seconds=1", "codec.pad=1", "planner.seconds=fast", "planner.seconds"])
+def test_a_target_is_benchmark_figure_and_number(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected BENCHMARK\.FIGURE=NUMBER, with one of planner"):
+        split_targets([text], ["planner"])
+
+
+def test_a_figure_may_have_dots_in_its_name() -> None:
+    assert split_targets(["planner.a.b=2"], ["planner"]) == {"planner": ["a.b=2"]}
+
+
+def test_an_unknown_benchmark_is_refused_with_those_there_are() -> None:
+    done = run("speed")
+    assert done.returncode == 2
+    assert "no benchmark speed; there are: codec, " in done.stderr
+
+
+def test_without_a_checkout_one_line_says_where_to_run(tmp_path: Path) -> None:
+    # A copy of the package, as pip installs it: no benchmarks beside it, none below the working directory.
+    packages = tmp_path / "lib" / "site-packages"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(headrace.__file__).parent, packages / "headrace", ignore=ignored)
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace.cli", "bench"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(packages)},
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "no benchmarks in" in line
+    assert "run headrace bench in a checkout" in line
+
+
+def test_all_benchmarks_are_found_and_what_they_share_is_none() -> None:
+    names = benchmark_names(find_benchmarks())
+    assert {"codec", "imports", "local_store", "planner", "routes", "step"} <= set(names)
+    assert not {"run", "columns"} & set(names)
+    assert set(choose(find_benchmarks(), [])) <= set(names)
+
+
+def test_a_report_is_saved_under_its_name_and_the_table_shows_both_numbers(tmp_path: Path) -> None:
+    figure = {"unit": "x", "relation": "at least", "note": ""}
+    report = {
+        "benchmark": "toy",
+        "figures": [
+            {"name": "fast", "figure": 3.0, "target": 2.0, "ok": True, **figure},
+            {"name": "slow", "figure": 1.5, "target": 2.0, "ok": False, **figure},
+            {"name": "plain", "figure": 12345.6, "target": None, "ok": True, **figure},
+        ],
+    }
+    assert json.loads(save_report(report, tmp_path).read_text()) == report
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["toy.json"]
+    lines = render_text(bench_table([report]), width=100).splitlines()
+    assert any("fast" in line and "3 x" in line and "≥ 2" in line and "ok" in line for line in lines)
+    assert any("slow" in line and "1.5 x" in line and "≥ 2" in line and "missed" in line for line in lines)
+    assert any("plain" in line and "12,346 x" in line and "≥" not in line for line in lines)

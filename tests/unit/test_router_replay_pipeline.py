@@ -1,0 +1,377 @@
+"""Faults between rollout and router, injected one by one: each is refused or reported by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headrace.algorithms.loss.nll import NLLLoss
+from headrace.algorithms.replay_checks import ReplayWatch, budget_mask, check_stage
+from headrace.algorithms.route_trace import RouteTrace, read_trace, trace_of, write_trace
+from headrace.config import RouterReplayConfig
+from headrace.data_plane.route_binding import bound_digests
+from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.errors import ConfigError, ReplayError, SchemaError
+from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
+from headrace.models.automodel.replay import align_microbatch
+from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
+from headrace.models.router_replay.proof import ReplayProof
+from headrace.trace_check import check_run, check_trace
+from tiny_models import tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
+
+LENGTHS = [9, 4, 7, 12]
+NAMES = [f"s{i}" for i in range(len(LENGTHS))]
+LAYERS, TOP_K, EXPERTS = 2, 3, 8
+FIXED: dict[str, Any] = {}
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}}
+
+
+def batch(seed: int = 0) -> BatchedDataDict:
+    """Rows with recorded routes: random experts, so that no router would choose them by itself."""
+    data = tiny_batch(LENGTHS, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    width = data["input_ids"].shape[1]
+    drawn = torch.rand(len(LENGTHS), width, LAYERS, EXPERTS, generator=generator)
+    routes = drawn.topk(TOP_K).indices.to(torch.uint8)
+    for row, length in enumerate(LENGTHS):
+        routes[row, length - 1] = 255
+        routes[row, length:] = 0
+    data["routed_experts"] = routes
+    return data
+
+
+def digests_of(data: BatchedDataDict) -> torch.Tensor:
+    """One digest per row, as the rollout computes them; by a loop over rows."""
+    sums = []
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        ids, tokens = data["routed_experts"][row, : length - 1], data["input_ids"][row, : length - 1]
+        sums.append(bound_digests(ids, tokens, torch.arange(length - 1)).sum())
+    return torch.stack(sums)
+
+
+def worker(**changes: Any) -> AutomodelPolicyWorker:
+    settings = {"router_replay": {"enabled": True, "trace": True}, **changes}
+    cfg = tiny_policy_config(
+        "qwen3_moe", train_global_batch_size=4, train_micro_batch_size=2, logprob_batch_size=2, **settings
+    )
+    return AutomodelPolicyWorker(cfg, tiny_generation_config(), tokenizer=tiny_tokenizer(), seed=0)
+
+
+def prev_proof(data: BatchedDataDict, made: AutomodelPolicyWorker | None = None) -> ReplayProof:
+    made = made or worker()
+    made.get_logprobs(data)
+    return made.take_replay_proofs()["prev_logprobs"]
+
+
+def check(proof: ReplayProof, recorded: BatchedDataDict) -> None:
+    check_stage("prev_logprobs", proof, digests=digests_of(recorded), total_tokens=recorded["input_lengths"])
+
+
+def planned(data: BatchedDataDict, changes: dict[str, Any]) -> BatchedDataDict:
+    """The batch as one rank gets it, with a plan where the worker packs."""
+    if not changes:
+        return data
+    shards = data.shard_by_batch_size(
+        1,
+        batch_size=4,
+        sequence_packing_args={
+            "algorithm": "first_fit_decreasing",
+            "input_key": "input_ids",
+            "input_lengths_key": "input_lengths",
+            "sequence_length_pad_multiple": 1,
+            "max_tokens_per_microbatch": 32,
+        },
+    )
+    return shards[0][0] if isinstance(shards, tuple) else shards[0]
+
+
+# What goes right.
+
+
+@pytest.mark.parametrize("changes", [FIXED, PACKED], ids=["fixed", "packed"])
+def test_every_row_is_used_once_and_with_its_token(changes: dict[str, Any]) -> None:
+    data, made = batch(), worker(**changes)
+    proof = prev_proof(planned(data, changes), made)
+    check(proof, data)
+    assert proof.receipt.totals()["replayed"] == LAYERS * sum(n - 1 for n in LENGTHS)
+    assert proof.receipt.totals()["native"] == 0
+    made.train(planned(batch(), changes), NLLLoss())
+    check_stage(
+        "train",
+        made.take_replay_proofs()["train"],
+        digests=digests_of(data),
+        total_tokens=data["input_lengths"],
+    )
+
+
+def test_replay_changes_the_logprobs_of_rows_whose_routes_differ() -> None:
+    with_routes = worker().get_logprobs(batch())["logprobs"]
+    native = worker(router_replay={"enabled": False}).get_logprobs(batch())["logprobs"]
+    assert (with_routes - native).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_routes_are_cut_with_the_same_indices_as_their_tokens(packed: bool) -> None:
+    data = batch()
+    inputs = process_microbatch(data, tiny_tokenizer(), packed, {"make_sequence_length_divisible_by": 16}, 1)
+    aligned = align_microbatch(
+        ProcessedMicrobatch(data, inputs, *data["input_ids"].shape), num_experts=EXPERTS
+    )
+    assert aligned.ids.shape[0] == inputs.input_ids.numel()
+    assert torch.equal(aligned.tokens, inputs.input_ids.flatten())
+    place = 0
+    for row, length in enumerate(LENGTHS):
+        start = place if packed else row * data["input_ids"].shape[1]
+        there = slice(start, start + length - 1)
+        assert torch.equal(aligned.ids[there], data["routed_experts"][row, : length - 1])
+        assert torch.equal(aligned.tokens[there], data["input_ids"][row, : length - 1])
+        assert aligned.counted[start : start + length].tolist() == [True] * (length - 1) + [False]
+        place += length
+    # The rest is spread over all experts.
+    rest = aligned.ids[~aligned.counted].flatten().to(torch.int64)
+    counts = torch.bincount(rest, minlength=EXPERTS)
+    assert counts.min() > 0
+    assert (counts.max() - counts.min()) <= 0.5 * counts.float().mean() + 2
+
+
+def test_a_row_that_is_missing_is_routed_natively_and_counted() -> None:
+    data = batch()
+    data["routed_experts"][0, 2, 1] = 255
+    proof = prev_proof(data)
+    check(proof, data)
+    assert proof.receipt.totals()["native"] == 1
+
+
+# Faults in the rows that a worker gets.
+
+
+def shift_by_one_token(data: BatchedDataDict) -> None:
+    routes = data["routed_experts"]
+    for row, length in enumerate(LENGTHS):
+        routes[row, : length - 1] = routes[row, : length - 1].roll(1, dims=0)
+
+
+def rows_of_another_step(data: BatchedDataDict) -> None:
+    data["routed_experts"] = batch(seed=1)["routed_experts"]
+
+
+def another_samples_rows(data: BatchedDataDict) -> None:
+    data["routed_experts"][2, :3] = data["routed_experts"][1, :3].clone()
+
+
+def layers_the_other_way(data: BatchedDataDict) -> None:
+    data["routed_experts"] = data["routed_experts"].flip(2)
+
+
+def renamed_experts(data: BatchedDataDict) -> None:
+    routes = data["routed_experts"]
+    data["routed_experts"] = torch.where(routes == 255, routes, (routes + 3) % EXPERTS)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [shift_by_one_token, rows_of_another_step, another_samples_rows, layers_the_other_way, renamed_experts],
+)
+def test_valid_rows_that_are_not_those_of_the_rollout_are_refused(fault: Any) -> None:
+    recorded, data = batch(), batch()
+    fault(data)
+    with pytest.raises(ReplayError, match=r"fetched.*not what the rollout recorded"):
+        check(prev_proof(data), recorded)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(0, "twice"), (9, "outside 0..7")],
+)
+def test_zero_rows_and_unknown_experts_are_refused_at_the_forward(value: int, message: str) -> None:
+    data = batch()
+    data["routed_experts"][1, :3] = value
+    with pytest.raises(ReplayError, match=message):
+        worker().get_logprobs(data)
+
+
+def test_an_id_that_needs_more_than_a_byte_is_refused() -> None:
+    data = batch()
+    data["routed_experts"] = data["routed_experts"].to(torch.int16)
+    data["routed_experts"][data["routed_experts"] == 255] = -1
+    data["routed_experts"][0, 0, 0, 0] = 300
+    with pytest.raises(ReplayError, match=r"token 0, layer 0.*300.*outside"):
+        worker().get_logprobs(data)
+
+
+def test_routes_over_all_layers_of_a_model_with_a_dense_one_are_refused() -> None:
+    data = batch()
+    data["routed_experts"] = torch.cat([data["routed_experts"], data["routed_experts"][:, :, :1]], dim=2)
+    with pytest.raises(ReplayError, match=r"LayerMap\.select"):
+        worker().get_logprobs(data)
+
+
+def test_an_absent_column_stops_the_stage() -> None:
+    data = batch()
+    del data["routed_experts"]
+    made = worker()
+    with pytest.raises(ReplayError, match=r"'prev_logprobs'.*no column 'routed_experts'"):
+        made.get_logprobs(data)
+    with pytest.raises(ReplayError, match=r"'train'.*no column 'routed_experts'"):
+        made.train(data, NLLLoss())
+
+
+def test_supervised_rows_need_no_routes() -> None:
+    data = batch()
+    for name in ("routed_experts", "generation_logprobs"):
+        del data[name]
+    made = worker()
+    made.train(data, NLLLoss())
+    assert made.take_replay_proofs() == {}
+
+
+def test_rows_that_are_scored_twice_or_not_at_all_are_refused() -> None:
+    data = batch()
+    twice = worker()
+    twice.get_logprobs(batch())
+    twice.get_logprobs(batch())
+    with pytest.raises(ReplayError, match="consumed twice"):
+        check(twice.take_replay_proofs()["prev_logprobs"], data)
+    with pytest.raises(ReplayError, match="never reached"):
+        check(prev_proof(batch().slice(0, 2)), data)
+
+
+def test_a_replay_of_nothing_is_refused() -> None:
+    data = batch()
+    data["routed_experts"].fill_(255)
+    with pytest.raises(ReplayError, match="no effect"):
+        check(prev_proof(data), data)
+
+
+def test_a_dense_model_is_refused_before_any_step() -> None:
+    cfg = tiny_policy_config("llama", router_replay={"enabled": True})
+    with pytest.raises(ConfigError, match=r"policy\.router_replay\.enabled=true"):
+        AutomodelPolicyWorker(cfg, tiny_generation_config(), tokenizer=tiny_tokenizer(), seed=0)
+
+
+def test_two_workers_of_one_process_have_their_own_routers() -> None:
+    first, second = worker(), worker()
+    check(prev_proof(batch(), first), batch())
+    assert second.take_replay_proofs() == {}
+    check(prev_proof(batch(seed=1), second), batch(seed=1))
+
+
+def test_a_step_that_is_aborted_leaves_no_proof_behind() -> None:
+    made = worker()
+
+    class Fails(NLLLoss):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            raise SchemaError("broken")
+
+    with pytest.raises(SchemaError):
+        made.train(batch(), Fails())
+    assert made.take_replay_proofs() == {}
+
+
+# The budget.
+
+
+def test_samples_over_the_budget_are_refused_by_name_or_masked() -> None:
+    missing = torch.tensor([0.0, 0.3, 0.05, 0.5])
+    cfg = RouterReplayConfig(enabled=True, max_missing_share=0.1)
+    with pytest.raises(ReplayError, match=r"2 of 4 samples.*'s3' 50.0%, 's1' 30.0%"):
+        budget_mask(cfg, missing, NAMES)
+    masking = cfg.model_copy(update={"on_excess": "mask"})
+    assert budget_mask(masking, missing, NAMES).tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert budget_mask(RouterReplayConfig(), missing, NAMES).tolist() == [1.0] * 4
+
+
+def test_a_stage_without_proof_is_refused(tmp_path: Path) -> None:
+    data = batch()
+    watch = ReplayWatch(
+        RouterReplayConfig(enabled=True),
+        step=1,
+        sample_ids=NAMES,
+        total_tokens=data["input_lengths"],
+        missing=torch.zeros(4),
+        digests=digests_of(data),
+        read=lambda names: {n: data[n] for n in names},
+    )
+    with pytest.raises(ReplayError, match="'train' ran without router replay"):
+        watch.check({}, "train")
+
+
+# The trace.
+
+
+def trace(change: Any = None, *, stored: Any = None) -> RouteTrace:
+    """A trace of a step whose worker got rows that `change` has altered, and whose store `stored` has altered."""
+    recorded, fetched = batch(), batch()
+    digests = digests_of(recorded)
+    for alter, data in ((stored, recorded), (stored, fetched), (change, fetched)):
+        if alter is not None:
+            alter(data)
+    return trace_of(3, NAMES, digests, recorded, {"prev_logprobs": prev_proof(fetched).traced})
+
+
+def test_a_sound_trace_passes_and_survives_the_file(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "router_trace", trace())
+    assert sorted(load_file(path)) == [
+        "prev_logprobs.given",
+        "prev_logprobs.lengths",
+        "prev_logprobs.tokens",
+        "prev_logprobs.used",
+        "rollout.digests",
+        "rollout.lengths",
+        "rollout.routes",
+        "rollout.tokens",
+    ]
+    assert check_trace(read_trace(path)) == "step 3: 4 samples as recorded; used as given: prev_logprobs 4"
+    assert check_run(tmp_path) == [check_trace(read_trace(path))]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (shift_by_one_token, "sample 's0', rows handed to the forward: a shift by tokens, first at token 0"),
+        (layers_the_other_way, "sample 's0'.*a shift by layers"),
+        (renamed_experts, "sample 's0'.*renamed experts"),
+        (another_samples_rows, "sample 's2'.*stale rows.*those of 's1'"),
+    ],
+)
+def test_the_check_of_a_trace_names_the_first_difference_and_its_cause(fault: Any, message: str) -> None:
+    with pytest.raises(ReplayError, match=message):
+        check_trace(trace(fault))
+
+
+def test_the_check_of_a_trace_tells_a_fault_of_the_store_from_one_of_the_worker() -> None:
+    def shift_one_sample(data: BatchedDataDict) -> None:
+        rows = data["routed_experts"][2, :6]
+        rows.copy_(rows.roll(1, dims=0))
+
+    with pytest.raises(ReplayError, match=r"store, sample 's2'.*transport"):
+        check_trace(trace(stored=shift_one_sample))
+
+
+def test_stale_rows_in_the_store_are_named() -> None:
+    def stale(data: BatchedDataDict) -> None:
+        data["routed_experts"][0, :8] = batch()["routed_experts"][3, :8]
+
+    with pytest.raises(ReplayError, match=r"sample 's0'.*rows are those of sample 's3' \(stale rows\)"):
+        check_trace(trace(stored=stale))
+
+
+def test_rows_that_lost_their_routes_on_the_way_are_named() -> None:
+    def lose(data: BatchedDataDict) -> None:
+        data["routed_experts"][1, 1, 0] = 255
+
+    with pytest.raises(
+        ReplayError, match=r"sample 's1'.*1 rows have lost their routes, first token 1, layer 0"
+    ):
+        check_trace(trace(lose))
+
+
+def test_a_run_without_a_trace_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.router_replay\.trace=true"):
+        check_run(tmp_path)
+    (tmp_path / "router_trace").mkdir()
+    (tmp_path / "router_trace" / "step_000001.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="not a trace"):
+        check_run(tmp_path)

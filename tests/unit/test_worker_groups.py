@@ -1,0 +1,306 @@
+"""Worker groups, as processes of this machine and as Ray actors: one interface, one set of guarantees."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from group_worker import GroupWorker, running_children, wait_until_gone
+from headrace.distributed.named_sharding import NamedSharding
+from headrace.distributed.topology import DATA, policy_sharding
+from headrace.distributed.worker_groups import (
+    LocalWorkerGroup,
+    RankSettings,
+    SpawnWorkerGroup,
+    WorkerSpec,
+    attach_from_environment,
+)
+from headrace.distributed.worker_groups.remote import RemoteWorkerGroup, replicas_of
+from headrace.errors import ConfigError, HeadraceError
+
+Start = Callable[..., RemoteWorkerGroup]
+SETTINGS = RankSettings(threads=1, timeout_s=60.0)
+
+
+def start_spawn(sharding: NamedSharding, **kwargs: Any) -> RemoteWorkerGroup:
+    spec = WorkerSpec(GroupWorker, kwargs=kwargs)
+    return SpawnWorkerGroup(spec, sharding, settings=SETTINGS, grace_s=1.0)
+
+
+def start_ray(sharding: NamedSharding, **kwargs: Any) -> RemoteWorkerGroup:
+    from headrace.distributed.virtual_cluster import RayVirtualCluster
+    from headrace.distributed.worker_groups.ray_group import RayWorkerGroup
+
+    # Two groups at a time find room on the one CPU of the test cluster.
+    cluster = RayVirtualCluster(sharding.size, cpus_per_worker=0.25)
+    spec = WorkerSpec(GroupWorker, kwargs=kwargs)
+    return RayWorkerGroup(spec, sharding, cluster, settings=SETTINGS, grace_s=1.0)
+
+
+@pytest.fixture(scope="module", params=["spawn", "ray"])
+def start(request: pytest.FixtureRequest) -> Start:
+    if request.param == "spawn":
+        return start_spawn
+    request.getfixturevalue("ray_cluster")
+    return start_ray
+
+
+@pytest.fixture(scope="module")
+def group(start: Start) -> Iterator[RemoteWorkerGroup]:
+    """Two replicas of one rank; every test leaves it usable."""
+    group = start(policy_sharding(2), scale=10.0)
+    pids = pids_of(group)
+    yield group
+    group.shutdown()
+    group.shutdown()
+    assert wait_until_gone(pids)
+
+
+def pids_of(group: RemoteWorkerGroup) -> list[int]:
+    return [place["pid"] for place in group.run_all("place")]
+
+
+def test_ranks_are_processes_with_their_environment_and_threads(group: RemoteWorkerGroup) -> None:
+    places = group.run_all("place")
+    assert len({os.getpid(), *(p["pid"] for p in places)}) == 3
+    assert [p["RANK"] for p in places] == [p["LOCAL_RANK"] for p in places] == [0, 1]
+    assert all(p["WORLD_SIZE"] == p["LOCAL_WORLD_SIZE"] == 2 for p in places)
+    assert all(p["threads"] == 1 for p in places)
+    assert (group.dp_size, group.world_size) == (2, 2)
+
+
+def test_each_replica_gets_its_shard_and_all_the_common_arguments(group: RemoteWorkerGroup) -> None:
+    shards = [torch.arange(3.0), torch.arange(5.0)]
+    assert [float(t) for t in group.run_sharded("total", shards, times=2.0)] == [260.0, 260.0]
+    assert group.run_sharded("tag", ["a", "b"]) == [(0, "a"), (1, "b")]
+    with pytest.raises(ValueError, match="3 shards for 2 replicas"):
+        group.run_sharded("tag", [1, 2, 3])
+
+
+def test_large_tensors_come_back_whole(group: RemoteWorkerGroup) -> None:
+    shards = [torch.arange(700_000), torch.arange(900_000).view(3, -1)[:, 1:]]
+    results = group.run_sharded("tag", shards)
+    assert all(torch.equal(back, sent) for (_, back), sent in zip(results, shards))
+
+
+def test_a_stream_yields_what_the_first_rank_yields(group: RemoteWorkerGroup) -> None:
+    streamed = dict(group.stream("weights", 4))
+    assert {name: w.tolist() for name, w in streamed.items()} == {f"w{i}": [2.0 * i] * 3 for i in range(4)}
+
+
+def test_a_stream_that_is_given_up_leaves_the_group_usable(group: RemoteWorkerGroup) -> None:
+    stream = group.stream("weights", 6)
+    assert next(iter(stream))[0] == "w0"
+    with pytest.raises(HeadraceError, match="weights still streams"):
+        group.run_all("place")
+    stream.close()  # type: ignore[attr-defined]
+    assert group.run_sharded("tag", [1, 2]) == [(0, 1), (1, 2)]
+
+
+def test_an_error_in_a_stream_is_raised_where_it_is_read(group: RemoteWorkerGroup) -> None:
+    stream = group.stream("weights", 5, fail_at=2)
+    assert [next(stream)[0], next(stream)[0]] == ["w0", "w1"]
+    with pytest.raises(HeadraceError, match=r"ValueError: no weight 2 \(rank . of 2, in weights; .*too"):
+        next(stream)
+    assert len(group.run_all("place")) == 2
+
+
+def test_a_workers_own_error_keeps_its_class_and_tells_rank_and_traceback(group: RemoteWorkerGroup) -> None:
+    with pytest.raises(ConfigError, match=r"^rows that do not fit \(rank 1 of 2, in fail\)$") as caught:
+        group.run_all("fail", 1)
+    assert "group_worker.py" in str(caught.value.__cause__)
+    assert "raise kind" in str(caught.value.__cause__)
+
+
+def test_any_other_error_is_named_in_a_headrace_error(group: RemoteWorkerGroup) -> None:
+    with pytest.raises(HeadraceError, match=r"^KeyError: .*rank 0 of 2, in fail\)$") as caught:
+        group.run_all("fail", 0, KeyError)
+    assert type(caught.value) is HeadraceError
+    with pytest.raises(HeadraceError, match=r"has no attribute 'nothing' \(rank .* failed too: rank .\)"):
+        group.run_all("nothing")
+    with pytest.raises(HeadraceError, match="pickle"):
+        group.run_all("unpicklable")
+    assert len(group.run_all("place")) == 2, "after errors that every rank survives, the group goes on"
+
+
+def test_arguments_that_cannot_be_sent_reach_no_worker(group: RemoteWorkerGroup) -> None:
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        group.run_sharded("tag", [1, lambda: None])
+    assert group.run_sharded("tag", [1, 2]) == [(0, 1), (1, 2)]
+
+
+def test_ranks_of_a_replica_share_its_shard_and_only_the_leader_answers(start: Start) -> None:
+    group = start(policy_sharding(2, tensor=2))
+    pids = pids_of(group)
+    assert (group.dp_size, group.world_size, len(pids)) == (1, 2, 1)
+    assert group.run_sharded("tag", ["rows"]) == [(0, "rows")]
+    # Both ranks summed the same shard.
+    assert [float(t) for t in group.run_sharded("total", [torch.ones(3)])] == [6.0]
+    started = time.monotonic()
+    with pytest.raises(HeadraceError, match=r"^ZeroDivisionError: before its peers \(rank 1 of 2"):
+        group.run_all("fail_before_collective", 1)
+    assert time.monotonic() - started < 30, "the peer in the collective must not be waited for"
+    with pytest.raises(HeadraceError, match="the worker group is gone, ZeroDivisionError"):
+        group.run_all("place")
+    assert wait_until_gone(pids)
+    group.shutdown()
+
+
+def test_a_killed_worker_is_noticed_and_ends_the_group(start: Start) -> None:
+    group = start(policy_sharding(2))
+    pids = pids_of(group)
+    os.kill(pids[1], signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(HeadraceError, match="rank 1 of 2, in sleep") as caught:
+        group.run_all("sleep", 60.0)
+    assert time.monotonic() - started < 20
+    if isinstance(group, SpawnWorkerGroup):
+        assert f"worker process {pids[1]} was killed by SIGKILL" in str(caught.value)
+    assert wait_until_gone(pids)
+    group.shutdown()
+
+
+def test_a_worker_that_cannot_be_built_leaves_nothing_behind(start: Start) -> None:
+    before = running_children()
+    with pytest.raises(ConfigError, match=r"nothing there \(rank 1 of 2, in start-up\)"):
+        start(policy_sharding(2), fail_on=1)
+    if start is start_spawn:
+        assert running_children() == before
+
+
+DRIVER = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from group_worker import GroupWorker
+from headrace.distributed.topology import policy_sharding
+from headrace.distributed.worker_groups import RankSettings, SpawnWorkerGroup, WorkerSpec
+
+if __name__ == "__main__":
+    interrupts = []
+    signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
+    group = SpawnWorkerGroup(WorkerSpec(GroupWorker), policy_sharding(2), settings=RankSettings(threads=1))
+    print(*group.pids, flush=True)
+    print(group.run_all("sleep", 2.0), len(interrupts), flush=True)
+    group.run_all("sleep", 4.0)
+"""
+
+
+def test_ctrl_c_reaches_the_driver_only_and_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER.format(tests=str(Path(__file__).parents[1])))
+    driver = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert driver.stdout is not None
+    try:
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 2
+        os.killpg(driver.pid, signal.SIGINT)
+        assert driver.stdout.readline() == "[0, 1] 1\n"
+    finally:
+        driver.kill()
+        driver.wait()
+    # Each is in a call of four seconds and finds nobody to answer to.
+    assert wait_until_gone(pids, 60.0)
+
+
+def test_ranks_and_leaders_follow_the_layout() -> None:
+    assert replicas_of(policy_sharding(8, context=2, tensor=2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert replicas_of(NamedSharding(np.arange(4).reshape(2, 2), ["pipeline_parallel", DATA])) == [
+        [0, 2],
+        [1, 3],
+    ]
+    with pytest.raises(ConfigError, match="ranks 0 to 1, each once"):
+        replicas_of(NamedSharding([1, 2], [DATA]))
+    with pytest.raises(ConfigError, match="unknown"):
+        replicas_of(NamedSharding([0, 1], ["tensor_parallel"]))
+
+
+def test_the_local_group_has_the_same_interface() -> None:
+    class Worker:
+        def double(self, shard: int, *, plus: int = 0) -> int:
+            return 2 * shard + plus
+
+        def count(self, n: int) -> Iterator[int]:
+            yield from range(n)
+
+    group = LocalWorkerGroup(Worker())
+    assert (group.dp_size, group.world_size) == (1, 1)
+    assert group.run_sharded("double", [4], plus=1) == [9]
+    assert group.run_all("double", 4) == [8]
+    assert list(group.stream("count", 3)) == [0, 1, 2]
+    with pytest.raises(ValueError, match="2 shards"):
+        group.run_sharded("double", [1, 2])
+    group.shutdown()
+
+
+TORCHRUN = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import torch
+from group_worker import GroupWorker
+from headrace.distributed.worker_groups import RankSettings, attach_from_environment
+
+rank, size = attach_from_environment(RankSettings(threads=1))
+total = float(GroupWorker(scale=10.0).total(torch.ones(3)))
+Path(__file__).with_name(f"rank{{rank}}").write_text(f"{{total}} of {{size}}")
+"""
+
+
+def test_torchrun_runs_the_same_worker(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(TORCHRUN.format(tests=str(Path(__file__).parents[1])))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    # Files, because lines of two ranks on one stream can run into each other.
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["60.0 of 2", "60.0 of 2"]
+
+
+def test_attaching_without_torchrun_says_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK.*start the script with torchrun"):
+        attach_from_environment()
+
+
+def test_nodes_without_headrace_get_what_is_installed_here() -> None:
+    pytest.importorskip("ray", reason="needs headrace[ray]")
+    from headrace.distributed.virtual_cluster import project_runtime_env
+
+    env = project_runtime_env()
+    pinned = dict(entry.split("==") for entry in env["pip"])
+    assert {"torch", "tensordict", "transformers", "ray"} <= pinned.keys()
+    assert pinned["torch"] == torch.__version__.split("+")[0]
+    assert "pytest" not in pinned
+    assert (Path(env["py_modules"][0]) / "errors.py").is_file()
+
+
+@pytest.mark.parametrize("sizes", [{"num_nodes": 3}, {"gpus_per_node": 1}], ids=str)
+def test_workers_that_nodes_cannot_share_are_refused_before_ray_starts(sizes: dict[str, int]) -> None:
+    pytest.importorskip("ray", reason="needs headrace[ray]")
+    from headrace.distributed.virtual_cluster import RayVirtualCluster
+
+    with pytest.raises(ConfigError, match=r"policy\.workers=2 cannot share"):
+        RayVirtualCluster(2, **sizes)
+
+
+def test_a_cluster_with_too_few_gpus_is_refused_at_once(ray_cluster: str) -> None:
+    from headrace.distributed.virtual_cluster import RayVirtualCluster
+
+    with pytest.raises(ConfigError, match=r"cluster\.gpus_per_node=2: the Ray cluster has 0 nodes"):
+        RayVirtualCluster(2, gpus_per_node=2)
