@@ -9,7 +9,7 @@ code that loads it.
 import string
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -463,6 +463,11 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     samples_per_step: NonNegativeInt = 8
     progress: Literal["auto", "on", "off"] = "auto"
+
+    @field_validator("progress", mode="before")
+    @classmethod
+    def _yaml_reads_on_and_off_as_booleans(cls, value: object) -> object:
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
 class ClusterConfig(Section):

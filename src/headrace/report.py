@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.algorithms.observer import GRAD_NORM, GREEDY_ACCURACY, LOSS, REWARD, SAMPLED_ACCURACY
+from headrace.algorithms.observer import (
+    GENERATION_KL,
+    GRAD_NORM,
+    GREEDY_ACCURACY,
+    LOSS,
+    REWARD,
+    ROUTE_AGREEMENT,
+    SAMPLED_ACCURACY,
+)
 from headrace.errors import ConfigError
 from headrace.run_tables import RunTotals, in_step_order
 from headrace.utils import atomic
@@ -49,15 +57,17 @@ def run_totals(records: Sequence[Record]) -> RunTotals:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Draw report.png (reward, accuracy, loss, gradient norm, time, bytes) and return its path."""
+    """Draw report.png (reward, accuracy, loss, gradient norm, KL to the trainer, route agreement, time, bytes)."""
     records = read_metrics(run_dir)
-    figure = _new_figure(width=11.0, height=8.5)
+    figure = _new_figure(width=11.0, height=11.0)
     # Rows of their own, so that the legends beside the last two plots take no room from the others.
-    upper, middle, lower = (row.subplots(1, 2) for row in figure.subfigures(3, 1))
+    upper, middle, engine, lower = (row.subplots(1, 2) for row in figure.subfigures(4, 1))
     _draw_line(upper[0], records, REWARD, "mean reward")
     _draw_accuracy(upper[1], records)
     _draw_line(middle[0], records, LOSS, "loss")
     _draw_line(middle[1], records, GRAD_NORM, "gradient norm")
+    _draw_line(engine[0], records, GENERATION_KL, "k3 estimate of KL(generator || trainer)")
+    _draw_line(engine[1], records, ROUTE_AGREEMENT, "routes that the trainer would have chosen too")
     _draw_times(lower[0], records)
     _draw_bytes(lower[1], records)
     figure.suptitle(f"{run_dir}", fontsize=10, x=0.01, ha="left", color="#777777")

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
 from headrace.utils.recipe import changed_keys, dump_recipe, load_recipe
+from tiny_recipe import tiny_recipe
 
 BASE = """\
 run_dir: /tmp/run
@@ -254,3 +255,10 @@ def test_changed_keys_are_dotted_sorted_and_both_ways() -> None:
     new = "seed: 0\na: {b: {c: 2, d: [1, 3]}}\nnew: 1\n"
     assert changed_keys(old, new) == ("a.b.c", "a.b.d", "gone", "new")
     assert changed_keys(old, old) == ()
+
+
+@pytest.mark.parametrize("word", ["on", "off", "auto"])
+def test_progress_is_switched_with_the_word_that_the_help_names(tmp_path: Path, word: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_recipe(tiny_recipe(tmp_path / "run")))
+    assert load_recipe(path, [f"logging.progress={word}"]).logging.progress == word

@@ -55,7 +55,7 @@ def test_totals_hold_the_steps_before_a_resume_too(tmp_path: Path) -> None:
 def test_the_report_is_a_picture_whatever_the_length(tmp_path: Path, steps: int) -> None:
     path = write_report(write_run(tmp_path, steps))
     assert path == tmp_path / "report.png"
-    assert png_size(path) == (1210, 935)
+    assert png_size(path) == (1210, 1210)
 
 
 def test_the_reward_plot_goes_where_it_is_asked_to(tmp_path: Path) -> None:

@@ -232,6 +232,10 @@ def test_the_local_group_has_the_same_interface() -> None:
         def count(self, n: int) -> Iterator[int]:
             yield from range(n)
 
+        def shutdown(self) -> None:
+            ended.append(True)
+
+    ended: list[bool] = []
     group = LocalWorkerGroup(Worker())
     assert (group.dp_size, group.world_size) == (1, 1)
     assert group.run_sharded("double", [4], plus=1) == [9]
@@ -240,6 +244,7 @@ def test_the_local_group_has_the_same_interface() -> None:
     with pytest.raises(ValueError, match="2 shards"):
         group.run_sharded("double", [1, 2])
     group.shutdown()
+    assert ended == [True]
 
 
 TORCHRUN = """

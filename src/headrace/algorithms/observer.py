@@ -11,6 +11,8 @@ from typing import Any, Protocol
 REWARD = "reward/mean"
 LOSS = "train/loss"
 GRAD_NORM = "train/grad_norm"
+GENERATION_KL = "mismatch/generation_kl"
+ROUTE_AGREEMENT = "router_replay/route_exact"
 TOKENS_PER_S = "rollout/tokens_per_s"
 GREEDY_ACCURACY = "validation/accuracy"
 SAMPLED_ACCURACY = "validation/sampled_accuracy"

@@ -10,7 +10,7 @@ CPU; make one RowLayout for columns that share their lengths.
 
 from collections.abc import Sequence
 from functools import cached_property
-from math import prod
+from math import copysign, prod
 from typing import Any
 
 import numpy as np
@@ -101,19 +101,19 @@ class RowLayout:
         shape = (self.rows, self.width, *values.shape[1:])
         if self.is_full:
             return values.reshape(shape)
-        filler = _filler(pad_value, values)
         if not _plain(values):
+            filler = _filler(pad_value, values)
             out = filler.expand(self.rows * self.width, *values.shape[1:]).clone()
             return _scatter(out, self._padded_positions(values.device), values).view(shape)
         step = prod(values.shape[1:]) * values.element_size()
         if not step or not self.total:
-            return filler.new_full(shape, pad_value)
-        fill, data = bytes(byte_view(filler.expand(values.shape[1:]))), byte_view(values)
+            return _filler(pad_value, values).new_full(shape, pad_value)
+        fill, data = _fill_bytes(pad_value, values, step), byte_view(values)
         if self.width * step >= ragged_cpu.LONG_ROW_BYTES:
-            long = ragged_cpu.pad_long_rows(data, self._offsets, self.width, fill)
-            return _tensor(long, values.dtype, shape)
-        short = ragged_cpu.pad_short_rows(data, self._offsets, self.width, fill, self._tails)
-        return _tensor(short, values.dtype, shape)
+            rows = ragged_cpu.pad_long_rows(data, self._offsets, self.width, fill)
+        else:
+            rows = ragged_cpu.pad_short_rows(data, self._offsets, self.width, fill, self._tails)
+        return _tensor(rows, values.dtype, shape)
 
     def strip(self, padded: torch.Tensor) -> torch.Tensor:
         """Return padded (N, width, ...) as values (total, ...), without the padding.
@@ -132,9 +132,7 @@ class RowLayout:
             return _take(padded.flatten(0, 1), self._padded_positions(padded.device))
         if not self.total or not padded.numel():
             return padded.new_empty(shape)
-        if not padded[0].is_contiguous():
-            padded = padded.contiguous()
-        step = padded[0, 0].numel() * padded.element_size()
+        step = prod(padded.shape[2:]) * padded.element_size()
         buffer, row_step = _row_buffer(padded)
         wasted = (self.width - self.total // self.rows) * step
         if self.width * step >= ragged_cpu.LONG_STRIP_BYTES or wasted > ragged_cpu.WASTED_BYTES:
@@ -288,6 +286,13 @@ def _filler(pad_value: PadValue, like: torch.Tensor) -> torch.Tensor:
     return filler.to(like.device, non_blocking=True)
 
 
+def _fill_bytes(pad_value: PadValue, like: torch.Tensor, step: int) -> bytes:
+    """Return the bytes of one padding token."""
+    if pad_value == 0 and copysign(1, pad_value) > 0:
+        return bytes(step)
+    return bytes(byte_view(_filler(pad_value, like).expand(like.shape[1:])))
+
+
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     # Copies do not look at the dtype; for some dtypes torch has no kernels, for words of their size it has.
     if tensor.requires_grad:
@@ -309,7 +314,9 @@ def _scatter(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> 
 
 def byte_view(tensor: torch.Tensor) -> Bytes:
     """Return the elements of a CPU tensor in C order as flat bytes; shared with a contiguous tensor."""
-    whole = tensor.detach().contiguous()
+    whole = tensor.detach() if tensor.requires_grad else tensor
+    if not whole.is_contiguous():
+        whole = whole.contiguous()
     # `view(-1)` keeps a stride of 0, as an expanded dimension of size 1 has it; that cannot be viewed as bytes.
     flat: Bytes = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
     return flat
@@ -327,13 +334,13 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _row_buffer(padded: torch.Tensor) -> tuple[Bytes, int]:
     """Return a flat byte view over all rows, which may lie apart, and the bytes from one to the next."""
+    row = prod(padded.shape[1:])
+    if padded.is_contiguous() or not padded[0].is_contiguous():
+        return byte_view(padded), row * padded.element_size()
     row_step = padded.stride(0)
-    elements = (padded.shape[0] - 1) * row_step + padded[0].numel()
+    elements = (padded.shape[0] - 1) * row_step + row
     return byte_view(padded.detach().as_strided((elements,), (1,))), row_step * padded.element_size()
 
 
 def _tensor(data: Bytes | bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    flat = (
-        torch.frombuffer(data, dtype=torch.uint8) if isinstance(data, bytearray) else torch.from_numpy(data)
-    )
-    return flat.view(dtype).view(shape)
+    return torch.frombuffer(data, dtype=dtype).view(shape)

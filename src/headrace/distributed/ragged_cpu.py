@@ -7,7 +7,7 @@ fresh buffer of tens of megabytes costs a third of one from elsewhere.
 """
 
 from collections.abc import Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,21 +94,20 @@ def _rows_of(span: int, rows: int) -> NDArray[np.void]:
     return np.empty(rows, np.dtype((np.void, span)))
 
 
-def pad_long_rows(values: Bytes, offsets: Ints, width: int, fill: bytes) -> Bytes | bytearray:
+def pad_long_rows(values: Bytes, offsets: Ints, width: int, fill: bytes) -> Bytes:
     """Return N padded rows of `width` tokens; `fill` is one padding token, so `len(fill)` is the step."""
     span, bounds = width * len(fill), (offsets * len(fill)).tolist()
-    source, padding = values.data, memoryview(fill * width)
-    total = span * (len(bounds) - 1)
-    if len(bounds) <= _SPANS_PER_JOIN and total < FRESH_BYTES:
-        rows = ((source[start:stop], padding[: span - stop + start]) for start, stop in pairwise(bounds))
-        return bytearray().join(chain.from_iterable(rows))
-    out = np.empty(total, np.uint8)
-    target, first = out.data, 0
+    # Zeroing all memory at once beats writing the padding row by row; that holds for zeros only.
+    padding = memoryview(fill * width) if any(fill) else None
+    allocate = np.zeros if padding is None else np.empty
+    out: Bytes = allocate(span * (len(bounds) - 1), np.uint8)
+    source, target, first = values.data, out.data, 0
     for start, stop in pairwise(bounds):
         end = first + stop - start
         target[first:end] = source[start:stop]
         first += span
-        target[end:first] = padding[: first - end]
+        if padding is not None:
+            target[end:first] = padding[: first - end]
     return out
 
 

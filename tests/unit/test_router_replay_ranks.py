@@ -1,0 +1,71 @@
+"""Router replay in real processes: data, tensor, sequence and context parallel ranks use the same rows once."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.algorithms.loss.nll import NLLLoss
+from headrace.algorithms.replay_checks import check_stage
+from headrace.data_plane.route_binding import bound_digests
+from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.models.policy.lm_policy import Policy
+from tiny_models import tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
+
+LENGTHS = [9, 4, 7, 12]
+
+
+def batch() -> BatchedDataDict:
+    data = tiny_batch(LENGTHS)
+    drawn = torch.rand(len(LENGTHS), max(LENGTHS), 2, 8, generator=torch.Generator().manual_seed(0))
+    data["routed_experts"] = drawn.topk(3).indices.to(torch.uint8)
+    return data
+
+
+def run(workers: int, **parallel: Any) -> tuple[torch.Tensor, float]:
+    """Return logprobs and gradient norm, after both stages have proven their replay."""
+    cfg = tiny_policy_config(
+        "qwen3_moe",
+        train_global_batch_size=4,
+        train_micro_batch_size=2,
+        logprob_batch_size=2,
+        router_replay={"enabled": True},
+        workers=workers,
+        parallel=parallel,
+        model={"experts_implementation": "grouped_mm"},
+    )
+    policy = Policy(cfg, tiny_generation_config(), tokenizer=tiny_tokenizer(), seed=0)
+    try:
+        logprobs = policy.get_logprobs(batch())["logprobs"]
+        trained = policy.train(batch(), NLLLoss(), gbs=4)
+        proofs = policy.take_replay_proofs()
+    finally:
+        policy.shutdown()
+    data = batch()
+    digests = torch.stack(
+        [
+            bound_digests(
+                data["routed_experts"][i, : n - 1], data["input_ids"][i, : n - 1], torch.arange(n - 1)
+            ).sum()
+            for i, n in enumerate(LENGTHS)
+        ]
+    )
+    for stage in ("prev_logprobs", "train"):
+        check_stage(stage, proofs[stage], digests=digests, total_tokens=data["input_lengths"])
+    return logprobs, float(trained["grad_norm"])
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[torch.Tensor, float]:
+    return run(1)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, {"context": 2}],
+    ids=["data", "tensor", "sequence", "context"],
+)
+def test_two_ranks_replay_what_one_does(alone: tuple[torch.Tensor, float], parallel: dict[str, Any]) -> None:
+    logprobs, grad_norm = run(2, **parallel)
+    torch.testing.assert_close(logprobs, alone[0], atol=1e-5, rtol=1e-5)
+    assert grad_norm == pytest.approx(alone[1], rel=1e-5)
