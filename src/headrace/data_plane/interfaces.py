@@ -58,11 +58,12 @@ class KVBatchMeta:
         if self.sequence_lengths is not None:
             self.sequence_lengths = _whole(self.sequence_lengths)
             self._check_aligned("sequence_lengths", len(self.sequence_lengths))
-            for sample_id, length in zip(self.sample_ids, self.sequence_lengths):
-                if length < 0:
-                    raise SchemaError(
-                        f"sample '{sample_id}' has sequence length {length}; expected 0 or more"
-                    )
+            if min(self.sequence_lengths, default=0) < 0:
+                row = next(i for i, length in enumerate(self.sequence_lengths) if length < 0)
+                raise SchemaError(
+                    f"sample '{self.sample_ids[row]}' has sequence length {self.sequence_lengths[row]}; "
+                    "expected 0 or more"
+                )
         if self.tags is not None:
             self.tags = [dict(t) for t in self.tags]
             self._check_aligned("tags", len(self.tags))
