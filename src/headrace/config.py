@@ -212,6 +212,11 @@ class PolicyConfig(Section):
     router_replay: RouterReplayConfig = RouterReplayConfig()
 
     @property
+    def has_fixed_microbatches(self) -> bool:
+        """Whether microbatches have a fixed number of rows: neither packing nor dynamic batching is on."""
+        return not (self.sequence_packing.enabled or self.dynamic_batching.enabled)
+
+    @property
     def replicas(self) -> int:
         """Data-parallel size: copies of the model, each on context x tensor workers."""
         return self.workers // (self.parallel.context * self.parallel.tensor)
@@ -239,8 +244,7 @@ class PolicyConfig(Section):
                 f"({self.replicas} data-parallel replicas); change one of them"
             )
         per_rank = self.train_global_batch_size // self.replicas
-        plain = not (self.sequence_packing.enabled or self.dynamic_batching.enabled)
-        if plain and per_rank % self.train_micro_batch_size:
+        if self.has_fixed_microbatches and per_rank % self.train_micro_batch_size:
             raise ValueError(
                 f"train_micro_batch_size={self.train_micro_batch_size} does not divide the {per_rank} rows "
                 "that each replica gets of train_global_batch_size; change one of them, or switch on "
@@ -553,8 +557,8 @@ class RecipeConfig(Section):
                 "of a step; raise it"
             )
         mbs = self.policy.train_micro_batch_size * self.policy.replicas
-        plain = not (self.policy.sequence_packing.enabled or self.policy.dynamic_batching.enabled)
-        if self.warm_start.enabled and plain and self.warm_start.batch_size % mbs:
+        fixed = self.policy.has_fixed_microbatches
+        if self.warm_start.enabled and fixed and self.warm_start.batch_size % mbs:
             raise ValueError(
                 f"warm_start.batch_size={self.warm_start.batch_size} is not divisible by {mbs} "
                 "(policy.train_micro_batch_size x data-parallel replicas); change one of them"

@@ -28,6 +28,7 @@ PAD_TO_MULTIPLE = "pad_to_multiple"
 INPUT_IDS = "input_ids"
 INPUT_LENGTHS = "input_lengths"
 SAMPLE_MASK = "sample_mask"
+TOKEN_MASK = "token_mask"
 ROUTED_EXPERTS_FIELD = "routed_experts"
 
 
@@ -128,7 +129,7 @@ _TABLE = (
     _per_token("prev_logprobs", torch.float32, _FLOATS, Stage.PREV_LOGPROBS, _T),
     _per_token("reference_policy_logprobs", torch.float32, _FLOATS, Stage.REFERENCE_LOGPROBS, _T),
     _per_token("advantages", torch.float32, _FLOATS, Stage.ADVANTAGES, _T, broadcast=True),
-    _per_token("token_mask", torch.uint8, _MASKS, _R, _FORWARD),
+    _per_token(TOKEN_MASK, torch.uint8, _MASKS, _R, _FORWARD),
     _per_sample(SAMPLE_MASK, torch.float32, _MASKS, _R, _FORWARD),
     # Expert ids chosen during the rollout: (L, MoE layers, k). An all-255 (uint8) or all-max row is missing.
     # Padding is not a choice of experts: models.router_replay.align spreads and marks it.

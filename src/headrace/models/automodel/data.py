@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.config import PolicyConfig
-from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, SAMPLE_MASK
+from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, SAMPLE_MASK, TOKEN_MASK
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.ragged import RowLayout
 from headrace.errors import ConfigError, SchemaError
@@ -29,8 +29,6 @@ from headrace.utils.rounding import round_up
 
 Batch = BatchedDataDict
 Config = Mapping[str, Any] | PolicyConfig
-
-TOKEN_MASK = "token_mask"
 
 
 @dataclass

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headrace.data_plane.schema import SAMPLE_MASK
+from headrace.data_plane.schema import SAMPLE_MASK, TOKEN_MASK
 from headrace.distributed.batched_data_dict import BatchedDataDict
-from headrace.models.automodel.data import TOKEN_MASK, ProcessedMicrobatch
+from headrace.models.automodel.data import ProcessedMicrobatch
 from headrace.models.automodel.scoring import TokenScorer, TokenScores
 from headrace.models.automodel.sharding import ShardedModel
 from headrace.models.interfaces import LossFn
