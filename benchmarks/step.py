@@ -49,7 +49,7 @@ class DemoLoop:
         ]
         recipe = load_recipe(RECIPE, changes)
         self.session: Session = build_session(recipe)
-        self.session.policy.refresh_generator(self.session.generator)
+        self.session.refresh()
         self.context = StepContext(
             recipe,
             self.session.rows,
@@ -62,7 +62,7 @@ class DemoLoop:
     def step(self) -> None:
         """Run the next step."""
         result = run_step(self.context, len(self.results) + 1, self.timer)
-        self.session.policy.refresh_generator(self.session.generator)
+        self.session.refresh()
         self.results.append(result)
 
 

@@ -24,6 +24,7 @@ def ray_cluster() -> Iterator[str]:
     """Start Ray with one CPU; its address."""
     ray = pytest.importorskip("ray", reason="needs headrace[ray]")
     context = ray.init(
+        address="local",  # also where another cluster runs on this machine
         num_cpus=1,
         include_dashboard=False,
         logging_level=logging.WARNING,

@@ -475,10 +475,14 @@ class LoggingConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Where workers run."""
+    """The Ray cluster's part that a run takes: policy workers and, on a node of its choice, the rollout actor."""
 
     num_nodes: PositiveInt = 1
     gpus_per_node: NonNegativeInt = 0
+    rollout: Literal["auto", "driver", "actor"] = "auto"
+    """Where answers are generated; auto: in an actor of its own where the policy's workers are actors."""
+    rollout_gpus: Literal[0, 1] | None = None
+    """GPUs of the rollout actor, beside those of the workers; None: 1 where the workers have GPUs."""
 
 
 class RecipeConfig(Section):

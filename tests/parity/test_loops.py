@@ -1,4 +1,4 @@
-"""The in-memory loop and the data-plane loop give the same numbers, bit for bit."""
+"""The in-memory loop and the data-plane loop, over every store, give the same numbers, bit for bit."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from headrace.algorithms.run import build_session, start_loop
 from headrace.config import RecipeConfig
 from headrace.models.interfaces import LossFn
+from ray_session import MOONCAKE, SIMPLE, fresh_store
 from recorder import NeverStop, Recorder
 from tiny_recipe import tiny_recipe
 
@@ -68,13 +69,19 @@ def run_five_steps(recipe: RecipeConfig) -> dict[str, Any]:
     return {"records": recorder.steps, "samples": recorder.samples, "seen": loss.seen, "weights": weights}
 
 
-def recipe_for(tmp_path: Path, batching: str, learner: str, *, data_plane: bool) -> RecipeConfig:
+MEMORY: dict[str, Any] = {"enabled": False}
+LOCAL: dict[str, Any] = {"impl": "local"}
+STORES = {"transfer_queue/simple": SIMPLE, "transfer_queue/mooncake_cpu": MOONCAKE}
+ENGINES = {"transfer_queue/simple": "transfer_queue_engine", "transfer_queue/mooncake_cpu": "mooncake_engine"}
+
+
+def recipe_for(tmp_path: Path, batching: str, learner: str, *, data_plane: dict[str, Any]) -> RecipeConfig:
     changes = dict(LEARNERS[learner])
     gbs = changes.pop("policy_gbs", None)
     recipe = tiny_recipe(
         tmp_path,
         batching=batching,
-        data_plane={"enabled": data_plane},
+        data_plane=data_plane,
         checkpointing={"enabled": False},
         **changes,
     )
@@ -87,8 +94,37 @@ def recipe_for(tmp_path: Path, batching: str, learner: str, *, data_plane: bool)
 @pytest.mark.parametrize("learner", LEARNERS)
 @pytest.mark.parametrize("batching", ["fixed", "dynamic", "packed"])
 def test_both_loops_are_bit_identical_over_five_steps(tmp_path: Path, batching: str, learner: str) -> None:
-    plane = run_five_steps(recipe_for(tmp_path, batching, learner, data_plane=True))
-    memory = run_five_steps(recipe_for(tmp_path, batching, learner, data_plane=False))
+    plane = run_five_steps(recipe_for(tmp_path, batching, learner, data_plane=LOCAL))
+    memory = run_five_steps(recipe_for(tmp_path, batching, learner, data_plane=MEMORY))
+    check_bit_identical(plane, memory)
+    for a, b in zip(plane["seen"], memory["seen"]):
+        assert ("prev_logprobs" in a) == ("prev_logprobs" in b) == (learner != "on_policy_shortcut")
+
+
+@pytest.mark.parametrize("batching", ["fixed", "dynamic", "packed"])
+@pytest.mark.parametrize("store", ENGINES)
+def test_a_loop_over_another_store_is_bit_identical_to_the_one_in_memory(
+    tmp_path: Path, store: str, batching: str, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(ENGINES[store])
+    learner = "reference_and_correction"  # reads and writes every column that a step can have
+    plane = run_five_steps(recipe_for(tmp_path, batching, learner, data_plane=fresh_store(STORES[store])))
+    memory = run_five_steps(recipe_for(tmp_path, batching, learner, data_plane=MEMORY))
+    check_bit_identical(plane, memory)
+
+
+def test_dynamic_sampling_leaves_no_row_in_transfer_queue(
+    tmp_path: Path, transfer_queue_engine: None
+) -> None:
+    store = fresh_store(SIMPLE)
+    plane = run_five_steps(recipe_for(tmp_path, "packed", "dynamic_sampling", data_plane=store))
+    memory = run_five_steps(recipe_for(tmp_path, "packed", "dynamic_sampling", data_plane=MEMORY))
+    check_bit_identical(plane, memory)
+    assert any(r.metrics["dynamic_sampling/rounds"] > 1 for r in plane["records"]), "nothing was filtered"
+
+
+def check_bit_identical(plane: dict[str, Any], memory: dict[str, Any]) -> None:
+    """Metrics, samples, weights, and every microbatch: its rows, their order and all columns that the loss sees."""
     assert len(plane["records"]) == len(memory["records"]) == 5
     for a, b in zip(plane["records"], memory["records"]):
         assert comparable(a.metrics) == comparable(b.metrics)
@@ -101,7 +137,7 @@ def test_both_loops_are_bit_identical_over_five_steps(tmp_path: Path, batching: 
             assert torch.equal(a[name], b[name]), name
         expected = {"logprobs", "input_ids", "token_mask", "advantages", "generation_logprobs"}
         assert expected <= a.keys() & b.keys()
-        assert ("prev_logprobs" in a) == ("prev_logprobs" in b) == (learner != "on_policy_shortcut")
+    assert plane["weights"].keys() == memory["weights"].keys()
     for name, weight in plane["weights"].items():
         assert torch.equal(weight, memory["weights"][name]), name
 

@@ -534,7 +534,7 @@ def test_groups_of_a_step_are_claimed_whole(make_policy: Any) -> None:
 def session(tmp_path: Path) -> Iterator[Session]:
     """The parts of a run over the store."""
     made = build_session(tiny_recipe(tmp_path))
-    made.policy.refresh_generator(made.generator)
+    made.refresh()
     yield made
     made.close()
 

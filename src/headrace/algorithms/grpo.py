@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from headrace.algorithms.step import SampleTable
+from headrace.algorithms.step import SampleTable, Traffic
 from headrace.data_plane.schema import pad_values
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.environments.interfaces import Environment
@@ -129,9 +129,9 @@ class InMemoryRows:
         columns = self._columns(rows)
         return {name: columns[name] for name in names}
 
-    def moved_bytes(self) -> dict[str, int]:
+    def traffic(self) -> Traffic:
         """Nothing goes through a data plane."""
-        return {}
+        return Traffic()
 
     def _columns(self, rows: MemoryBatch) -> BatchedDataDict:
         if rows.columns is None:

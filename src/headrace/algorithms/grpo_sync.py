@@ -8,16 +8,18 @@
 `step.run_step` puts these in order; `grpo.py` is the same with rows in memory.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from headrace.algorithms.step import SampleTable
+from headrace.algorithms.rollout_worker import Rollouts
+from headrace.algorithms.step import SampleTable, Traffic
 from headrace.data_plane.interfaces import KVBatchMeta
+from headrace.data_plane.worker_mixin import bytes_moved
 from headrace.errors import DataPlaneError
-from headrace.experience.sync_rollout_actor import SyncRolloutActor
 from headrace.experience.types import Prompt
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.tq_policy import TQPolicy
@@ -27,11 +29,11 @@ from headrace.models.router_replay.proof import ReplayProof
 class DataPlaneRows:
     """Rows in the store, named by a KVBatchMeta."""
 
-    def __init__(self, policy: TQPolicy, actor: SyncRolloutActor) -> None:
+    def __init__(self, policy: TQPolicy, rollouts: Rollouts) -> None:
         self._policy = policy
-        self._actor = actor
+        self._rollouts = rollouts
         self._group_size = 1
-        self._bytes_before: dict[str, int] = {}
+        self._before = Traffic()
 
     @contextmanager
     def opened(self, num_samples: int, group_size: int) -> Iterator[None]:
@@ -48,7 +50,7 @@ class DataPlaneRows:
         self, prompts: Sequence[Prompt], *, tag: str, seed: int
     ) -> tuple[KVBatchMeta, SampleTable, dict[str, float]]:
         """Have the actor roll out and put; only metadata and per-sample numbers come back."""
-        meta, carry, rollout_metrics, generation_metrics = self._actor.rollout_to_tq(
+        meta, carry, rollout_metrics, generation_metrics = self._rollouts.rollout_to_tq(
             {"prompts": prompts, "seed": seed, "tag": tag},
             partition_id=self._policy.tq_partition_id,
             group_size=self._group_size,
@@ -120,9 +122,13 @@ class DataPlaneRows:
         """Read columns from the store."""
         return self._policy.read_from_dataplane(rows, select_fields=names)
 
-    def moved_bytes(self) -> dict[str, int]:
-        """Return bytes put and got since the last call, by column."""
-        now = self._policy.moved_bytes()
-        moved = {name: total - self._bytes_before.get(name, 0) for name, total in now.items()}
-        self._bytes_before = now
-        return moved
+    def traffic(self) -> Traffic:
+        """Return what went through the store, and what of it through the driver, since the last call."""
+        policy = self._policy
+        moved = Counter(policy.moved_bytes()) + Counter(self._rollouts.moved_bytes())
+        driver = policy.workers.crossed_bytes + self._rollouts.crossed_bytes
+        if driver:
+            driver += sum(bytes_moved(policy.dp_client).values())
+        now = Traffic(moved, driver)
+        since, self._before = now - self._before, now
+        return since

@@ -8,7 +8,6 @@ from typing import Any
 from headrace.algorithms.observer import RunObserver, StepRecord
 from headrace.algorithms.step import StepContext, StepInterrupted, StepResult, run_step
 from headrace.config import RecipeConfig
-from headrace.models.interfaces import Generator
 from headrace.models.policy.lm_policy import Policy
 from headrace.utils.checkpoints import CheckpointManager
 from headrace.utils.timer import Timer
@@ -37,7 +36,8 @@ class Loop:
     recipe: RecipeConfig
     ctx: StepContext[Any]
     policy: Policy
-    generator: Generator
+    refresh: Callable[[], None]
+    """Gives the side that makes samples the policy's weights of now."""
     validate: Callable[[], Metrics]
     checkpoints: CheckpointManager | None
     observer: RunObserver
@@ -52,7 +52,7 @@ class Loop:
         Either way the newest checkpoint (if enabled) is of the last whole step.
         """
         total = self.recipe.grpo.max_num_steps
-        self.policy.refresh_generator(self.generator)
+        self.refresh()
         if self.progress.step == 0 and self.recipe.validation.at_start and not self.should_stop():
             self._validate(Timer())
             self.progress.first_validation = dict(self.progress.last_validation)
@@ -71,7 +71,7 @@ class Loop:
         started = time.perf_counter()
         result = run_step(self.ctx, step, timer)
         with timer.time("refresh"):
-            self.policy.refresh_generator(self.generator)
+            self.refresh()
         self.progress.train_seconds += time.perf_counter() - started
         self.progress.step = step
         self.progress.prompt_position = self.ctx.prompts.position

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,20 +16,18 @@ from headrace.algorithms.loop import Loop, Metrics, Progress, save_checkpoint
 from headrace.algorithms.loss import build_loss
 from headrace.algorithms.observer import GREEDY_ACCURACY, SAMPLED_ACCURACY, RunObserver
 from headrace.algorithms.prompt_stream import PromptStream
+from headrace.algorithms.rollout_worker import RemoteRollouts, Rollouts, RolloutWorker
 from headrace.algorithms.step import Rows, StepContext
-from headrace.algorithms.validation import Validator
 from headrace.algorithms.warm_start import warm_start, warm_start_optimizer
 from headrace.config import DataPlaneConfig, ObservabilityConfig, RecipeConfig
 from headrace.environments.build import build_environment
 from headrace.environments.interfaces import Environment
 from headrace.errors import ConfigError
-from headrace.experience.rollouts import RolloutSettings, check_prompts
-from headrace.experience.sync_rollout_actor import SyncRolloutActor
-from headrace.models.automodel.setup import load_model, load_tokenizer
-from headrace.models.generation.interfaces import build_generator
-from headrace.models.interfaces import Generator
+from headrace.experience.rollouts import check_prompts
+from headrace.models.automodel.setup import load_tokenizer
+from headrace.models.policy.launch import worker_place
 from headrace.models.policy.lm_policy import Policy
-from headrace.models.policy.tq_policy import TQPolicy
+from headrace.models.policy.tq_policy import TQPolicy, launcher_for
 from headrace.utils.checkpoints import CheckpointManager
 from headrace.utils.run_directory import RunDirectory
 from headrace.utils.seeding import derive_seed
@@ -48,15 +47,22 @@ class Session:
 
     recipe: RecipeConfig
     policy: Policy
-    generator: Generator
+    rollouts: Rollouts
     environment: Environment
     prompts: PromptStream
     rows: Rows[Any]
-    validator: Validator
+
+    def refresh(self) -> None:
+        """Give the side that makes samples the policy's weights of now."""
+        self.rollouts.refresh(self.policy)
+
+    def validate(self) -> Metrics:
+        """Return the accuracy on held-out prompts."""
+        return self.rollouts.validate(self.recipe.seed)
 
     def close(self) -> None:
-        """End workers, generator and store."""
-        self.generator.shutdown()
+        """End rollouts, workers and store."""
+        self.rollouts.shutdown()
         self.policy.shutdown()
 
 
@@ -68,30 +74,44 @@ def build_session(recipe: RecipeConfig) -> Session:
     tokenizer = load_tokenizer(recipe.policy)
     environment = build_environment(recipe.env, recipe.data, seed=recipe.seed)
     check_prompts(tokenizer, environment, max_total_tokens=recipe.policy.max_total_sequence_length)
-    policy = _build_policy(recipe, tokenizer)
-    model = load_model(recipe.policy, seed=recipe.seed, device=None)
-    replay = recipe.policy.router_replay.enabled
-    generator = build_generator(recipe.generation, model, tokenizer, record_routes=replay)
-    if replay and generator.route_shape is None:
-        raise ConfigError(
-            f"policy.router_replay.enabled=true, and generation.backend={recipe.generation.backend} records no routes; "
-            "use one that does, or switch router replay off"
-        )
-    settings = RolloutSettings.from_recipe(recipe)
-    actor_parts = (generator, tokenizer, environment, settings)
-    rows: Rows[Any]
-    if isinstance(policy, TQPolicy):
-        rows = DataPlaneRows(policy, SyncRolloutActor(*actor_parts, dp_client=policy.dp_client))
-    else:
-        rows = InMemoryRows(policy, *actor_parts)
     prompts = PromptStream(
         environment.prompts("train"),
         seed=derive_seed(recipe.seed, "prompts"),
         shuffle=recipe.data.shuffle,
     )
-    return Session(
-        recipe, policy, generator, environment, prompts, rows, Validator(recipe.validation, *actor_parts)
+    policy = _build_policy(recipe, tokenizer)
+    with ExitStack() as undo:
+        undo.callback(policy.shutdown)
+        rollouts: Rollouts
+        rows: Rows[Any]
+        if not isinstance(policy, TQPolicy):
+            rollouts = RolloutWorker(recipe, tokenizer, environment)
+            rows = InMemoryRows(policy, *rollouts.parts)
+        else:
+            if rolls_out_in_actor(recipe):
+                rollouts = RemoteRollouts(recipe, policy.dp_cfg)
+            else:
+                rollouts = RolloutWorker(recipe, tokenizer, environment, policy.dp_client)
+            rows = DataPlaneRows(policy, rollouts)
+        undo.pop_all()
+    return Session(recipe, policy, rollouts, environment, prompts, rows)
+
+
+def rolls_out_in_actor(recipe: RecipeConfig) -> bool:
+    """Return whether answers are generated in a Ray actor of their own, and not in the driver's process.
+
+    Raises:
+        ConfigError: `cluster.rollout=actor`, and the policy's workers are no Ray actors.
+    """
+    on_ray = (
+        recipe.data_plane.enabled and worker_place(recipe.policy, launcher_for(recipe.data_plane)) == "ray"
     )
+    if recipe.cluster.rollout == "actor" and not on_ray:
+        raise ConfigError(
+            "cluster.rollout=actor needs the policy's workers on Ray as well; set data_plane.impl=transfer_queue "
+            "and policy.parallel.launcher=ray, or cluster.rollout=auto"
+        )
+    return on_ray and recipe.cluster.rollout != "driver"
 
 
 def _build_policy(recipe: RecipeConfig, tokenizer: Any) -> Policy:
@@ -153,8 +173,8 @@ def evaluate(recipe: RecipeConfig, checkpoint: Path | None) -> Metrics:
     try:
         if checkpoint is not None:
             session.policy.load_checkpoint(checkpoint / "policy")
-        session.policy.refresh_generator(session.generator)
-        return session.validator.run(seed=recipe.seed)
+        session.refresh()
+        return session.validate()
     finally:
         session.close()
 
@@ -185,8 +205,8 @@ def start_loop(
         recipe,
         ctx,
         session.policy,
-        session.generator,
-        validate=lambda: session.validator.run(seed=recipe.seed),
+        session.refresh,
+        validate=session.validate,
         checkpoints=checkpoints,
         observer=observer,
         should_stop=stopper.is_set,

@@ -114,6 +114,33 @@ class SampleTable:
         )
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that rows cost.
+
+    `by_column` went through the store, puts and gets together. `driver_bytes` went to and from the driver's process:
+    calls to workers and their answers, and what the driver itself puts and gets; 0 where no worker is in another
+    process.
+    """
+
+    by_column: Mapping[str, int] = field(default_factory=dict)
+    driver_bytes: int = 0
+
+    def __sub__(self, before: "Traffic") -> "Traffic":
+        columns = {name: n - before.by_column.get(name, 0) for name, n in self.by_column.items()}
+        return Traffic(columns, self.driver_bytes - before.driver_bytes)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the driver's part as metrics, where it is told from the whole."""
+        total = sum(self.by_column.values())
+        if not self.driver_bytes or not total:
+            return {}
+        return {
+            "data_plane/driver_bytes": float(self.driver_bytes),
+            "data_plane/driver_share": self.driver_bytes / total,
+        }
+
+
 class Rows(Protocol, Generic[H]):
     """Where a step's rows live. `H` names a set of rows: a KVBatchMeta, or the tensors themselves."""
 
@@ -173,8 +200,8 @@ class Rows(Protocol, Generic[H]):
         """Return padded columns of the rows, for a trace."""
         ...
 
-    def moved_bytes(self) -> dict[str, int]:
-        """Return bytes by column that went through the data plane since the last call; empty in memory."""
+    def traffic(self) -> Traffic:
+        """Return what went through the data plane since the last call; nothing in memory."""
         ...
 
 
@@ -236,9 +263,10 @@ def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
                 replay.check(rows.replay_proofs(), "train")
         samples = _samples(rows, batch, table, scored, recipe.logging.samples_per_step)
         rows.finish(batch)
+    traffic = rows.traffic()
     metrics = {**collected.metrics, **scored.metrics, **_train_metrics(trained), **replay.metrics}
     tokens = int(table.total_tokens.sum())
-    return StepResult(metrics, tokens, rows.moved_bytes(), samples)
+    return StepResult({**metrics, **traffic.metrics()}, tokens, dict(traffic.by_column), samples)
 
 
 def _watch_replay(ctx: StepContext[H], step: int, batch: H, table: SampleTable) -> ReplayWatch:

@@ -5,28 +5,33 @@ import logging
 import math
 import os
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 import headrace
 from headrace.errors import ConfigError, HeadraceError
 
 _PACKAGE = "headrace"
 _EXTRAS = ("", "train", "ray")
+_CONNECT_S = 10.0
 
 
 class RayVirtualCluster:
     """Room for `workers` processes on `num_nodes` nodes, as one placement group with a bundle per node.
 
     Uses the cluster that this process is connected to, or else that of RAY_ADDRESS, or else starts a local one
-    with `num_cpus` CPUs (None: those of the machine), which ends with `shutdown`. Each worker reserves a GPU
-    where there are `gpus_per_node`, and `cpus_per_worker` (None: one, or its share where there are fewer CPUs than
-    workers).
+    with `num_cpus` CPUs (None: those of the machine). `shutdown` ends what was started here and leaves any other
+    cluster as it was. Each worker reserves a GPU where there are `gpus_per_node`, and `cpus_per_worker` (None:
+    one, or its share where there are fewer CPUs than workers).
 
     Raises:
         ConfigError: a cluster with too few nodes or GPUs, or workers that the nodes cannot share evenly.
@@ -50,14 +55,17 @@ class RayVirtualCluster:
             )
         self.workers_per_node = workers // num_nodes
         self._owns_ray = _connect(num_cpus)
+        starts_ray = self._owns_ray and not os.environ.get("RAY_ADDRESS")
         self.placement_group: Any = None
         ready = False
         try:
-            self.cpus_per_worker = cpus_per_worker or _cpu_share(
-                self.workers_per_node, num_nodes, gpus_per_node
+            self.cpus_per_worker = (
+                _cpu_share(self.workers_per_node, num_nodes, gpus_per_node)
+                if cpus_per_worker is None
+                else cpus_per_worker
             )
             # Processes of a cluster started here run this interpreter.
-            self.runtime_env = None if self._owns_ray else _needed_runtime_env(startup_timeout_s)
+            self.runtime_env = None if starts_ray else _needed_runtime_env(startup_timeout_s)
             self._reserve(num_nodes, gpus_per_node, startup_timeout_s)
             ready = True
         finally:
@@ -65,9 +73,10 @@ class RayVirtualCluster:
                 self.shutdown()
 
     def _reserve(self, num_nodes: int, gpus_per_node: int, startup_timeout_s: float) -> None:
-        bundle = {"CPU": self.cpus_per_worker * self.workers_per_node}
-        if gpus_per_node:
-            bundle["GPU"] = self.workers_per_node
+        per_worker = {"CPU": self.cpus_per_worker, "GPU": float(gpus_per_node > 0)}
+        bundle = {name: n * self.workers_per_node for name, n in per_worker.items() if n}
+        if not bundle:
+            return
         self.placement_group = placement_group([dict(bundle) for _ in range(num_nodes)], "STRICT_SPREAD")
         try:
             ray.get(self.placement_group.ready(), timeout=startup_timeout_s)
@@ -76,6 +85,13 @@ class RayVirtualCluster:
                 f"Ray found no room for {num_nodes} x {bundle} within {startup_timeout_s:.3g} s; free now: "
                 f"{ray.available_resources()}"
             ) from error
+
+    def place(self, rank: int) -> Any:
+        """Return Ray's scheduling strategy for a worker; consecutive ranks share a node."""
+        if self.placement_group is None:
+            return "SPREAD"
+        bundle = rank // self.workers_per_node
+        return PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=bundle)
 
     def shutdown(self) -> None:
         """Give the room back, and end the cluster if it was started here; may be called twice."""
@@ -91,9 +107,10 @@ def _connect(num_cpus: int | None) -> bool:
     """Connect to Ray, unless this process is; return whether it was not."""
     if ray.is_initialized():
         return False
-    address = os.environ.get("RAY_ADDRESS")
+    address = os.environ.get("RAY_ADDRESS", "")
     local: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
     try:
+        check_listening(address)
         ray.init(
             address=address or "local",
             logging_level=logging.WARNING,
@@ -103,6 +120,20 @@ def _connect(num_cpus: int | None) -> bool:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise HeadraceError(f"cannot connect to Ray at RAY_ADDRESS={address}: {error}") from error
     return True
+
+
+def check_listening(address: str) -> None:
+    """Raise ConnectionError if nothing listens at `address`, a host:port; any other form of address passes.
+
+    Ray by itself tries for minutes, and then ends the process.
+    """
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except OSError as error:
+        raise ConnectionError(f"nothing listens there ({error}); start the head node first") from error
 
 
 def _cpu_share(workers_per_node: int, num_nodes: int, gpus_per_node: int) -> float:

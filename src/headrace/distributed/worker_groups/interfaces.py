@@ -29,11 +29,23 @@ class WorkerGroup(Protocol):
         """Call a method with equal arguments on every rank; one result per replica, its leader's."""
         ...
 
+    @property
+    def crossed_bytes(self) -> int:
+        """Bytes of calls and results that went through the calling process to or from another, so far."""
+        ...
+
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Call a generator method on every rank, and yield what the first rank's yields.
 
         Every rank runs its generator to the end, so collectives inside stay in step. The group takes no other
         call until the stream has been read or closed.
+        """
+        ...
+
+    def stream_to(self, target: "WorkerGroup", method: str, into: str, *args: Any) -> None:
+        """Give what the first rank's generator `method` yields to `into(items, *args)` of `target`'s only worker.
+
+        Every rank runs its generator to the end. Between Ray actors, the items do not pass through this process.
         """
         ...
 
@@ -58,6 +70,11 @@ class LocalWorkerGroup:
         """Always 1."""
         return 1
 
+    @property
+    def crossed_bytes(self) -> int:
+        """Always 0: nothing leaves the process."""
+        return 0
+
     def run_sharded(self, method: str, shards: Sequence[Any], **common: Any) -> list[Any]:
         """Call the worker with the only shard."""
         if len(shards) != 1:
@@ -71,6 +88,10 @@ class LocalWorkerGroup:
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Yield what the worker's generator yields, not copied."""
         yield from getattr(self.worker, method)(*args, **kwargs)
+
+    def stream_to(self, target: WorkerGroup, method: str, into: str, *args: Any) -> None:
+        """Give what the worker's generator yields to the target's worker."""
+        target.run_all(into, list(self.stream(method)), *args)
 
     def shutdown(self) -> None:
         """Let the worker let go of what it holds; nothing runs elsewhere."""

@@ -2,10 +2,10 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,17 +54,31 @@ class RankSettings:
     timeout_s: float = 1800.0
 
 
+class Sink(Protocol):
+    """Where a rank sends what it streams, if not to the driver. Errors there are raised here."""
+
+    def put(self, item: Payload) -> None:
+        """Send one item."""
+        ...
+
+    def finish(self) -> None:
+        """Say that this was all, and wait until the items have been used."""
+        ...
+
+
 @dataclass(frozen=True)
 class Call:
     """One command to a rank: a method of its worker and its encoded (args, kwargs).
 
-    `streams`: the method is a generator. `keeps`: the driver wants the result of this rank.
+    `streams`: the method is a generator, whose items go to `sink` if there is one. `keeps`: the driver wants
+    the result of this rank.
     """
 
     method: str
     arguments: Payload
     streams: bool = False
     keeps: bool = True
+    sink: Sink | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,9 @@ class RankServer:
             if not call.streams:
                 yield Reply(encode(result) if call.keeps else None)
                 return
-            if call.keeps:
+            if call.sink is not None:
+                _drain(result, call.sink)
+            elif call.keeps:
                 for item in result:
                     yield Reply(encode(item), is_last=False)
             else:
@@ -115,12 +131,27 @@ class RankServer:
         assert caught.error is not None
         yield describe_error(self._place.rank, caught.error)
 
+    def consume(self, method: str, items: Iterable[Payload], arguments: Payload) -> Answer:
+        """Call `method(items, *args, **kwargs)` with what another group's rank has sent."""
+        with Capture() as caught:
+            args, kwargs = decode(arguments)
+            getattr(self._worker, method)(map(decode, items), *args, **kwargs)
+            return Reply()
+        assert caught.error is not None
+        return describe_error(self._place.rank, caught.error)
+
     def stop(self) -> None:
         """Let go of the worker and leave the process group; may be called twice."""
         self._worker = None
         self._store = None
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _drain(items: Iterable[Any], sink: Sink) -> None:
+    for item in items:
+        sink.put(encode(item))
+    sink.finish()
 
 
 def open_store(host: str, world_size: int) -> TCPStore:

@@ -1,28 +1,27 @@
 """Workers as Ray actors, one per rank, inside the placement group of a RayVirtualCluster."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace.distributed.named_sharding import NamedSharding
 from headrace.distributed.virtual_cluster import RayVirtualCluster
 from headrace.distributed.worker_groups.failures import lost
+from headrace.distributed.worker_groups.interfaces import WorkerGroup
 from headrace.distributed.worker_groups.rank import (
     Answer,
     Call,
     RankPlace,
-    RankServer,
     RankSettings,
     WorkerSpec,
-    open_store,
 )
+from headrace.distributed.worker_groups.ray_actor import ActorSink, RankActor
 from headrace.distributed.worker_groups.remote import GRACE_S, RemoteWorkerGroup
-from headrace.distributed.worker_groups.wire import Payload, encode
+from headrace.distributed.worker_groups.wire import encode
 from headrace.errors import HeadraceError
 
 _GENTLE_S = 10.0
@@ -63,11 +62,9 @@ class RayWorkerGroup(RemoteWorkerGroup):
 
     def _start(self, spec: WorkerSpec, settings: RankSettings) -> None:
         per_node = self._cluster.workers_per_node
-        actor_class = ray.remote(max_restarts=0, max_task_retries=0)(_RankActor)
+        actor_class = ray.remote(max_restarts=0, max_task_retries=0)(RankActor)
         for rank in range(self.world_size):
-            where = PlacementGroupSchedulingStrategy(
-                self._cluster.placement_group, placement_group_bundle_index=rank // per_node
-            )
+            where = self._cluster.place(rank)
             options = {
                 "num_cpus": self._cluster.cpus_per_worker,
                 "num_gpus": 1 if settings.device == "cuda" else 0,
@@ -87,6 +84,18 @@ class RayWorkerGroup(RemoteWorkerGroup):
         for _ in self._answers("start-up"):
             pass
 
+    def stream_to(self, target: WorkerGroup, method: str, into: str, *args: Any) -> None:
+        """Give what the first rank's generator yields to the target's worker, from actor to actor."""
+        if isinstance(target, RayWorkerGroup) and target.world_size == 1:
+            self.feed(method, ActorSink(target.actors[0], into, encode((args, {}))))
+        else:
+            super().stream_to(target, method, into, *args)
+
+    @property
+    def actors(self) -> Sequence[Any]:
+        """The actor of each rank."""
+        return tuple(self._actors)
+
     def _post(self, calls: Mapping[int, Call]) -> None:
         arguments: dict[int, Any] = {}
         for rank, call in calls.items():
@@ -95,7 +104,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
             if key not in arguments:
                 arguments[key] = ray.put(call.arguments)
             serve = self._actors[rank].serve.options(**_ANSWERS)
-            self._parts[rank] = serve.remote(arguments[key], call.method, call.streams, call.keeps)
+            self._parts[rank] = serve.remote(arguments[key], call.method, call.streams, call.keeps, call.sink)
 
     def _wait(self, ranks: set[int], timeout_s: float | None) -> list[tuple[int, Answer]]:
         waiting = {self._parts[rank]: rank for rank in sorted(ranks)}
@@ -128,42 +137,14 @@ def start_ray_group(
     *,
     num_nodes: int = 1,
     gpus_per_node: int = 0,
+    cpus_per_worker: float | None = None,
     settings: RankSettings | None = None,
 ) -> RayWorkerGroup:
     """Reserve a place for every rank on the running Ray cluster, or on one started here, and start the group.
 
     Raises: what RayVirtualCluster and RayWorkerGroup raise.
     """
-    cluster = RayVirtualCluster(sharding.size, num_nodes=num_nodes, gpus_per_node=gpus_per_node)
+    cluster = RayVirtualCluster(
+        sharding.size, num_nodes=num_nodes, gpus_per_node=gpus_per_node, cpus_per_worker=cpus_per_worker
+    )
     return RayWorkerGroup(spec, sharding, cluster, settings=settings)
-
-
-class _RankActor:
-    """A RankServer behind Ray."""
-
-    def __init__(self) -> None:
-        self._server: RankServer | None = None
-        self._store: Any = None
-
-    def open_store(self, world_size: int) -> tuple[str, int]:
-        """Open the store through which the ranks meet, on this actor's node."""
-        host = ray.util.get_node_ip_address()
-        self._store = open_store(host, world_size)
-        return host, self._store.port
-
-    def start(
-        self, place: RankPlace, settings: RankSettings, encoded_spec: Payload, path: list[str]
-    ) -> Iterator[Answer]:
-        """Start the rank; what the driver can import from `path`, it can too, where it has the same files."""
-        sys.path.extend(entry for entry in path if entry not in sys.path)
-        self._server = RankServer(place, settings)
-        yield self._server.start(encoded_spec)
-
-    def serve(self, arguments: Payload, method: str, streams: bool, keeps: bool) -> Iterator[Answer]:
-        assert self._server is not None
-        yield from self._server.serve(Call(method, arguments, streams=streams, keeps=keeps))
-
-    def stop(self) -> None:
-        if self._server is not None:
-            self._server.stop()
-        self._store = None

@@ -12,7 +12,8 @@ from typing import Any
 from headrace.distributed.named_sharding import NamedSharding
 from headrace.distributed.topology import DATA
 from headrace.distributed.worker_groups.failures import WorkerFailure, raise_failures
-from headrace.distributed.worker_groups.rank import Answer, Call, Reply
+from headrace.distributed.worker_groups.interfaces import WorkerGroup
+from headrace.distributed.worker_groups.rank import Answer, Call, Reply, Sink
 from headrace.distributed.worker_groups.wire import Payload, decode, encode
 from headrace.errors import ConfigError, HeadraceError
 
@@ -32,6 +33,7 @@ class RemoteWorkerGroup(ABC):
         self._grace_s = grace_s
         self._busy: str | None = None
         self._ended: str | None = None
+        self._crossed_bytes = 0
 
     # How a group reaches its ranks.
 
@@ -59,6 +61,11 @@ class RemoteWorkerGroup(ABC):
         """Number of ranks."""
         return self.sharding.size
 
+    @property
+    def crossed_bytes(self) -> int:
+        """Bytes of calls and results, each counted once for every rank that it goes to or comes from."""
+        return self._crossed_bytes
+
     def run_sharded(self, method: str, shards: Sequence[Any], **common: Any) -> list[Any]:
         """Call `method(shard, **common)` on every rank with its replica's shard; one result per replica."""
         if len(shards) != self.dp_size:
@@ -84,6 +91,21 @@ class RemoteWorkerGroup(ABC):
             # The ranks go on to the end of an abandoned stream.
             for _ in values:
                 pass
+
+    def stream_to(self, target: WorkerGroup, method: str, into: str, *args: Any) -> None:
+        """Give what the first rank's generator yields to the target's worker, by way of this process."""
+        target.run_all(into, list(self.stream(method)), *args)
+
+    def feed(self, method: str, sink: Sink) -> None:
+        """Send what the first rank's generator yields to `sink`, past this process."""
+        arguments = encode(((), {}))
+        calls = {
+            rank: Call(method, arguments, streams=True, keeps=False, sink=None if rank else sink)
+            for rank in range(self.world_size)
+        }
+        self._begin(method, calls)
+        for _ in self._answers(method):
+            pass
 
     def shutdown(self) -> None:
         """End the workers; may be called twice."""
@@ -111,6 +133,7 @@ class RemoteWorkerGroup(ABC):
                 f"cannot run {method}: {self._busy} still streams; read it to its end or close it"
             )
         self._busy = method
+        self._crossed_bytes += sum(call.arguments.nbytes for call in calls.values())
         self._post(calls)
 
     def _answers(self, doing: str) -> Iterator[tuple[int, Payload]]:
@@ -127,6 +150,7 @@ class RemoteWorkerGroup(ABC):
                 for rank, answer in self._wait(pending, left):
                     if isinstance(answer, Reply):
                         if answer.value is not None:
+                            self._crossed_bytes += answer.value.nbytes
                             yield rank, answer.value
                         if not answer.is_last:
                             continue

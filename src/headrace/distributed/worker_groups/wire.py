@@ -27,6 +27,11 @@ class Payload:
     head: bytes
     buffers: Sequence[Bytes]
 
+    @property
+    def nbytes(self) -> int:
+        """Size on the wire."""
+        return len(self.head) + sum(b.nbytes for b in self.buffers)
+
 
 def encode(value: Any) -> Payload:
     """Encode a value; buffers share memory with it where they can.

@@ -46,13 +46,28 @@ def build_worker_group(
         {"tokenizer": tokenizer, "seed": seed, "with_reference": with_reference},
     )
     layout = policy_sharding(cfg.workers, context=cfg.parallel.context, tensor=cfg.parallel.tensor)
-    launcher = auto_launcher if cfg.parallel.launcher == "auto" else cfg.parallel.launcher
+    match worker_place(cfg, auto_launcher):
+        case "driver":
+            return LocalWorkerGroup(spec.factory(*spec.args, **spec.kwargs))
+        case "spawn":
+            settings = RankSettings(_spawn_device(cfg), torch.get_num_threads())
+            return SpawnWorkerGroup(spec, layout, settings=settings)
+        case "ray":
+            on_gpus = cluster.gpus_per_node > 0 and cfg.device != "cpu"
+            return start_on_ray(
+                spec,
+                layout,
+                device="cuda" if on_gpus else "cpu",
+                num_nodes=cluster.num_nodes,
+                gpus_per_node=cluster.gpus_per_node if on_gpus else 0,
+            )
+
+
+def worker_place(cfg: PolicyConfig, auto_launcher: Launcher) -> Literal["driver", "spawn", "ray"]:
+    """Return where the policy's workers run: in the driver's process, in others of this machine, or on Ray."""
     if cfg.workers == 1 and cfg.parallel.launcher != "ray":
-        return LocalWorkerGroup(spec.factory(*spec.args, **spec.kwargs))
-    if launcher == "ray":
-        return _ray_group(spec, layout, cfg, cluster)
-    settings = RankSettings(_spawn_device(cfg), torch.get_num_threads())
-    return SpawnWorkerGroup(spec, layout, settings=settings)
+        return "driver"
+    return auto_launcher if cfg.parallel.launcher == "auto" else cfg.parallel.launcher
 
 
 def _spawn_device(cfg: PolicyConfig) -> DeviceType:
@@ -66,9 +81,20 @@ def _spawn_device(cfg: PolicyConfig) -> DeviceType:
     return "cuda"
 
 
-def _ray_group(
-    spec: WorkerSpec, layout: NamedSharding, cfg: PolicyConfig, cluster: ClusterConfig
+def start_on_ray(
+    spec: WorkerSpec,
+    layout: NamedSharding,
+    *,
+    device: DeviceType = "cpu",
+    num_nodes: int = 1,
+    gpus_per_node: int = 0,
+    cpus_per_worker: float | None = None,
 ) -> WorkerGroup:
+    """Start a group of Ray actors; see `worker_groups.ray_group`.
+
+    Raises:
+        ConfigError: Ray is not installed, or its cluster has no room of that kind.
+    """
     try:
         from headrace.distributed.worker_groups.ray_group import (  # noqa: PLC0415  (loads Ray)
             start_ray_group,
@@ -78,11 +104,11 @@ def _ray_group(
             f"policy.parallel.launcher=ray cannot be used: {error}. Install headrace[ray], or set "
             "policy.parallel.launcher=spawn"
         ) from error
-    device: DeviceType = "cuda" if cluster.gpus_per_node and cfg.device != "cpu" else "cpu"
     return start_ray_group(
         spec,
         layout,
-        num_nodes=cluster.num_nodes,
-        gpus_per_node=cluster.gpus_per_node if device == "cuda" else 0,
+        num_nodes=num_nodes,
+        gpus_per_node=gpus_per_node,
+        cpus_per_worker=cpus_per_worker,
         settings=RankSettings(device, torch.get_num_threads()),
     )

@@ -50,7 +50,7 @@ class TQPolicy(Policy):
         self._open_lengths: list[int] = []
         with ExitStack() as undo:
             undo.callback(self.dp_client.close)
-            super().__init__(*args, auto_launcher=_launcher(dp_cfg), **kwargs)
+            super().__init__(*args, auto_launcher=launcher_for(dp_cfg), **kwargs)
             undo.callback(self.workers.shutdown)
             self.workers.run_all("setup_data_plane", dp_cfg)
             undo.pop_all()
@@ -229,6 +229,7 @@ class TQPolicy(Policy):
         packing, dynamic = self._packing_args(budget) if budget else (None, None)
         narrowed = meta.with_fields(plan_fields(meta.fields, wanted))
         narrowed.task_name = task_name
+        narrowed.tags = None  # the driver's own: workers read none, and they are most of a meta's bytes
         return shard_meta_for_dp(
             narrowed,
             dp_world=self.workers.dp_size,
@@ -249,7 +250,7 @@ class TQPolicy(Policy):
             self.dp_client.close()
 
 
-def _launcher(dp_cfg: DataPlaneConfig | Mapping[str, Any]) -> Launcher:
+def launcher_for(dp_cfg: DataPlaneConfig | Mapping[str, Any]) -> Launcher:
     """Return how workers start unless the recipe says: on the store's Ray cluster, where it has one."""
     return "ray" if dict(dp_cfg).get("impl") == "transfer_queue" else "spawn"
 

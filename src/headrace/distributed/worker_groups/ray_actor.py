@@ -1,0 +1,107 @@
+"""One rank as a Ray actor, and the way for its stream to another actor."""
+
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from headrace.distributed.worker_groups.failures import WorkerFailure, WorkerTraceback
+from headrace.distributed.worker_groups.rank import (
+    Answer,
+    Call,
+    RankPlace,
+    RankServer,
+    RankSettings,
+    Sink,
+    open_store,
+)
+from headrace.distributed.worker_groups.wire import Payload
+from headrace.errors import HeadraceError
+
+_IN_FLIGHT = 2
+
+
+class RankActor:
+    """A RankServer behind Ray."""
+
+    def __init__(self) -> None:
+        self._server: RankServer | None = None
+        self._store: Any = None
+        self._offered: list[Payload] = []
+
+    def open_store(self, world_size: int) -> tuple[str, int]:
+        """Open the store through which the ranks meet, on this actor's node."""
+        host = ray.util.get_node_ip_address()
+        self._store = open_store(host, world_size)
+        return host, self._store.port
+
+    def start(
+        self, place: RankPlace, settings: RankSettings, encoded_spec: Payload, path: list[str]
+    ) -> Iterator[Answer]:
+        """Start the rank; what the driver can import from `path`, it can too, where it has the same files."""
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        self._server = RankServer(place, settings)
+        yield self._server.start(encoded_spec)
+
+    def serve(
+        self, arguments: Payload, method: str, streams: bool, keeps: bool, sink: Sink | None
+    ) -> Iterator[Answer]:
+        """Run a call; see `RankServer.serve`."""
+        assert self._server is not None
+        yield from self._server.serve(Call(method, arguments, streams=streams, keeps=keeps, sink=sink))
+
+    def offer(self, item: Payload, *, is_first: bool) -> None:
+        """Keep an item of another actor's stream; a first one replaces what a broken stream has left."""
+        if is_first:
+            self._offered = []
+        self._offered.append(item)
+
+    def consume(self, method: str, arguments: Payload) -> Answer:
+        """Call a method of the worker with the items that were offered."""
+        assert self._server is not None
+        items, self._offered = self._offered, []
+        return self._server.consume(method, items, arguments)
+
+    def stop(self) -> None:
+        """Leave the process group; the process ends by Ray."""
+        if self._server is not None:
+            self._server.stop()
+        self._store = None
+
+
+class ActorSink:
+    """Sends a stream's items to an actor and has its worker consume them: `method(items, *args)`."""
+
+    def __init__(self, actor: Any, method: str, arguments: Payload) -> None:
+        self._actor = actor
+        self._method = method
+        self._arguments = arguments
+        self._sent: deque[Any] = deque()
+        self._is_first = True
+
+    def put(self, item: Payload) -> None:
+        """Send an item; a few may be on their way."""
+        self._sent.append(self._actor.offer.remote(item, is_first=self._is_first))
+        self._is_first = False
+        if len(self._sent) > _IN_FLIGHT:
+            self._get(self._sent.popleft())
+
+    def finish(self) -> None:
+        """Wait until the other worker has consumed all items; its error is raised here."""
+        while self._sent:
+            self._get(self._sent.popleft())
+        answer = self._get(self._actor.consume.remote(self._method, self._arguments))
+        if isinstance(answer, WorkerFailure):
+            raise answer.kind(f"{answer.summary} (in {self._method} of the receiver)") from WorkerTraceback(
+                f"\n\n{answer.trace}"
+            )
+
+    def _get(self, reference: Any) -> Any:
+        try:
+            return ray.get(reference)
+        except RayError as error:
+            reason = " ".join(str(error).split())
+            raise HeadraceError(f"the receiver of {self._method} is lost: {reason}") from error
