@@ -52,13 +52,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self._cluster = cluster
         self._actors: list[Any] = []
         self._parts: dict[int, Any] = {}
-        started = False
-        try:
-            self._start(spec, settings or RankSettings())
-            started = True
-        finally:
-            if not started:
-                self.shutdown()
+        self._open(spec, settings)
 
     def _start(self, spec: WorkerSpec, settings: RankSettings) -> None:
         per_node = self._cluster.workers_per_node

@@ -7,13 +7,14 @@ group lives on. Otherwise it is ended, and every later call says why.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from headrace.distributed.named_sharding import NamedSharding
 from headrace.distributed.topology import DATA
 from headrace.distributed.worker_groups.failures import WorkerFailure, raise_failures
 from headrace.distributed.worker_groups.interfaces import WorkerGroup
-from headrace.distributed.worker_groups.rank import Answer, Call, Reply, Sink
+from headrace.distributed.worker_groups.rank import Answer, Call, RankSettings, Reply, Sink, WorkerSpec
 from headrace.distributed.worker_groups.wire import Payload, decode, encode
 from headrace.errors import ConfigError, HeadraceError
 
@@ -36,6 +37,17 @@ class RemoteWorkerGroup(ABC):
         self._crossed_bytes = 0
 
     # How a group reaches its ranks.
+
+    def _open(self, spec: WorkerSpec, settings: RankSettings | None) -> None:
+        """Start the ranks; if that fails, nothing of them is left."""
+        with ExitStack() as undo:
+            undo.callback(self.shutdown)
+            self._start(spec, settings or RankSettings())
+            undo.pop_all()
+
+    @abstractmethod
+    def _start(self, spec: WorkerSpec, settings: RankSettings) -> None:
+        """Start every rank and wait until all have built their workers."""
 
     @abstractmethod
     def _post(self, calls: Mapping[int, Call]) -> None:

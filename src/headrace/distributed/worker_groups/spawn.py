@@ -52,13 +52,7 @@ class SpawnWorkerGroup(RemoteWorkerGroup):
         self._store = open_store(_HOST, self.world_size)
         self._pipes: list[Connection[Any, Any]] = []
         self._processes: list[SpawnProcess] = []
-        started = False
-        try:
-            self._start(spec, settings or RankSettings())
-            started = True
-        finally:
-            if not started:
-                self.shutdown()
+        self._open(spec, settings)
 
     @property
     def pids(self) -> list[int]:

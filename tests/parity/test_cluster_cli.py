@@ -1,0 +1,99 @@
+"""`headrace train` with workers and rollouts on a Ray cluster of its own: it finishes, it stops, it leaves nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
+
+CLUSTER = (
+    "data_plane.impl=transfer_queue",
+    "cluster.gpus_per_node=0",
+    "policy.workers=2",
+    "warm_start.enabled=false",
+    "validation.at_start=false",
+    "validation.at_end=false",
+    "validation.period=0",
+)
+
+
+def start(run_dir: Path, mark: str, *overrides: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "headrace.cli", "train", "configs/demo_moe.yaml", f"run_dir={run_dir}"]
+    # Every process of the run inherits the mark, whoever its parent is; a cluster elsewhere is none of its business.
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"HEADRACE_RUN_MARK": mark}
+    return subprocess.Popen(
+        [*command, *CLUSTER, *overrides],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Return the processes that a run has started and that live: pid and command."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        if mark.encode() in environment and state not in "ZX":
+            found[int(entry.name)] = command
+    return found
+
+
+def survivors(mark: str, within_s: float = 20.0) -> dict[int, str]:
+    """Return what is still there when the time is over."""
+    deadline = time.monotonic() + within_s
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def wait_for(path: Path, process: "subprocess.Popen[str]", within_s: float = 300.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not (path.exists() and path.read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+@pytest.mark.timeout(600)
+def test_a_run_that_finishes_leaves_no_process_behind(tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    process = start(tmp_path / "run", mark, "grpo.max_num_steps=2")
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
+    assert survivors(mark) == {}
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+@pytest.mark.timeout(600)
+def test_ctrl_c_saves_the_last_whole_step_and_leaves_no_process_behind(tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    process = start(tmp_path / "run", mark)
+    wait_for(tmp_path / "run" / "metrics.jsonl", process)
+    running = marked(mark)
+    assert sum("RankActor" in command for command in running.values()) >= 3, "two workers and the rollouts"
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to all of the foreground group
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert any((tmp_path / "run" / "checkpoints").iterdir())
+    assert survivors(mark) == {}
