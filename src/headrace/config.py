@@ -456,7 +456,8 @@ class CheckpointingConfig(Section):
     enabled: bool = True
     save_period: PositiveInt = 50
     keep_top_k: PositiveInt | None = 2
-    metric: str = "validation/accuracy"
+    metric: Literal["validation/accuracy", "validation/sampled_accuracy"] = "validation/accuracy"
+    """What the best checkpoint is best at; the second needs `validation.sampled`."""
     higher_is_better: bool = True
     save_optimizer: bool = True
 
@@ -559,6 +560,11 @@ class RecipeConfig(Section):
             raise ValueError(
                 f"data_plane.storage_capacity={self.data_plane.storage_capacity} cannot hold the {held} samples "
                 "of a step; raise it"
+            )
+        if self.checkpointing.metric.endswith("sampled_accuracy") and not self.validation.sampled:
+            raise ValueError(
+                f"checkpointing.metric={self.checkpointing.metric} is not measured with validation.sampled=false; "
+                "switch it on, or choose validation/accuracy"
             )
         mbs = self.policy.train_micro_batch_size * self.policy.replicas
         fixed = self.policy.has_fixed_microbatches

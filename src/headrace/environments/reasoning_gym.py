@@ -31,6 +31,7 @@ _MAX_REPEATS = 1000
 _CHUNK_SIZE = 1000
 """Entries per seed; a constant, so that a split's first questions do not depend on its size."""
 
+_NAMES_SHOWN = 12
 _BAD_CONFIG = (AssertionError, AttributeError, LookupError, OSError, TypeError, ValueError)
 _UNSCORABLE = (
     ArithmeticError,
@@ -209,7 +210,9 @@ def _close(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, n=3)
     if close:
         return f"; did you mean {' or '.join(close)}?"
-    return f"; known: {', '.join(sorted(known))}"
+    shown = ", ".join(sorted(known)[:_NAMES_SHOWN])
+    more = len(known) - _NAMES_SHOWN
+    return f"; known: {shown}" + (f" and {more} more" if more > 0 else "")
 
 
 def _question(cfg: ReasoningGymConfig, entry: Entry) -> str:
