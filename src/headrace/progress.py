@@ -59,7 +59,9 @@ class ConsoleObserver(RunObserver):
             self._state.info = dict(info)
             self._total, self._first = total_steps, first_step
         about = ", ".join(f"{key} {value}" for key, value in info.items())
-        steps = f"steps {first_step} to {total_steps}" if first_step <= total_steps else "no step is left to run"
+        steps = (
+            f"steps {first_step} to {total_steps}" if first_step <= total_steps else "no step is left to run"
+        )
         self._say(steps + (f" ({about})" if about else ""))
 
     def on_phase(self, name: str, total: int) -> None:

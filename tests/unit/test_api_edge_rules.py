@@ -308,7 +308,12 @@ def _replica_results(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for policy in ("auto", "leader_broadcast"):
         batch = worker._fetch(meta, fetch_policy=policy, preprocess=_count_calls)  # type: ignore[arg-type]
-        results[policy] = {name: getattr(v, "tolist", lambda v=v: v)() for name, v in batch.items()}
+        results[policy] = as_lists(batch)
+    whole = meta.with_fields(meta.fields or [])
+    whole.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 16
+    results["as stored"] = as_lists(worker._fetch(whole))
+    if rank == 0:
+        results["read alone"] = as_lists(worker._fetch(whole, fetch_policy="independent"))
     worker._write_back(meta, {"prev_logprobs": torch.full((8, 12), float(rank))})
     results["ops"] = [event.op for event in events]
     try:
@@ -318,6 +323,10 @@ def _replica_results(rank: int) -> dict[str, Any]:
     dist.barrier()
     results["preprocess failure"] = _kind_of_failure(worker, meta)
     return results
+
+
+def as_lists(batch: BatchedDataDict) -> dict[str, Any]:
+    return {name: getattr(v, "tolist", lambda v=v: v)() for name, v in batch.items()}
 
 
 def _count_calls(batch: BatchedDataDict) -> BatchedDataDict:
@@ -355,8 +364,16 @@ def test_a_sibling_gets_what_the_leader_fetched_and_preprocessed(
     assert leader["message_log"][1] == [{"role": "user", "content": "s1"}]
 
 
+def test_rows_that_were_shared_without_padding_are_what_the_leader_would_read_alone(
+    replica: list[dict[str, Any]],
+) -> None:
+    leader, sibling = replica
+    assert leader["as stored"] == sibling["as stored"] == leader["read alone"]
+    assert {len(row) for row in sibling["as stored"]["input_ids"]} == {16}
+
+
 def test_the_leader_alone_reads_and_writes_once(replica: list[dict[str, Any]]) -> None:
-    assert [rank["ops"] for rank in replica] == [["get_samples", "get_samples", "put_samples"], []]
+    assert [rank["ops"] for rank in replica] == [[*["get_samples"] * 4, "put_samples"], []]
 
 
 def test_a_leader_whose_fetch_fails_leaves_no_sibling_waiting(replica: list[dict[str, Any]]) -> None:

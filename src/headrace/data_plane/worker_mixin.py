@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.codec import materialize
@@ -29,6 +30,7 @@ from headrace.data_plane.schema import (
     Layout,
     pad_values,
 )
+from headrace.data_plane.sharing import share_rows
 from headrace.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from headrace.distributed.collectives import broadcast_columns, broadcast_failure
 from headrace.errors import DataPlaneError
@@ -117,17 +119,21 @@ class TQWorkerMixin:
     def _read(
         self, meta: KVBatchMeta, layout: Layout, preprocess: Callable[[Batch], Batch] | None
     ) -> dict[str, Any]:
+        data = self._materialize(meta, self._read_wire(meta), layout)
+        return dict((preprocess(data) if preprocess else data).items())
+
+    def _read_wire(self, meta: KVBatchMeta) -> TensorDict:
         if meta.fields is None:
-            wire = self._client().get_data(meta)
-        else:
-            wire = self._client().get_samples(meta.sample_ids, meta.partition_id, meta.fields)
-        data = materialize(
+            return self._client().get_data(meta)
+        return self._client().get_samples(meta.sample_ids, meta.partition_id, meta.fields)
+
+    def _materialize(self, meta: KVBatchMeta, wire: TensorDict, layout: Layout) -> Batch:
+        return materialize(
             wire,
             layout=layout,
             pad_value_dict=pad_values(self._pad_token_id),
             pad_to_seqlen=int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0)),
         )
-        return dict((preprocess(data) if preprocess else data).items())
 
     def _read_and_broadcast(
         self,
@@ -136,18 +142,22 @@ class TQWorkerMixin:
         preprocess: Callable[[Batch], Batch] | None,
         group: dist.ProcessGroup,
     ) -> dict[str, Any]:
-        if layout != "padded":
-            raise DataPlaneError(f"layout='{layout}' cannot be broadcast; use fetch_policy='independent'")
+        """Have the leader read; its siblings get the rows without padding, or what `preprocess` made of them."""
+        if preprocess and layout != "padded":
+            raise DataPlaneError(
+                f"layout='{layout}' cannot be broadcast after preprocessing; use fetch_policy='independent'"
+            )
         src = dist.get_global_rank(group, 0)
-        if not self._is_replica_leader():
-            return broadcast_columns(None, src=src, group=group)
-        columns = None
-        try:
-            columns = self._read(meta, layout, preprocess)
-        finally:
-            if columns is None:  # whatever went wrong, the siblings must not wait
-                broadcast_failure(repr(sys.exception()), src=src, group=group)
-        return broadcast_columns(columns, src=src, group=group)
+        rows: Any = None
+        if self._is_replica_leader():
+            try:
+                rows = self._read(meta, layout, preprocess) if preprocess else self._read_wire(meta)
+            finally:
+                if rows is None:  # whatever went wrong, the siblings must not wait
+                    broadcast_failure(repr(sys.exception()), src=src, group=group)
+        if preprocess:
+            return broadcast_columns(rows, src=src, group=group)
+        return dict(self._materialize(meta, share_rows(rows, src=src, group=group), layout).items())
 
     # Writing.
 

@@ -1,0 +1,54 @@
+"""A leader's fetched rows on their way to the ranks of its replica: values and offsets as fetched, not padded."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from headrace.data_plane.leaves import Ragged, leaves, wire_tensordict
+from headrace.distributed.collectives import broadcast_columns
+
+_LAYOUT = "\0layout"
+"""Beside the columns; no column has such a name."""
+
+
+def share_rows(wire: TensorDict | None, *, src: int, group: dist.ProcessGroup) -> TensorDict:
+    """Send the rows that global rank `src` has fetched to every rank of `group`; each returns them.
+
+    The leader passes `wire`, its siblings None. Jagged columns go as their values, and offsets that several
+    columns share go once. On a sibling they arrive on the device of the group's backend.
+
+    Raises:
+        TransportError: on the siblings of a leader that failed; see `broadcast_columns`.
+    """
+    received = broadcast_columns(None if wire is None else _flat(wire), src=src, group=group)
+    return _nested(received) if wire is None else wire
+
+
+def _flat(wire: TensorDict) -> dict[str, Any]:
+    columns: dict[str, Any] = {}
+    offsets: list[torch.Tensor] = []
+    places: dict[str, tuple[int, int]] = {}
+    for name, leaf in leaves(wire):
+        if isinstance(leaf, Ragged):
+            place = next(
+                (i for i, known in enumerate(offsets) if torch.equal(known, leaf.offsets)), len(offsets)
+            )
+            if place == len(offsets):
+                offsets.append(leaf.offsets)
+            places[name] = place, leaf.ragged_dim
+        columns[name] = leaf.values if isinstance(leaf, Ragged) else leaf
+    columns[_LAYOUT] = wire.batch_size[0], places, [o.numpy() for o in offsets]
+    return columns
+
+
+def _nested(received: dict[str, Any]) -> TensorDict:
+    places: dict[str, tuple[int, int]]
+    offsets: list[np.ndarray[Any, np.dtype[np.int64]]]
+    rows, places, offsets = received.pop(_LAYOUT)
+    known = [torch.from_numpy(o) for o in offsets]
+    for name, (place, ragged_dim) in places.items():
+        received[name] = Ragged(received[name], known[place], ragged_dim).nested()
+    return wire_tensordict(received, rows)
