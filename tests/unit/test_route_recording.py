@@ -81,6 +81,15 @@ def test_recording_changes_neither_tokens_nor_logprobs() -> None:
     assert (without.token_ids, without.logprobs) == (with_routes.token_ids, with_routes.logprobs)
 
 
+def test_a_call_that_wants_no_routes_gets_none_and_the_same_tokens() -> None:
+    recording = generator()
+    wanted = recording.generate(PROMPTS, SamplingParams(max_new_tokens=5), seed=3)
+    plain = recording.generate(PROMPTS, SamplingParams(max_new_tokens=5, record_routes=False), seed=3)
+    assert wanted.routes is not None
+    assert plain.routes is None
+    assert (plain.token_ids, plain.logprobs) == (wanted.token_ids, wanted.logprobs)
+
+
 def test_one_new_token_records_the_prompt_alone() -> None:
     output = generator().generate(PROMPTS, SamplingParams(max_new_tokens=1), seed=0)
     assert output.routes is not None

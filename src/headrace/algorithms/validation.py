@@ -1,6 +1,7 @@
 """Accuracy on held-out prompts, greedy and sampled."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from headrace.algorithms.observer import GREEDY_ACCURACY, SAMPLED_ACCURACY
@@ -25,6 +26,8 @@ class Validator:
         settings: RolloutSettings,
     ) -> None:
         self._cfg = cfg
+        # Nothing of a validation is replayed.
+        settings = replace(settings, sampling=replace(settings.sampling, record_routes=False))
         self._parts = (generator, tokenizer, environment, settings)
         self._prompts = environment.prompts("validation")[: cfg.max_samples]
         if not self._prompts:

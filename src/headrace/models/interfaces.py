@@ -55,7 +55,8 @@ class LossFn(Protocol):
 class SamplingParams:
     """How to sample.
 
-    `greedy` takes the most likely token; temperature, top-p and top-k then do not matter.
+    `greedy` takes the most likely token; temperature, top-p and top-k then do not matter. `record_routes` asks a
+    generator that records routes for those of this call.
     """
 
     max_new_tokens: int
@@ -65,6 +66,7 @@ class SamplingParams:
     greedy: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
+    record_routes: bool = True
 
 
 @dataclass
@@ -75,7 +77,7 @@ class GenerationOutput:
     token, of the distribution sampled from (after temperature, top-p, top-k); `finished[i]` is True where a stop
     token or string ended the answer and False where the token limit cut it. `routes[i]` are the experts that
     prompt and answer used, (tokens - 1, MoE layers, k) in the wire's dtype: the last token was never computed.
-    None from a generator that does not record.
+    None from a generator that does not record, or was not asked to.
     """
 
     token_ids: list[list[int]]

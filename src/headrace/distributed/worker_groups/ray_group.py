@@ -102,7 +102,10 @@ class RayWorkerGroup(RemoteWorkerGroup):
 
     def _wait(self, ranks: set[int], timeout_s: float | None) -> list[tuple[int, Answer]]:
         waiting = {self._parts[rank]: rank for rank in sorted(ranks)}
-        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
+        ready, rest = ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
+        if ready and rest:
+            # All that have come meanwhile: with one at a time, a thousand ranks would be listed a thousand times.
+            ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
         return [(waiting[parts], self._receive(waiting[parts])) for parts in ready]
 
     def _receive(self, rank: int) -> Answer:

@@ -86,7 +86,7 @@ class HFGenerator:
             answers.write_to(output, rows)
             if recording is not None:
                 routes.update(zip(rows, recording.rows(answers.counts), strict=True))
-        if self.route_shape is not None:
+        if routes:
             output.routes = [routes[i] for i in range(len(prompts))]
         output.metrics = _metrics(output, time.perf_counter() - start)
         return output
@@ -139,12 +139,12 @@ class HFGenerator:
         quantiles: torch.Tensor | None,
     ) -> "tuple[_Answers, RouteRecording | None]":
         batch = self._pad(prompts)
-        shape = self.route_shape
+        shape = self.route_shape if params.record_routes else None
         recording = None if shape is None else RouteRecording(shape, batch.lengths, batch.source)
         answers = _Answers.empty(len(prompts), params.max_new_tokens, self._model.device)
         live = torch.arange(len(prompts), device=self._model.device)
         cache = DynamicCache(config=self._model.config)
-        logits, routes = self._forward(batch.prefill_inputs(), cache)
+        logits, routes = self._forward(batch.prefill_inputs(), cache, records=recording is not None)
         if recording is not None:
             recording.add_prefill(routes)
         logits = logits[batch.source]
@@ -165,7 +165,8 @@ class HFGenerator:
                     break
                 live, ids = live[going], ids[going]
                 cache.reorder_cache(going)
-            logits, routes = self._forward(batch.decode_inputs(live, ids, step), cache)
+            inputs = batch.decode_inputs(live, ids, step)
+            logits, routes = self._forward(inputs, cache, records=recording is not None)
             if recording is not None:
                 recording.add_step(live, routes)
         return answers, recording
@@ -174,10 +175,12 @@ class HFGenerator:
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
         return _PaddedPrompts.build(prompts, vocabulary, self._model.device)
 
-    def _forward(self, inputs: dict[str, Any], cache: DynamicCache) -> tuple[torch.Tensor, Routes]:
+    def _forward(
+        self, inputs: dict[str, Any], cache: DynamicCache, *, records: bool
+    ) -> tuple[torch.Tensor, Routes]:
         """Run prefill or one decode step, grow the cache; return the last position's logits (b, V), and routes."""
         routes = Routes.record()
-        extra = {} if self.route_shape is None else {"routes": routes}
+        extra = {"routes": routes} if records else {}
         output = self._model(**inputs, **{self._cache_keyword: cache}, **self._options, **extra)
         logits: torch.Tensor = output.logits
         return logits[:, -1], routes
