@@ -1,4 +1,4 @@
-"""Draws `docs/performance.png` and the table in `docs/performance.md` from the results files.
+"""Draws the plots of `docs/performance.md`, and its table, from the results files.
 
 headrace bench --save && python benchmarks/plot.py
 """
@@ -69,6 +69,26 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def draw_scale(report: dict[str, Any], path: Path) -> None:
+    """Draw what the control plane takes of a step, by ranks."""
+    curves = dict(report["notes"]["step_s_by_ranks"])
+    ranks, measured, limit = curves.pop("ranks"), curves.pop("measured up to"), curves.pop("limit")
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, seconds in curves.items():
+        axes.plot(ranks, seconds, marker=".", label=name)
+    axes.axhline(limit, color="black", linewidth=0.8, linestyle=":", label="5 % of a step of 300 s")
+    axes.axvspan(measured, ranks[-1], color="black", alpha=0.06, label="beyond what was measured")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = ranks[:-2] + ranks[-1:]
+    axes.set_xticks(ticks, [f"{n:,}" for n in ticks], fontsize=8)
+    axes.set_xlabel("ranks, 1,000 rows each")
+    axes.set_ylabel("seconds per step (log)")
+    axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
 def table(reports: dict[str, dict[str, Any]]) -> str:
     """Return the figures that have a target, as Markdown."""
     lines = ["| benchmark | figure | measured | target | |", "| --- | --- | ---: | ---: | --- |"]
@@ -92,6 +112,7 @@ def main() -> None:
     """Renew the picture and the table."""
     reports = load()
     draw(reports["codec"], DOCS / "performance.png")
+    draw_scale(reports["scale"], DOCS / "performance_scale.png")
     page = DOCS / "performance.md"
     text = page.read_text()
     head, rest = text.split(BEGIN)

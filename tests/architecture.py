@@ -46,6 +46,7 @@ LOWEST_LAYER = {
     "safetensors": 3,
     "tokenizers": 3,
     "transformers": 3,
+    "triton": 3,  # comes with torch for CUDA
     "datasets": 4,
     "math_verify": 4,
     "reasoning_gym": 4,
@@ -74,6 +75,7 @@ ONLY_IN = {
     "vllm": ("headrace.models.generation.vllm",),
     "sglang": ("headrace.models.generation.sglang",),
     "megatron": ("headrace.models.megatron",),
+    "triton": ("headrace.models.automodel.fused_head_kernels",),
 }
 
 # Factories that load something slow or optional: (file, module imported inside a function).
@@ -91,6 +93,7 @@ LOCAL_IMPORTS = {
     ("environments/build.py", "headrace.environments.reasoning_gym"),
     ("environments/dataset.py", "datasets"),
     ("models/automodel/attention.py", "torch.nn.attention.varlen"),
+    ("models/automodel/fused_head.py", "headrace.models.automodel"),
     ("models/policy/launch.py", "headrace.distributed.worker_groups.ray_group"),
 }
 

@@ -162,11 +162,16 @@ INSTALLED = [
 ]
 
 
-def tiny_moe(family: str, **changes: Any) -> PreTrainedModel:
-    """Return a model of `family` in float32 and evaluation mode, with weights drawn from a fixed seed."""
+def tiny_sizes(family: str, **changes: Any) -> dict[str, Any]:
+    """Return what the config of a tiny model of `family` is made of."""
     kind = type(AutoConfig.for_model(family))
     sizes = {name: value for name, value in _SIZES.items() if hasattr(kind, name)}
-    config = kind(**{**sizes, **FAMILIES.get(family, {}), **changes})
+    return {**sizes, **FAMILIES.get(family, {}), **changes}
+
+
+def tiny_moe(family: str, **changes: Any) -> PreTrainedModel:
+    """Return a model of `family` in float32 and evaluation mode, with weights drawn from a fixed seed."""
+    config = AutoConfig.for_model(family, **tiny_sizes(family, **changes))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -22,9 +22,9 @@ from headrace.errors import ConfigError, HeadraceError
 
 Report = dict[str, Any]
 
-_SHARED = ("run", "columns", "plot")
+_SHARED = ("run", "columns", "plot", "scale_model")
 """Files in the folder that are no benchmarks."""
-_NEEDS = {"store_transfer_queue": ("ray", "transfer_queue")}
+_NEEDS = {"scale": ("ray", "transfer_queue"), "store_transfer_queue": ("ray", "transfer_queue")}
 
 
 def find_benchmarks() -> Path:

@@ -1,15 +1,27 @@
 """Router replay in both loops: the same numbers, exactly one use of every row, and every stage proven."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from headrace.algorithms.grpo import InMemoryRows
 from headrace.algorithms.observer import StepRecord
-from headrace.algorithms.run import train
-from headrace.config import RecipeConfig
-from headrace.errors import ConfigError
+from headrace.algorithms.rollout_worker import RolloutWorker
+from headrace.algorithms.run import build_session, start_loop, train
+from headrace.cli import app
+from headrace.config import DataPlaneConfig, RecipeConfig
+from headrace.data_plane.routes_codec import missing_mark
+from headrace.errors import ConfigError, ReplayError
+from headrace.models.interfaces import GenerationOutput, Generator
 from headrace.trace_check import check_run
+from headrace.utils.run_directory import RunDirectory
+from ray_session import SIMPLE, fresh_store
 from recorder import Recorder
 from tiny_recipe import tiny_recipe
 
@@ -67,6 +79,34 @@ def test_both_loops_replay_the_same_rows_bit_for_bit(tmp_path: Path, batching: s
         assert record.metrics["mismatch/generation_kl"] > 0
 
 
+@pytest.mark.parametrize("batching", ["fixed", "packed"])
+def test_a_store_on_other_processes_gives_the_numbers_and_the_routes_of_the_local_one(
+    tmp_path: Path, batching: str, transfer_queue_engine: None
+) -> None:
+    tracing = {"enabled": True, "trace": True}
+    near = replay_recipe(tmp_path / "near", batching=batching, router_replay=tracing)
+    far = near.model_copy(
+        update={
+            "run_dir": str(tmp_path / "far"),
+            "data_plane": DataPlaneConfig.model_validate(fresh_store(SIMPLE)),
+        }
+    )
+    here, there = run(near), run(far)
+    assert [numbers(r) for r in here] == [numbers(r) for r in there]
+    assert any(r.metrics["train/loss"] != 0 for r in here)
+    assert check_run(tmp_path / "near") == check_run(tmp_path / "far")
+    for step in (1, 2):
+        files = [
+            RunDirectory(tmp_path / name).traces_dir / f"step_{step:06d}.safetensors"
+            for name in ("near", "far")
+        ]
+        left, right = (load_file(file) for file in files)
+        assert left.keys() == right.keys() >= {"rollout.digests", "prev_logprobs.used", "train.used"}
+        assert left["rollout.digests"].unique().numel() > 8
+        for name, column in left.items():
+            assert torch.equal(column, right[name]), name
+
+
 def test_activation_checkpointing_replays_the_same_numbers(tmp_path: Path) -> None:
     plain = run(replay_recipe(tmp_path / "plain", batching="packed"))
     saving = run(replay_recipe(tmp_path / "saving", batching="packed", activation_checkpointing=True))
@@ -113,6 +153,91 @@ def test_a_trace_of_a_sound_run_passes(tmp_path: Path) -> None:
     assert check_run(tmp_path / "run") == [
         f"step {step}: 16 samples as recorded; used as given: prev_logprobs 16, train 16" for step in (1, 2)
     ]
+
+
+class LosesRows:
+    """An engine that has no record of the first two tokens of every fourth answer, as after a prefix-cache hit."""
+
+    def __init__(self, inner: Generator) -> None:
+        self._inner = inner
+        self.route_shape = inner.route_shape
+        self.update_weights, self.release, self.shutdown = inner.update_weights, inner.release, inner.shutdown
+
+    @property
+    def weight_version(self) -> int:
+        return self._inner.weight_version
+
+    def generate(self, *args: Any, **kwargs: Any) -> GenerationOutput:
+        output = self._inner.generate(*args, **kwargs)
+        assert output.routes is not None
+        for routes in output.routes[::4]:
+            routes[:2] = missing_mark(routes.dtype)
+        return output
+
+
+def run_with_lost_rows(recipe: RecipeConfig) -> StepRecord:
+    session, recorder = build_session(recipe), Recorder()
+    try:
+        assert isinstance(session.rollouts, RolloutWorker)
+        generator, *parts = session.rollouts.parts
+        session.rows = InMemoryRows(session.policy, LosesRows(generator), *parts)
+        assert start_loop(session, recorder, NoStop()).run()
+    finally:
+        session.close()
+    return recorder.steps[0]
+
+
+def test_samples_that_lack_more_rows_than_the_budget_stop_the_run_or_do_not_count(tmp_path: Path) -> None:
+    def recipe(**settings: Any) -> RecipeConfig:
+        made = replay_recipe(tmp_path, steps=1, router_replay={"enabled": True, **settings})
+        memory = made.data_plane.model_copy(update={"enabled": False})
+        return made.model_copy(update={"data_plane": memory})
+
+    with pytest.raises(ReplayError, match=r"4 of 16 samples lack the routes.*max_missing_share=0\.0%"):
+        run_with_lost_rows(recipe())
+    masked = run_with_lost_rows(recipe(on_excess="mask")).metrics
+    kept = run_with_lost_rows(recipe(max_missing_share=0.9)).metrics
+    assert (masked["router_replay/masked_samples"], kept["router_replay/masked_samples"]) == (4, 0)
+    assert masked["router_replay/missing_share"] == kept["router_replay/missing_share"] > 0
+    for metrics in (masked, kept):
+        for stage in ("prev_logprobs", "train"):
+            # Two tokens of four samples, in two layers.
+            assert metrics[f"router_replay/{stage}/native"] == 16
+    assert masked["train/loss"] != kept["train/loss"]
+
+
+def test_a_model_of_300_experts_replays_in_two_bytes_per_id(tmp_path: Path) -> None:
+    recipe = replay_recipe(tmp_path / "run", batching="packed", steps=1)
+    config = {**(recipe.policy.model.config or {}), "num_experts": 300, "num_experts_per_tok": 4}
+    model = recipe.policy.model.model_copy(update={"config": config})
+    policy = recipe.policy.model_copy(
+        update={
+            "model": model,
+            "router_replay": recipe.policy.router_replay.model_copy(update={"trace": True}),
+        }
+    )
+    record = run(recipe.model_copy(update={"policy": policy}))[0]
+    assert record.metrics["router_replay/train/replayed"] == 2 * (record.tokens - 16)
+    rows = load_file(RunDirectory(tmp_path / "run").traces_dir / "step_000001.safetensors")["train.used"]
+    assert rows.dtype == torch.int16
+    assert 255 < rows.max() < 300
+
+
+def test_the_command_line_checks_a_trace_and_names_a_row_that_was_changed_after_it(tmp_path: Path) -> None:
+    run(replay_recipe(tmp_path / "run", steps=1, router_replay={"enabled": True, "trace": True}))
+    sound = CliRunner().invoke(app, ["trace-check", str(tmp_path / "run")])
+    assert (sound.exit_code, sound.output.count("16 samples as recorded")) == (0, 1)
+    file = RunDirectory(tmp_path / "run").traces_dir / "step_000001.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        about, columns = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    columns["train.used"][0, 1] = columns["train.used"][0, 1].flip(-1)
+    save_file(columns, file, about)
+    changed = CliRunner().invoke(app, ["trace-check", str(tmp_path / "run")])
+    assert changed.exit_code == 1
+    assert re.search(
+        r"stage 'train', sample '.*', rows that the routers used.*token 0, layer 1",
+        " ".join(changed.output.split()),
+    )
 
 
 def test_replay_on_a_dense_model_stops_before_the_first_step(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from headrace.errors import ConfigError
 from headrace.models.automodel.attention import PACKED_ATTENTION, check_isolation, choose_attention
 from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.scoring import Autocast, Scoring, TokenScorer
+from moe_families import tiny_moe
 from reference_training import gradients, largest_gap, naive_logprobs
 from tiny_models import tiny_batch, tiny_model, tiny_tokenizer
 
@@ -55,6 +56,27 @@ def test_capped_attention_scores_work_in_eager_mode_and_are_refused_elsewhere() 
     refused = tiny_model("gemma2", attn_implementation=PACKED_ATTENTION)
     with pytest.raises(ConfigError, match=r"capped attention scores.*attn_implementation=eager"):
         check_isolation(refused)
+
+
+def test_attention_sinks_count_in_packed_rows_as_in_single_rows() -> None:
+    data, scores, learnt = tiny_batch(LENGTHS), [], []
+    for attention in ("eager", PACKED_ATTENTION):
+        model = tiny_moe("gpt_oss", sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+        model.set_attn_implementation(attention)
+        sinks = [layer.self_attn.sinks for layer in model.base_model.layers]
+        with torch.no_grad():
+            for sink in sinks:
+                sink.copy_(torch.tensor([-1.0, 0.0, 1.0, 2.0]))
+        if attention == PACKED_ATTENTION:
+            check_isolation(model)
+            scores.append(_score(model, data, packed=True))
+        else:
+            scores.append(naive_logprobs(model, data["input_ids"], data["input_lengths"]))
+        scores[-1].sum().backward()
+        learnt.append(torch.stack([sink.grad for sink in sinks]))
+    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(learnt[1], learnt[0], rtol=1e-4, atol=1e-5)
+    assert learnt[0].abs().min() > 0
 
 
 def _with_another_second_row(name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
+from transformers.modeling_layers import MtpLayer
 
 from headrace.errors import ReplayError
 from headrace.models.router_replay import (
@@ -235,6 +237,58 @@ def test_a_router_that_is_a_function_of_the_token_keeps_its_slot() -> None:
     assert torch.equal(routes.ids[:, 0].long(), table)
     assert routes.receipt.native == (TOKENS, 0)
     assert routes.receipt.replayed == (0, TOKENS)
+
+
+def test_the_routers_of_a_draft_have_no_slot_and_choose_for_themselves() -> None:
+    model = tiny_moe("qwen3_moe")
+    decoder = model.model
+    decoder.draft = MtpLayer(model.config, type(decoder.layers[-1]), type(decoder.norm), 2)
+    stock = type(decoder.draft.mtp_block.mlp.gate)
+    replay = install(model)
+    assert [r.name for r in replay.routers] == ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    assert type(decoder.draft.mtp_block.mlp.gate) is stock
+    routes = Routes.replay(random_routes(replay, TOKENS, seed=0), trace=True)
+    forward(model, routes=routes)
+    assert routes.receipt.replayed == (TOKENS,) * 2
+
+
+def test_more_than_256_experts_take_two_bytes_and_replay() -> None:
+    model = tiny_moe("qwen3_moe", num_experts=300)
+    replay = install(model)
+    ids = recorded(model)
+    assert replay.dtype == ids.dtype == torch.int16
+    given = random_routes(replay, TOKENS, seed=1)
+    given[0, 0] = torch.tensor([299, 256])
+    given[5] = -1
+    routes = Routes.replay(given.to(torch.int16), trace=True)
+    forward(model, routes=routes)
+    kept = torch.arange(TOKENS) != 5
+    assert torch.equal(routes.ids.long()[kept], given[kept])
+    assert routes.receipt.native == (1, 1)
+    assert torch.equal(forward(model, routes=Routes.replay(ids)), forward(model))
+
+
+class Widest(TorchDispatchMode):
+    """Remembers the most elements that a new tensor of a wide integer dtype has."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.int32, torch.int64):
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+def test_ids_are_widened_one_layer_at_a_time() -> None:
+    layers = 6
+    model = tiny_moe("qwen3_moe", num_hidden_layers=layers, experts_implementation="grouped_mm")
+    replay = install(model)
+    given = random_routes(replay, TOKENS, seed=0).to(torch.uint8)
+    with Widest() as widest:
+        forward(model, routes=Routes.replay(given, trace=True, compare=True))
+    assert TOKENS * replay.top_k <= widest.largest < 2 * TOKENS * replay.top_k
 
 
 # --- rows

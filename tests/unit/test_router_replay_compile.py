@@ -36,7 +36,8 @@ def assert_replays(model: Any, compiled: Any, replay: RouterReplay) -> None:
         eager, expected = logits_and_gradients(model, Routes.replay(given))
         routes = Routes.replay(given, trace=True)
         logits, gradients = logits_and_gradients(compiled, routes)
-        assert torch.equal(logits, eager)
+        # Other experts would differ in the first digit.
+        torch.testing.assert_close(logits, eager)
         torch.testing.assert_close(gradients, expected)
         kept = torch.arange(INPUTS.numel()) != 3
         assert torch.equal(routes.ids.long()[kept], given[kept])

@@ -112,6 +112,20 @@ def test_replay_changes_the_logprobs_of_rows_whose_routes_differ() -> None:
     assert (with_routes - native).abs().max() > 1e-3
 
 
+def test_the_reference_scores_with_routes_of_its_own() -> None:
+    cfg = worker().cfg
+    made = AutomodelPolicyWorker(
+        cfg, tiny_generation_config(), tokenizer=tiny_tokenizer(), seed=0, with_reference=True
+    )
+    reference = made.get_reference_policy_logprobs(batch())["reference_logprobs"]
+    assert made.take_replay_proofs() == {}
+    native = worker(router_replay={"enabled": False}).get_logprobs(batch())["logprobs"]
+    assert torch.equal(reference, native)
+    replayed = made.get_logprobs(batch())["logprobs"]
+    assert torch.equal(made.get_reference_policy_logprobs(batch())["reference_logprobs"], native)
+    assert not torch.equal(replayed, native)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_routes_are_cut_with_the_same_indices_as_their_tokens(packed: bool) -> None:
     data = batch()
@@ -325,6 +339,21 @@ def test_a_sound_trace_passes_and_survives_the_file(tmp_path: Path) -> None:
     ]
     assert check_trace(read_trace(path)) == "step 3: 4 samples as recorded; used as given: prev_logprobs 4"
     assert check_run(tmp_path) == [check_trace(read_trace(path))]
+
+
+def test_a_filler_microbatch_leaves_no_sample_in_the_trace() -> None:
+    data, made = planned(batch(), PACKED), worker(**PACKED)
+    plan, lengths = data.micro_batch_indices, data.micro_batch_lengths
+    assert plan is not None
+    assert lengths is not None
+    plan[0].append([4, 4])
+    lengths[0].append(1)
+    made.get_logprobs(data)
+    proof = made.take_replay_proofs()["prev_logprobs"]
+    assert sum(len(rows.lengths) for rows in proof.traced) == len(LENGTHS) + 1
+    check(proof, batch())
+    said = check_trace(trace_of(3, NAMES, digests_of(batch()), batch(), {"prev_logprobs": proof.traced}))
+    assert said == "step 3: 4 samples as recorded; used as given: prev_logprobs 4"
 
 
 @pytest.mark.parametrize(

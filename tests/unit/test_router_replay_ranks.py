@@ -7,9 +7,11 @@ import torch
 
 from headrace.algorithms.loss.nll import NLLLoss
 from headrace.algorithms.replay_checks import check_stage
+from headrace.algorithms.route_trace import trace_of
 from headrace.data_plane.route_binding import bound_digests
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.policy.lm_policy import Policy
+from headrace.trace_check import check_trace
 from tiny_models import tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
 
 LENGTHS = [9, 4, 7, 12]
@@ -23,13 +25,13 @@ def batch() -> BatchedDataDict:
 
 
 def run(workers: int, **parallel: Any) -> tuple[torch.Tensor, float]:
-    """Return logprobs and gradient norm, after both stages have proven their replay."""
+    """Return logprobs and gradient norm, after both stages have proven their replay and left a sound trace."""
     cfg = tiny_policy_config(
         "qwen3_moe",
         train_global_batch_size=4,
         train_micro_batch_size=2,
         logprob_batch_size=2,
-        router_replay={"enabled": True},
+        router_replay={"enabled": True, "trace": True},
         workers=workers,
         parallel=parallel,
         model={"experts_implementation": "grouped_mm"},
@@ -52,6 +54,10 @@ def run(workers: int, **parallel: Any) -> tuple[torch.Tensor, float]:
     )
     for stage in ("prev_logprobs", "train"):
         check_stage(stage, proofs[stage], digests=digests, total_tokens=data["input_lengths"])
+    names = [f"s{i}" for i in range(len(LENGTHS))]
+    stages = {stage: proof.traced for stage, proof in proofs.items()}
+    said = check_trace(trace_of(1, names, digests, data, stages))
+    assert said == "step 1: 4 samples as recorded; used as given: prev_logprobs 4, train 4"
     return logprobs, float(trained["grad_norm"])
 
 

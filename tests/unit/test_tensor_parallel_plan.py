@@ -9,6 +9,7 @@ from headrace.distributed.topology import policy_sharding
 from headrace.errors import ConfigError
 from headrace.models.automodel.experts import GROUPED_EXPERTS
 from headrace.models.automodel.tensor_parallel import FAMILY_PLAN, check_sizes, is_family, resolve_plan
+from moe_families import tiny_moe
 from tiny_models import tiny_model, tiny_policy_config
 
 
@@ -38,6 +39,23 @@ def test_other_models_take_the_plan_of_transformers() -> None:
     assert not is_family(model)
     assert resolve_plan(model)["layers.1.mlp.down_proj"] == "rowwise"
     with pytest.raises(ConfigError, match=r"sequence_parallel: not for model_type=granite"):
+        resolve_plan(model, sequence_parallel=True)
+
+
+def test_a_norm_over_all_heads_leaves_attention_whole_and_splits_its_projections() -> None:
+    plan = resolve_plan(tiny_moe("olmoe"))
+    assert plan["layers.0.self_attn.q_proj"] == "colwise_gather_output"
+    assert plan["layers.0.self_attn.o_proj"] == "rowwise_split_input"
+    assert plan["layers.1.mlp.experts"] == "moe_tp_experts"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_experts_are_shared_out_where_attention_has_no_plan(family: str) -> None:
+    model = tiny_moe(family)
+    plan = resolve_plan(model)
+    assert plan["layers.1.mlp.experts"] == "moe_tp_experts"
+    assert not any("self_attn" in name or "embed" in name for name in plan)
+    with pytest.raises(ConfigError, match=f"sequence_parallel: not for model_type={family}"):
         resolve_plan(model, sequence_parallel=True)
 
 

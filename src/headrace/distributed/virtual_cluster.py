@@ -5,7 +5,11 @@ import logging
 import math
 import os
 import re
+import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +115,25 @@ def _connect(num_cpus: int | None) -> bool:
     local: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
     try:
         check_listening(address)
-        ray.init(
-            address=address or "local",
-            logging_level=logging.WARNING,
-            log_to_driver=False,
-            **({} if address else local),
-        )
+        with sigterm_handler_kept():
+            ray.init(
+                address=address or "local",
+                logging_level=logging.WARNING,
+                log_to_driver=False,
+                **({} if address else local),
+            )
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise HeadraceError(f"cannot connect to Ray at RAY_ADDRESS={address}: {error}") from error
     return True
+
+
+@contextmanager
+def sigterm_handler_kept() -> Iterator[None]:
+    """Put back a handler of SIGTERM that `ray.init` has replaced in the block, so that a run can still be stopped."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(before) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
 
 
 def check_listening(address: str) -> None:

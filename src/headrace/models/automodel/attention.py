@@ -1,15 +1,15 @@
 """Attention within the sequences of a packed row, and never between them.
 
 One attention, registered with transformers under `PACKED_ATTENTION`, reads the boundaries that the model's
-forward hands through (`cu_seq_lens_q`). In half precision on CUDA it is torch's `varlen_attn`; elsewhere
-sequences of similar length are padded together and go through SDPA, so that cost grows with the square of a
-sequence, not of the row. No mask of T x T is made. Padded batches take transformers' own mask and SDPA.
+forward hands through (`cu_seq_lens_q`). In half precision on CUDA it is torch's `varlen_attn`; elsewhere, and
+with attention sinks, sequences of similar length are padded together and go through SDPA, so that cost grows with
+the square of a sequence, not of the row. No mask of T x T is made. Padded batches take transformers' own mask and SDPA.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any
@@ -32,7 +32,6 @@ _MAX_FLASH_HEAD_DIM = 256
 _KNOB = "policy.model.attn_implementation"
 _UNSUPPORTED = {
     "softcap": "capped attention scores",
-    "s_aux": "attention sinks",
     "position_bias": "a position bias",
 }
 
@@ -92,12 +91,14 @@ def packed_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     context_group: dist.ProcessGroup | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend causally within each sequence of a packed row; the signature is transformers' for attention.
 
     `query` is (1, H, T, D), `key` and `value` (1, H_kv, T, D); returns (1, T, H, D). With `attention_mask`
     the batch is padded and goes to transformers' SDPA. With `context_group`, T is this rank's part of the row.
+    `s_aux` (H,) are attention sinks: scores that take part in each head's softmax and have no value.
 
     Raises:
         ConfigError: the model wants what this attention does not do, or does not hand the boundaries through.
@@ -106,6 +107,8 @@ def packed_attention(
         if kwargs.get(name) is not None:
             raise ConfigError(f"{type(module).__name__} uses {meaning}; set {_KNOB}=eager for this model")
     if attention_mask is not None:
+        if s_aux is not None:
+            key, value, attention_mask = _with_sinks(key, value, attention_mask, s_aux)
         padded: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -121,11 +124,14 @@ def packed_attention(
         ranks = dist.get_world_size(context_group)
         key, value = (repeat_for_ranks(x, ranks) for x in (key, value))
         query, key, value = (tokens_to_heads(x, context_group) for x in (query, key, value))
+        if s_aux is not None:
+            s_aux = s_aux.chunk(ranks)[dist.get_rank(context_group)]
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    if query.is_cuda and query.dtype in _HALF and query.shape[-1] <= _MAX_FLASH_HEAD_DIM:
+    flash_runs = query.is_cuda and query.dtype in _HALF and query.shape[-1] <= _MAX_FLASH_HEAD_DIM
+    if flash_runs and s_aux is None:
         out = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     else:
-        out = _by_length(query, key, value, cu_seq_lens_q, scaling, sliding_window)
+        out = _by_length(query, key, value, cu_seq_lens_q, scaling, sliding_window, s_aux)
     out = out.unsqueeze(0)
     return (out if context_group is None else heads_to_tokens(out, context_group)), None
 
@@ -152,7 +158,7 @@ def _varlen(
         value = F.pad(value, (0, head_dim - value_dim))
     options: dict[str, Any] = {}
     group = query.shape[1] // key.shape[1]
-    if group > 1 and "enable_gqa" in signature(varlen_attn).parameters:
+    if group > 1 and _knows_gqa(varlen_attn):
         options["enable_gqa"] = True
     elif group > 1:
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
@@ -173,6 +179,11 @@ def _varlen(
     return out[..., :value_dim]
 
 
+@cache
+def _knows_gqa(attention: Callable[..., Any]) -> bool:
+    return "enable_gqa" in signature(attention).parameters
+
+
 def _by_length(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -180,15 +191,21 @@ def _by_length(
     boundaries: torch.Tensor,
     scaling: float | None,
     sliding_window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     plan = _plan(tuple(boundaries.tolist()), query.device)
     parts = []
     for bucket in plan.buckets:
-        mask = _window_mask(bucket.width, sliding_window, query.device)
+        queries, keys, values = (_gather(x, bucket) for x in (query, key, value))
+        if sinks is None:
+            mask = _window_mask(bucket.width, sliding_window, query.device)
+        else:
+            causal = _causal_mask(bucket.width, sliding_window or bucket.width, query.device)
+            keys, values, mask = _with_sinks(keys, values, causal[None, None], sinks)
         out = F.scaled_dot_product_attention(
-            _gather(query, bucket),
-            _gather(key, bucket),
-            _gather(value, bucket),
+            queries,
+            keys,
+            values,
             attn_mask=mask,
             is_causal=mask is None,
             scale=scaling,
@@ -206,9 +223,27 @@ def _gather(x: torch.Tensor, bucket: "_Bucket") -> torch.Tensor:
 def _window_mask(width: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
     if sliding_window is None or width <= sliding_window:
         return None
+    return _causal_mask(width, sliding_window, device)
+
+
+def _causal_mask(width: int, window: int, device: torch.device) -> torch.Tensor:
     at = torch.arange(width, device=device)
     distance = at[:, None] - at[None, :]
-    return (distance >= 0) & (distance < sliding_window)
+    return (distance >= 0) & (distance < window)
+
+
+def _with_sinks(
+    key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return keys and values (b, H_kv, S + 1, D), the last ones zeros, and scores to add, (b, H, S, S + 1).
+
+    A key of zeros scores zero, so that what is added there, each head's sink, is its whole score. `mask`, bool, is
+    True where a query attends.
+    """
+    hidden = torch.zeros_like(mask, dtype=key.dtype).masked_fill(~mask, -torch.inf)
+    hidden = hidden.expand(-1, len(sinks), -1, -1)
+    sink = sinks.to(key.dtype)[None, :, None, None].expand(*hidden.shape[:-1], 1)
+    return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), torch.cat([hidden, sink], dim=-1)
 
 
 @dataclass(frozen=True)

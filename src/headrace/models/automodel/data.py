@@ -5,10 +5,11 @@ batch carries (`micro_batch_indices`). Every data-parallel rank runs the same nu
 with fewer runs fillers, which weigh nothing. Tensors stay on the device that they come on.
 """
 
+import copy
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from headrace.config import PolicyConfig
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, SAMPLE_MASK, TOKEN_MASK
 from headrace.distributed.batched_data_dict import BatchedDataDict
-from headrace.distributed.ragged import RowLayout
+from headrace.distributed.ragged import RowLayout, row_lengths
 from headrace.errors import ConfigError, SchemaError
 from headrace.models.huggingface.common import (
     FlashAttentionKwargs,
@@ -83,13 +84,15 @@ class ProcessedInputs:
 class ProcessedMicrobatch:
     """A microbatch: its columns (b rows padded to S, as the loss sees them) and the inputs made of them.
 
-    `original_batch_size` is b and `original_seq_len` S, before any packing.
+    `original_batch_size` is b and `original_seq_len` S, before any packing. `lengths` are the rows' lengths on the
+    CPU, (b,) int64, where they are known there.
     """
 
     data_dict: Batch
     processed_inputs: ProcessedInputs
     original_batch_size: int
     original_seq_len: int
+    lengths: torch.Tensor | None = None
 
 
 def get_microbatch_iterator(
@@ -111,6 +114,7 @@ def get_microbatch_iterator(
     Raises:
         ConfigError: fixed size, and the rows are no multiple of `mbs`.
     """
+    data = _with_lengths_on_cpu(data)
     if setting(cfg, "dynamic_batching.enabled", False):
         raw = data.make_microbatch_iterator_with_dynamic_shapes()
         count = data.get_microbatch_iterator_dynamic_shapes_len()
@@ -134,9 +138,7 @@ def make_processed_microbatch_iterator(
     """Process each microbatch as it is asked for; packed if `cfg` has `sequence_packing.enabled`."""
     packing = bool(setting(cfg, "sequence_packing.enabled", False))
     for microbatch in raw_iterator:
-        rows, width = microbatch[INPUT_IDS].shape[:2]
-        inputs = process_microbatch(microbatch, tokenizer, packing, cfg, cp_size)
-        yield ProcessedMicrobatch(microbatch, inputs, rows, width)
+        yield _processed(microbatch, process_microbatch(microbatch, tokenizer, packing, cfg, cp_size))
 
 
 def _rows_of_replica(
@@ -145,15 +147,31 @@ def _rows_of_replica(
     multiple = math.lcm(int(setting(cfg, "make_sequence_length_divisible_by", 1)), size)
     cfg = {"make_sequence_length_divisible_by": multiple}
     for microbatch in raw_iterator:
-        rows, width = microbatch[INPUT_IDS].shape[:2]
         media = microbatch.get_multimodal_dict(as_tensors=True, device=microbatch[INPUT_IDS].device)
         if media:
             raise ConfigError(
                 f"the batch has media ({', '.join(sorted(media))}) and the {size} ranks of a replica split its tokens; "
                 "set policy.parallel.tensor=1 and policy.parallel.context=1 for multimodal batches"
             )
-        inputs = process_microbatch(microbatch, tokenizer, True, cfg, 1)
-        yield ProcessedMicrobatch(microbatch, inputs, rows, width)
+        yield _processed(microbatch, process_microbatch(microbatch, tokenizer, True, cfg, 1))
+
+
+def _with_lengths_on_cpu(data: Batch) -> Batch:
+    """Return the batch with its column of lengths on the CPU: one device sync, in place of several per microbatch."""
+    lengths = data.get(INPUT_LENGTHS)
+    if not isinstance(lengths, torch.Tensor) or lengths.device.type == "cpu":
+        return data
+    moved = copy.copy(data)
+    moved[INPUT_LENGTHS] = lengths.cpu()
+    return moved
+
+
+def _processed(microbatch: Batch, inputs: ProcessedInputs) -> ProcessedMicrobatch:
+    rows, width = microbatch[INPUT_IDS].shape[:2]
+    lengths = row_lengths(microbatch[INPUT_LENGTHS])
+    # Losses find every column on the device of the logprobs.
+    microbatch[INPUT_LENGTHS] = microbatch[INPUT_LENGTHS].to(inputs.input_ids.device, non_blocking=True)
+    return ProcessedMicrobatch(microbatch, inputs, rows, width, lengths)
 
 
 def process_microbatch(
@@ -235,23 +253,24 @@ def setting(cfg: Config, key: str, default: Any) -> Any:
 def _pack(
     input_ids: torch.Tensor, input_lengths: torch.Tensor, filling_id: int, multiple: int
 ) -> ProcessedInputs:
-    total = int(input_lengths.sum())
+    lengths = row_lengths(input_lengths)
+    total = int(lengths.sum())
     width = round_up(max(total, 1), multiple)
     packed, positions, _ = pack_sequences(
         input_ids,
-        input_lengths,
+        lengths,
         packed_sequence_size=[len(input_ids)],
         padding_value=filling_id,
         return_attention_mask=False,
         min_seq_len=width,
     )
-    lengths = input_lengths
     if width > total:
         positions[:, total:] = torch.arange(width - total, device=positions.device)
         lengths = torch.cat([lengths, lengths.new_tensor([width - total])])
-    return ProcessedInputs(
-        packed, width, position_ids=positions, flash_attn_kwargs=get_flash_attention_kwargs(lengths)
-    )
+    boundaries = get_flash_attention_kwargs(lengths)
+    starts = boundaries.cu_seqlens_q.to(input_ids.device, non_blocking=True)
+    boundaries = replace(boundaries, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    return ProcessedInputs(packed, width, position_ids=positions, flash_attn_kwargs=boundaries)
 
 
 def _pad(input_ids: torch.Tensor, input_lengths: torch.Tensor) -> ProcessedInputs:

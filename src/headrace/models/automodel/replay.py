@@ -1,6 +1,7 @@
 """Router replay in a worker: routes for each microbatch's forward, cut with the same indices as its tokens."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -147,7 +148,7 @@ class RouteReplayer:
             return proofs
         parts: list[dict[str, ReplayProof]] = [{} for _ in range(self._part[1])]
         dist.all_gather_object(parts, proofs, group=self._context)
-        return {stage: sum((p[stage] for p in parts), ReplayProof()) for stage in proofs}
+        return {stage: _join_parts([p[stage] for p in parts]) for stage in proofs}
 
     def _settle(self) -> None:
         """Count the last forward; its backward pass, if any, is over."""
@@ -163,7 +164,7 @@ class RouteReplayer:
         )
         compared = self._stage == PREV_LOGPROBS or PREV_LOGPROBS not in self._proofs
         agreement = route_agreement(rows.ids, routes.native, rows.counted) if compared else None
-        traced = (_traced(rows, used),) if self._trace and self._context is None else ()
+        traced = (_traced(rows, used),) if self._trace else ()
         self._add(ReplayProof(routes.receipt, 0, sliced, ran, agreement, traced))
 
     def _add(self, proof: ReplayProof) -> None:
@@ -178,6 +179,18 @@ def _digest_of_rows(data: BatchedDataDict) -> int:
     counted = column < data[INPUT_LENGTHS].unsqueeze(1) - 1
     digests = bound_digests(routes.flatten(0, 1), tokens.flatten(), column.flatten())
     return as_word(digest_sum(digests, counted.flatten()))
+
+
+def _join_parts(parts: Sequence[ReplayProof]) -> ReplayProof:
+    """Return the proof of all tokens from those of consecutive parts of every microbatch's tokens."""
+    total = sum(parts, ReplayProof())
+    traced = tuple(_join_rows(rows) for rows in zip(*(p.traced for p in parts), strict=True))
+    return replace(total, traced=traced)
+
+
+def _join_rows(parts: Sequence[TracedRows]) -> TracedRows:
+    tokens, given, used = (torch.cat(column) for column in zip(*((p.tokens, p.given, p.used) for p in parts)))
+    return TracedRows(tokens, parts[0].lengths, given, used)
 
 
 def _traced(rows: AlignedMicrobatch, used: torch.Tensor) -> TracedRows:

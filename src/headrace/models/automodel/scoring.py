@@ -1,7 +1,8 @@
 """Log-probabilities of the tokens of a microbatch, without ever holding [tokens, vocabulary] scores.
 
 The model runs up to its last hidden state; the output head then scores `chunk_tokens` tokens at a time, and
-the backward pass computes each chunk's scores anew.
+the backward pass computes each chunk's scores anew. On CUDA a head that is a plain matrix, under a distribution that
+keeps every token, goes through `fused_head`, which needs a fraction of the memory traffic.
 """
 
 import logging
@@ -16,6 +17,7 @@ from headrace.data_plane.schema import INPUT_LENGTHS
 from headrace.distributed.ragged import offsets_from_lengths, ragged_indices, row_lengths
 from headrace.errors import ConfigError
 from headrace.models.automodel.data import ProcessedMicrobatch
+from headrace.models.automodel.fused_head import CHUNKS_AT_ONCE, fused_scores, fusible_matrix
 from headrace.models.automodel.replay import RouteReplayer
 from headrace.models.automodel.replica import Replica
 from headrace.models.automodel.sharding import ShardedModel
@@ -210,16 +212,20 @@ class _Places:
 def _places(microbatch: ProcessedMicrobatch, window: tuple[int, int] | None = None) -> _Places:
     """Return all places, or those whose hidden states lie in [start, stop), where those begin at 0."""
     inputs = microbatch.processed_inputs
-    lengths = row_lengths(microbatch.data_dict[INPUT_LENGTHS])
+    lengths = microbatch.lengths
+    if lengths is None:
+        lengths = row_lengths(microbatch.data_dict[INPUT_LENGTHS])
     offsets = offsets_from_lengths((lengths - 1).clamp(min=0))
-    row, position = ragged_indices(offsets)
-    width = microbatch.original_seq_len
+    total, width = int(offsets[-1]), microbatch.original_seq_len
     starts = lengths.cumsum(0) - lengths if inputs.has_flash_attention else torch.arange(len(lengths)) * width
     device = inputs.input_ids.device
+    if window is None:
+        # Only what there is per row goes to the device, where what there is per token is made of it.
+        offsets, starts = (x.to(device, non_blocking=True) for x in (offsets, starts))
+    row, position = ragged_indices(offsets, total)
     source, target = starts[row] + position, row * width + position + 1
     if window is None:
-        source = source.to(device)
-        return _Places(source, source + 1, target.to(device))
+        return _Places(source, source + 1, target)
     # Packed rows lie in order, so that a window is one piece.
     first, last = torch.searchsorted(source, torch.tensor(window)).tolist()
     source, target = source[first:last].to(device), target[first:last].to(device)
@@ -242,6 +248,11 @@ def _score(
     with_entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     size = scoring.chunk_tokens
+    matrix = _fusible(head, scoring)
+    if head is not None and matrix is not None:
+        options: Any = {"scale": head.scale / scoring.temperature, "chunk_tokens": CHUNKS_AT_ONCE * size}
+        fused = fused_scores(hidden, matrix, targets, **options)
+        return fused[0], fused[1] if with_entropy else None
     recompute = torch.is_grad_enabled() and len(targets) > size
     logprobs: list[torch.Tensor] = []
     entropies: list[Any] = []
@@ -255,6 +266,13 @@ def _score(
         logprobs.append(logprob)
         entropies.append(entropy)
     return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+
+
+def _fusible(head: OutputHead | None, scoring: Scoring) -> torch.Tensor | None:
+    """Return the head's matrix, if a product with it and a softmax of all tokens is all that scoring takes."""
+    if head is None or head.softcap is not None or scoring.top_k is not None or scoring.top_p != 1:
+        return None
+    return fusible_matrix(head.projection)
 
 
 def _score_chunk(

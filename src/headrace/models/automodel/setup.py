@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -96,9 +102,7 @@ def load_model(
     options: dict[str, Any] = {
         "config": config,
         "dtype": torch.float32,
-        "attn_implementation": choose_attention(
-            device, COMPUTE_DTYPES[cfg.precision], False, cfg.model.attn_implementation
-        ),
+        "attn_implementation": _first_attention(cfg, config, device),
         "experts_implementation": cfg.model.experts_implementation,
     }
     try:
@@ -116,6 +120,17 @@ def load_model(
             f"{options['experts_implementation']}: {_first_line(error)}"
         ) from error
     return model.eval().to(device)
+
+
+def _first_attention(cfg: PolicyConfig, config: Any, device: torch.device) -> str:
+    """Return the attention to build a model with; one for packed rows may take its place later."""
+    wanted = cfg.model.attn_implementation
+    packed = cfg.sequence_packing.enabled or cfg.parallel.tensor * cfg.parallel.context > 1
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    # transformers has no SDPA for attention sinks; that of packed rows knows them.
+    if wanted == "sdpa" and packed and not getattr(kind, "_supports_sdpa", True):
+        return "eager"
+    return choose_attention(device, COMPUTE_DTYPES[cfg.precision], False, wanted)
 
 
 def load_pretrained(directory: Path, **options: Any) -> Any:

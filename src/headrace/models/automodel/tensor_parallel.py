@@ -41,7 +41,11 @@ FAMILIES = (
 )
 _PARTIAL = "replicated_with_grad_allreduce"
 _EXPERTS = "moe_tp_experts"
-_KNOWN = ("colwise", "rowwise", _PARTIAL, _EXPERTS)
+# Where a norm over all heads stands between projections and attention, every rank attends with all heads.
+_GATHER, _SPLIT = "colwise_gather_output", "rowwise_split_input"
+_KNOWN = ("colwise", "rowwise", _GATHER, _SPLIT, _PARTIAL, _EXPERTS)
+# Every rank holds the embedding whole, so that it can be tied to the output head.
+_WHOLE = "embedding_rowwise"
 FAMILY_PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
@@ -76,6 +80,10 @@ def split_matrices(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool) -> 
             _parallelize(module, mesh, ColwiseParallel())
         elif style == "rowwise":
             _parallelize(module, mesh, RowwiseParallel(output_layouts=inner))
+        elif style == _GATHER:
+            _parallelize(module, mesh, ColwiseParallel(output_layouts=Replicate()))
+        elif style == _SPLIT:
+            _parallelize(module, mesh, RowwiseParallel(input_layouts=Replicate()))
         elif style == _EXPERTS:
             _share_experts(module, mesh)
     if family:
@@ -96,7 +104,7 @@ def resolve_plan(model: Any, *, sequence_parallel: bool = False) -> dict[str, st
             f"policy.parallel.sequence_parallel: not for model_type={config.model_type}; it is for "
             f"{', '.join(FAMILIES)}; switch it off"
         )
-    patterns = FAMILY_PLAN if is_family(model) else config.base_model_tp_plan
+    patterns = FAMILY_PLAN if is_family(model) else _transformers_plan(config)
     if not patterns:
         raise ConfigError(
             f"policy.parallel.tensor: transformers has no tensor-parallel plan for model_type={config.model_type}; "
@@ -120,6 +128,13 @@ def resolve_plan(model: Any, *, sequence_parallel: bool = False) -> dict[str, st
     return plan
 
 
+def _transformers_plan(config: Any) -> dict[str, str]:
+    """Return transformers' tensor-parallel plan, and the experts that only its expert-parallel plan names."""
+    matrices, experts = config.base_model_tp_plan or {}, config.base_model_ep_plan or {}
+    plan = {pattern: style for pattern, style in matrices.items() if style != _WHOLE}
+    return plan | {pattern: _EXPERTS for pattern in experts if pattern.endswith(".experts")}
+
+
 def check_sizes(model: Any, plan: dict[str, str], ranks: int) -> None:
     """Hold heads, intermediate sizes and experts to the number of ranks.
 
@@ -138,7 +153,7 @@ def check_sizes(model: Any, plan: dict[str, str], ranks: int) -> None:
             sizes["the number of experts"] = module.num_experts
             _check_experts(model)
         elif isinstance(module, nn.Linear):
-            column = style == "colwise"
+            column = style in ("colwise", _GATHER)
             sizes[f"{name}.{'out' if column else 'in'}_features"] = (
                 module.out_features if column else module.in_features
             )

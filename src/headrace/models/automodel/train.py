@@ -5,6 +5,7 @@ autocast. The model stays in evaluation mode: dropout, router noise and balancin
 logprobs before and during training are of the same function.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ import torch
 from headrace.data_plane.schema import SAMPLE_MASK, TOKEN_MASK
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.automodel.data import ProcessedMicrobatch
-from headrace.models.automodel.scoring import TokenScorer, TokenScores
+from headrace.models.automodel.scoring import TokenScorer
 from headrace.models.automodel.sharding import ShardedModel
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.results import combine_metrics
@@ -45,12 +46,16 @@ class TrainStep:
     global_valid_toks: torch.Tensor
     losses: list[torch.Tensor] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
+    entropies: list[torch.Tensor] = field(default_factory=list)
+    """This step's share of the entropy per token, one 0-D tensor per microbatch that has it."""
     tokens: int = 0
 
     def result(self, grad_norm: float = 0.0, *, updated: bool = False) -> StepResult:
         """Return the sums over microbatches, with how the step ended."""
         loss = float(torch.stack(self.losses).sum()) if self.losses else 0.0
-        metrics = combine_metrics(self.metrics)
+        # One device sync for all microbatches; a loss's own entropy goes before this one.
+        entropies = torch.stack(self.entropies).tolist() if self.entropies else []
+        metrics = {**combine_metrics([{"entropy": e} for e in entropies]), **combine_metrics(self.metrics)}
         return StepResult(loss, grad_norm, metrics, len(self.losses), self.tokens, updated)
 
 
@@ -79,7 +84,9 @@ def run_microbatches(
         if backward:
             loss.backward()  # type: ignore[no-untyped-call]
         step.losses.append(loss.detach().float())
-        step.metrics.append({**_entropy_metric(scores, data, step), **metrics})
+        step.metrics.append(dict(metrics))
+        if scores.entropy is not None and TOKEN_MASK in data:
+            step.entropies.append(_entropy_share(scores.entropy, data, step))
 
 
 def apply_gradients(
@@ -101,7 +108,7 @@ def apply_gradients(
         sharded.sum_replicated_gradients()
         total = sharded.gradient_norm()
     norm = float(total)
-    updated = bool(torch.isfinite(total))
+    updated = math.isfinite(norm)
     if updated:
         if max_grad_norm is not None and sharded is None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, total)
@@ -113,9 +120,6 @@ def apply_gradients(
     return norm, updated
 
 
-def _entropy_metric(scores: TokenScores, data: BatchedDataDict, step: TrainStep) -> dict[str, float]:
-    if scores.entropy is None or TOKEN_MASK not in data:
-        return {}
-    weights = data[TOKEN_MASK].float() * data[SAMPLE_MASK].float()[:, None]
-    total = (scores.entropy[:, 1:] * weights[:, 1:]).sum()
-    return {"entropy": float(total / step.global_valid_toks.clamp(min=1))}
+def _entropy_share(entropy: torch.Tensor, data: BatchedDataDict, step: TrainStep) -> torch.Tensor:
+    weights: torch.Tensor = data[TOKEN_MASK].float() * data[SAMPLE_MASK].float()[:, None]
+    return (entropy[:, 1:] * weights[:, 1:]).sum() / step.global_valid_toks.clamp(min=1)

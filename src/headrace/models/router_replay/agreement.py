@@ -10,7 +10,7 @@ from headrace.errors import ReplayError
 
 @dataclass(frozen=True)
 class Agreement:
-    """Sums over compared rows, so that agreements of microbatches add up.
+    """Sums over compared rows, on the CPU, so that agreements of microbatches and of ranks add up.
 
     `rows`, `exact` and `iou` are (layers,): rows that both sides have, those with the same set of experts, and the sum
     of their intersection over union. `tokens` were compared in at least one layer, `tokens_differing` differ in one.
@@ -67,9 +67,9 @@ def route_agreement(left: torch.Tensor, right: torch.Tensor, mask: torch.Tensor 
     exact = (common == top_k) & compared
     iou = (common / (2 * top_k - common)) * compared
     return Agreement(
-        compared.sum(0),
-        exact.sum(0),
-        iou.double().sum(0),
+        compared.sum(0).cpu(),
+        exact.sum(0).cpu(),
+        iou.double().sum(0).cpu(),
         int(compared.any(1).sum()),
         int((compared & ~exact).any(1).sum()),
     )

@@ -67,7 +67,7 @@ def _install_layers(model: torch.nn.Module, models: Mapping[str, PreTrainedModel
         become(layer, RoutedLayer)
     for router, spec in zip(routers, found.routers):
         become(router, RoutedRouter)
-        cast(RoutedRouter, router)._replay_spec = spec
+        cast(RoutedRouter, router).know(spec)
     for layer_name in dict.fromkeys(r.layer_name for r in found.routers):
         slots = tuple(i for i, r in enumerate(found.routers) if r.layer_name == layer_name)
         routed = cast(RoutedLayer, model.get_submodule(layer_name))

@@ -7,14 +7,13 @@ given expert may lie outside the groups that are best now.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from headrace.data_plane.routes_codec import missing_mark
 from headrace.errors import ReplayError
-from headrace.models.router_replay.families import RouterSpec
 
 
 class LayerRows(NamedTuple):
@@ -35,26 +34,45 @@ class TopK(NamedTuple):
     indices: torch.Tensor
 
 
+class ChoiceSizes(NamedTuple):
+    """What tells a router's choice of experts from its other top-k calls; see `RouterSpec`."""
+
+    top_k: int
+    num_experts: int
+    grouped: bool
+
+
+class Router(Protocol):
+    """What a choice knows of its router.
+
+    Compiled layers share their code as long as it reads nothing that differs between them: the name is for messages.
+    """
+
+    _replay_name: str
+    _replay_sizes: ChoiceSizes
+
+
 class RouterChoice:
     """The state of one run of one router."""
 
-    def __init__(self, router: RouterSpec, rows: LayerRows) -> None:
+    def __init__(self, router: Router, rows: LayerRows) -> None:
         self.router = router
+        self.sizes = router._replay_sizes
         self.rows = rows
         self.choices = 0
         self.masked: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def note_mask(self, result: torch.Tensor, scores: torch.Tensor) -> None:
         """Remember that `result` is `scores` with a mask on it."""
-        if scores.shape[-1] == self.router.num_experts:
+        if scores.shape[-1] == self.sizes.num_experts:
             self.masked = (result, scores)
 
     def is_choice(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether a topk call is the choice of the experts."""
         scores, k = args[0], args[1] if len(args) > 1 else kwargs["k"]
-        if self.router.grouped and scores.dim() > 2:
+        if self.sizes.grouped and scores.dim() > 2:
             return False
-        return bool(k == self.router.top_k and scores.shape[-1] == self.router.num_experts)
+        return bool(k == self.sizes.top_k and scores.shape[-1] == self.sizes.num_experts)
 
     def choose(self, native: Any, scores: torch.Tensor) -> Any:
         """Return the result of the top-k over `scores`, whose own result is `native`, and write down the ids."""
@@ -70,9 +88,10 @@ class RouterChoice:
     def _check_rows(self, chosen: torch.Tensor) -> None:
         for rows in self.rows:
             if rows is not None and rows.numel() != chosen.numel():
+                tokens = chosen.numel() // self.sizes.top_k
                 raise ReplayError(
-                    f"router {self.router.name} sees {chosen.numel() // self.router.top_k} tokens, its routes have "
-                    f"{len(rows)}; routes are split over ranks as the router's input is"
+                    f"router {self.router._replay_name} sees {tokens} tokens, its routes have {len(rows)}; routes are "
+                    "split over ranks as the router's input is"
                 )
 
     def _replay(self, native: Any, scores: torch.Tensor, given: torch.Tensor) -> TopK:

@@ -17,42 +17,49 @@ import torch
 from headrace.errors import ReplayError
 from headrace.models.router_replay.families import RouterSpec
 from headrace.models.router_replay.handle import RouterReplay
-from headrace.models.router_replay.interception import InterceptTopK, LayerRows, RouterChoice
+from headrace.models.router_replay.interception import ChoiceSizes, InterceptTopK, LayerRows, RouterChoice
 from headrace.models.router_replay.routes import RoutedCall, Routes
-
-_SPENT = LayerRows(None, None)
 
 
 class RoutedRouter(torch.nn.Module):
     """A router that takes its choice from the rows bound to it, once per binding."""
 
-    _replay_spec: RouterSpec
+    _replay_name: str
+    _replay_sizes: ChoiceSizes
+    _replay_fixed_output: int | None
     _replay_rows: LayerRows | None = None
+    _replay_ran: bool = False
+
+    def know(self, spec: RouterSpec) -> None:
+        """Take over what the router's slot is."""
+        self._replay_name = spec.name
+        self._replay_sizes = ChoiceSizes(spec.top_k, spec.num_experts, spec.grouped)
+        self._replay_fixed_output = spec.fixed_output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the router's own forward, its choice of experts replaced or written down."""
         rows = self._replay_rows
         if rows is None:
             return super().forward(*args, **kwargs)
-        if rows is _SPENT:
-            raise ReplayError(f"router {self._replay_spec.name} ran twice in one forward of its layer")
-        self._replay_rows = _SPENT
-        if self._replay_spec.fixed_output is not None:
+        if self._replay_ran:
+            raise ReplayError(f"router {self._replay_name} ran twice in one forward of its layer")
+        self._replay_ran = True
+        if self._replay_fixed_output is not None:
             return self._write_down(super().forward(*args, **kwargs), rows)
-        choice = RouterChoice(self._replay_spec, rows)
+        choice = RouterChoice(self, rows)
         with InterceptTopK(choice):
             output = super().forward(*args, **kwargs)
         if choice.choices != 1:
             raise ReplayError(
-                f"router {self._replay_spec.name} ({type(self).__name__}) chose {choice.choices} times "
-                f"{self._replay_spec.top_k} of {self._replay_spec.num_experts}; expected once"
+                f"router {self._replay_name} ({type(self).__name__}) chose {choice.choices} times "
+                f"{self._replay_sizes.top_k} of {self._replay_sizes.num_experts}; expected once"
             )
         return output
 
     def _write_down(self, output: Any, rows: LayerRows) -> Any:
         for written in (rows.used, rows.native):
             if written is not None:
-                written.copy_(output[self._replay_spec.fixed_output].reshape(written.shape))
+                written.copy_(output[self._replay_fixed_output].reshape(written.shape))
         return output
 
 
@@ -74,13 +81,13 @@ class RoutedLayer(torch.nn.Module):
         if not routes:
             return super().forward(*args, **kwargs)
         for router, rows in zip(self._replay_routers, routes):
-            router._replay_rows = rows
+            router._replay_rows, router._replay_ran = rows, False
         try:
             output = super().forward(*args, **kwargs)
             for router in self._replay_routers:
-                if router._replay_rows is not _SPENT:
+                if not router._replay_ran:
                     raise ReplayError(
-                        f"router {router._replay_spec.name} did not run in the forward of its layer; a fused kernel "
+                        f"router {router._replay_name} did not run in the forward of its layer; a fused kernel "
                         "or a wrapper may have taken its place"
                     )
         finally:

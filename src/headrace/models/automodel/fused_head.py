@@ -1,0 +1,123 @@
+"""Log-probabilities straight from hidden states and the output head's matrix, as one node of the autograd graph.
+
+Where the plain path keeps several float32 copies of a chunk's [tokens, vocabulary] scores, this one keeps a single
+copy in the compute dtype: one pass over it gives all that is wanted, and the backward pass computes it anew and
+turns it into its own gradient, in place. The passes are Triton kernels on CUDA, and PyTorch elsewhere.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+CHUNKS_AT_ONCE = 4
+"""Chunks of the plain path whose float32 copies take the memory that one chunk of this path takes."""
+
+
+def fusible_matrix(projection: torch.nn.Module) -> torch.Tensor | None:
+    """Return the matrix (V, H) of an output head on CUDA that does nothing but multiply by it, or None."""
+    if type(projection) is not torch.nn.Linear or projection.bias is not None:
+        return None
+    if projection._forward_hooks or projection._forward_pre_hooks:
+        return None
+    weight = projection.weight
+    # Sharded matrices are tensors of other types.
+    return weight if weight.is_cuda and type(weight) in (torch.nn.Parameter, torch.Tensor) else None
+
+
+def fused_scores(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, scale: float, chunk_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (n,) float32 logprobs of `targets` (n,) and entropies under softmax(scale x hidden weight^T).
+
+    `hidden` (n, H), `weight` (V, H). Products run in the autocast dtype, or in the weight's without autocast; the
+    scores of `chunk_tokens` tokens are in memory at once. Entropies (nats) have no gradient. For equal scores of
+    V = 4 tokens both are log 4, the logprob negated.
+    """
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    scored: tuple[torch.Tensor, torch.Tensor] = _FusedScores.apply(  # type: ignore[no-untyped-call]
+        hidden.to(dtype), weight, targets, scale, chunk_tokens
+    )
+    return scored
+
+
+class _FusedScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, scale: float, chunk: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Not by autocast's cache, which would keep a copy that no gradient flows through.
+        matrix = weight.to(hidden.dtype)
+        parts = []
+        for rows in _chunks(len(targets), chunk):
+            logits = hidden[rows] @ matrix.t()
+            parts.append(_statistics(logits, targets[rows], scale))
+        logprobs, normalizers, entropies = (torch.cat(column) for column in zip(*parts))
+        ctx.save_for_backward(hidden, weight, targets, normalizers)
+        ctx.scale, ctx.chunk = scale, chunk
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, targets, normalizers = ctx.saved_tensors
+        matrix = weight.to(hidden.dtype)
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight: torch.Tensor | None = None
+        for rows in _chunks(len(targets), ctx.chunk):
+            logits = hidden[rows] @ matrix.t()
+            _turn_into_gradient(logits, targets[rows], normalizers[rows], grad[rows].contiguous(), ctx.scale)
+            if grad_hidden is not None:
+                grad_hidden[rows] = logits @ matrix
+            if ctx.needs_input_grad[1]:
+                part = logits.t() @ hidden[rows]
+                grad_weight = part.to(weight.dtype) if grad_weight is None else grad_weight.add_(part)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _chunks(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, max(total, 1), size):
+        yield slice(start, min(start + size, total))
+
+
+def _statistics(
+    logits: torch.Tensor, targets: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (n,) float32: logprob of the target, log of the softmax's denominator, entropy."""
+    kernels = _kernels(logits.device.type)
+    if kernels is not None and len(targets):
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = kernels.statistics(logits, targets, scale)
+        return found
+    scores = logits.float() * scale
+    normalizers = scores.logsumexp(-1)
+    probabilities = (scores - normalizers[:, None]).exp()
+    expected = torch.where(probabilities > 0, probabilities * scores, 0.0).sum(-1)
+    chosen = scores.gather(-1, targets[:, None]).squeeze(-1)
+    return chosen - normalizers, normalizers, normalizers - expected
+
+
+def _turn_into_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, normalizers: torch.Tensor, grad: torch.Tensor, scale: float
+) -> None:
+    """Overwrite logits (n, V) by grad x scale x (one-hot of the target - softmax)."""
+    kernels = _kernels(logits.device.type)
+    if kernels is not None and len(targets):
+        kernels.turn_into_gradient(logits, targets, normalizers, grad, scale)
+        return
+    change = (logits.float() * scale - normalizers[:, None]).exp().neg_()
+    change.scatter_add_(-1, targets[:, None], torch.ones_like(change[:, :1]))
+    logits.copy_(change.mul_(grad[:, None] * scale))
+
+
+@cache
+def _kernels(device_type: str) -> Any:
+    if device_type != "cuda" or find_spec("triton") is None:
+        return None
+    from headrace.models.automodel import fused_head_kernels  # noqa: PLC0415 - imports triton
+
+    return fused_head_kernels

@@ -1,0 +1,172 @@
+"""A driver that attaches to a running Ray cluster of two nodes through RAY_ADDRESS; all in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from group_worker import wait_until_gone
+
+TESTS = str(Path(__file__).parents[1])
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster()
+for _ in range(2):
+    cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=80 * 1024**2)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+WORKERS = """
+import json, sys
+sys.path.insert(0, {tests!r})
+import ray, torch
+from group_worker import GroupWorker
+from headrace.distributed.topology import policy_sharding
+from headrace.distributed.virtual_cluster import RayVirtualCluster
+from headrace.distributed.worker_groups import RankSettings, WorkerSpec
+from headrace.distributed.worker_groups.ray_group import RayWorkerGroup
+from ray.util import placement_group_table
+
+cluster = RayVirtualCluster(2, num_nodes=2)
+room = placement_group_table(cluster.placement_group)
+group = RayWorkerGroup(WorkerSpec(GroupWorker), policy_sharding(2), cluster, settings=RankSettings(threads=1))
+found = {{
+    "nodes": list(room["bundles_to_node_id"].values()),
+    "cpus_per_worker": cluster.cpus_per_worker,
+    "runtime_env": cluster.runtime_env,
+    "places": group.run_all("place"),
+    "totals": [float(t) for t in group.run_sharded("total", [torch.ones(2), torch.ones(3)])],
+}}
+group.shutdown()
+found["connected_after_shutdown"] = ray.is_initialized()
+print(json.dumps(found))
+"""
+
+ROOM_ONLY = """
+import json, os, signal
+import ray
+from headrace.distributed.virtual_cluster import RayVirtualCluster
+
+signals = []
+signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+cluster = RayVirtualCluster(2, num_nodes=2)
+os.kill(os.getpid(), signal.SIGTERM)
+found = {
+    "runtime_env": cluster.runtime_env,
+    "nodes": len(ray.nodes()),
+    "cpus": ray.cluster_resources()["CPU"],
+    "signals": signals,
+}
+cluster.shutdown()
+print(json.dumps(found))
+"""
+
+THREE_NODES = """
+from headrace.distributed.virtual_cluster import RayVirtualCluster
+RayVirtualCluster(3, num_nodes=3)
+"""
+
+
+def drive(script: str, address: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a driver script with RAY_ADDRESS set."""
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "RAY_ADDRESS": address, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def answer(script: str, address: str, **environment: str) -> dict[str, Any]:
+    done = drive(script, address, **environment)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[str]:
+    """Two Ray nodes of one CPU each on this machine; their address."""
+    pytest.importorskip("ray", reason="needs headrace[ray]")
+    cluster = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert cluster.stdout is not None
+    assert cluster.stdin is not None
+    address = cluster.stdout.readline().strip()
+    assert address
+    yield address
+    cluster.stdin.close()
+    assert cluster.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def first_driver(two_nodes: str) -> dict[str, Any]:
+    """What a driver with two workers has found, after its end."""
+    return answer(WORKERS.format(tests=TESTS), two_nodes)
+
+
+def test_workers_spread_over_the_nodes_of_the_cluster_that_ray_address_names(
+    first_driver: dict[str, Any],
+) -> None:
+    assert len(set(first_driver["nodes"])) == 2
+    assert first_driver["cpus_per_worker"] == 1.0
+    places = first_driver["places"]
+    assert [place["RANK"] for place in places] == [0, 1]
+    assert [(place["LOCAL_RANK"], place["LOCAL_WORLD_SIZE"]) for place in places] == [(0, 1)] * 2
+    assert first_driver["totals"] == [5.0, 5.0]
+    # The nodes run this headrace, so there is nothing to send.
+    assert first_driver["runtime_env"] is None
+
+
+def test_a_driver_that_ends_disconnects_and_leaves_the_cluster_to_the_next_one(
+    first_driver: dict[str, Any], two_nodes: str
+) -> None:
+    assert first_driver["connected_after_shutdown"] is False
+    assert wait_until_gone([place["pid"] for place in first_driver["places"]])
+    # Room for two workers of one CPU each: the first driver's have given theirs back.
+    second = answer(ROOM_ONLY, two_nodes)
+    assert (second["nodes"], second["cpus"]) == (2, 2.0)
+    # A run that attaches still leaves a checkpoint on SIGTERM.
+    assert second["signals"] == [signal.SIGTERM]
+
+
+def test_nodes_with_another_headrace_than_the_driver_get_the_drivers_environment(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    installed = tmp_path / "headrace-99.0.dist-info"
+    installed.mkdir()
+    lines = ("Metadata-Version: 2.1", "Name: headrace", "Version: 99.0", "Requires-Dist: torch>=2.11", "")
+    (installed / "METADATA").write_text("\n".join(lines))
+    env = answer(ROOM_ONLY, two_nodes, PYTHONPATH=str(tmp_path))["runtime_env"]
+    assert env["pip"] == [f"torch=={torch.__version__.split('+')[0]}"]
+    assert (Path(env["py_modules"][0]) / "errors.py").is_file()
+
+
+def test_more_nodes_than_the_cluster_has_are_refused_with_both_numbers(two_nodes: str) -> None:
+    done = drive(THREE_NODES, two_nodes)
+    assert done.returncode != 0
+    assert "cluster.num_nodes=3" in done.stderr
+    assert "the Ray cluster has 2 nodes" in done.stderr
+
+
+def test_an_address_where_nothing_listens_is_named_at_once() -> None:
+    pytest.importorskip("ray", reason="needs headrace[ray]")
+    done = drive(ROOM_ONLY, "127.0.0.1:1")
+    assert done.returncode != 0
+    last = done.stderr.splitlines()[-1]
+    assert "cannot connect to Ray at RAY_ADDRESS=127.0.0.1:1: nothing listens there" in last
