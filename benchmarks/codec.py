@@ -4,6 +4,10 @@ Against `clone` of the same bytes, per-row slicing with `torch.nested.as_nested_
 `torch.nested.to_padded_tensor`, and a NumPy loop over the rows. Copies of packing are copies of the ragged bytes,
 copies of padding are copies of the padded bytes. Before each way runs, the caches are filled with other bytes, as
 they are between the stages of a training step.
+
+Below 32 MiB all ways write to memory that the process has used before; a buffer above it is fresh from the system for
+every way, `clone` included, and then page faults are part of what a copy costs (`page_faults`). `notes` says
+whether the compiled kernel was there.
 """
 
 from collections.abc import Callable
@@ -16,6 +20,7 @@ from run import Bench, main
 from tensordict import TensorDict
 
 from headrace.data_plane import materialize, pack_columns
+from headrace.distributed.ragged_kernel import load_kernel
 
 PACK_RAGGED_COPIES, PACK_PADDED_COPIES, PAD_COPIES = 1.5, 2.5, 2.0
 MOST_FOR_TORCH = 300_000_000
@@ -129,6 +134,7 @@ def measure_case(bench: Bench, case: str, batch: Batch) -> None:
 
 def measure(bench: Bench) -> None:
     """Time every batch."""
+    bench.notes["compiled_kernel"] = load_kernel() is not None
     for case, batch in cases(bench.quick).items():
         measure_case(bench, case, batch)
 

@@ -1,7 +1,11 @@
 """What does the local store cost: put, get, one rank's rows, two columns, clear, many rows, several clients?
 
 Copies are copies (`clone`) of the ragged bytes of all columns. Before each way runs, the caches are filled with other
-bytes, as they are between the stages of a training step.
+bytes, as they are between the stages of a training step. Both sides write to memory that the process has used before
+(`page_faults` says so), except where a buffer reaches 32 MiB: that comes fresh from the system for both.
+
+`notes` says where the time of a put and a get goes: the copies of the values themselves, the jagged tensors that a get
+returns, and the rest, which is bookkeeping.
 """
 
 import heapq
@@ -16,6 +20,7 @@ from tensordict import TensorDict
 
 from headrace.data_plane import pack_jagged_fields
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
+from headrace.distributed.ragged import nested_from_ragged
 
 PUT_GET_COPIES, PUT_GET_US_PER_ROW, EIGHTH_SHARE, EIGHTH_CONSTANT_MS = 3.0, 3.0, 1.5, 5.0
 BYTES_OF_A_ROW = 8192
@@ -76,6 +81,27 @@ def rank_rows(lengths: torch.Tensor) -> list[int]:
     return sorted(mine)
 
 
+def where_the_time_goes(bench: Bench, case: str, store: Store, evict: Callable[[], object]) -> None:
+    """Time the parts of a put and a get that no store could do without: two copies, and the tensors of the result."""
+    got = store.get()
+    parts = [(got[name].values(), got[name].offsets()) for name in store.names]
+    wholes = {
+        "one copy": store.copy,
+        "jagged tensors around what is there": lambda: [nested_from_ragged(*part) for part in parts],
+        "get": store.get,
+    }
+    times = bench.race(f"{case}: parts of a get", wholes, between=evict)
+    copy_ms, nested_ms, get_ms = (times[way].median_s * 1e3 for way in wholes)
+    put_get_ms = bench.measurements[f"{case}: all rows"]["put + get"]["median_ms"]
+    bench.notes[f"{case}: where the time goes"] = {
+        "put_and_get_ms": round(put_get_ms, 3),
+        "two_copies_ms": round(2 * copy_ms, 3),
+        "jagged_tensors_of_the_result_ms": round(nested_ms, 3),
+        "bookkeeping_of_the_get_ms": round(get_ms - copy_ms - nested_ms, 3),
+        "bookkeeping_of_the_put_ms": round(put_get_ms - get_ms - copy_ms, 3),
+    }
+
+
 def whole_batches(bench: Bench, evict: Callable[[], object]) -> None:
     """Put, get and clear batches of usual and of short rows."""
     shapes = {"64x200": lognormal(64, 80, 200, shortest=20)}
@@ -97,7 +123,7 @@ def whole_batches(bench: Bench, evict: Callable[[], object]) -> None:
             f"{case}: all rows", {"one copy": store.copy, "put + get": store.put_get}, between=fresh
         )
         store.put()
-        bench.race(f"{case}: get", {"one copy": store.copy, "get": store.get}, between=evict)
+        where_the_time_goes(bench, case, store, evict)
         mean_bytes = sum(value.nbytes for value in store.values) / len(store.ids)
         held = mean_bytes >= BYTES_OF_A_ROW or bench.quick
         bench.figure(

@@ -67,11 +67,18 @@ ONLY_IN = {
         "headrace.data_plane.adapters.transfer_queue_mooncake",
     ),
     "transfer_queue": (
+        "headrace.data_plane.adapters.transfer_queue_channel",
         "headrace.data_plane.adapters.transfer_queue_cluster",
         "headrace.data_plane.adapters.transfer_queue_payloads",
+        "headrace.data_plane.adapters.transfer_queue_units",
     ),
     "mooncake": ("headrace.data_plane.adapters.transfer_queue_mooncake",),
-    "zmq": ("headrace.data_plane.adapters.transfer_queue_payloads",),  # comes with transfer_queue
+    # Comes with transfer_queue.
+    "zmq": (
+        "headrace.data_plane.adapters.transfer_queue_channel",
+        "headrace.data_plane.adapters.transfer_queue_payloads",
+        "headrace.data_plane.adapters.transfer_queue_units",
+    ),
     "vllm": ("headrace.models.generation.vllm",),
     "sglang": ("headrace.models.generation.sglang",),
     "megatron": ("headrace.models.megatron",),

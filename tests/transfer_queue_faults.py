@@ -62,7 +62,7 @@ def run(victim: str, units: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    ray.init(num_cpus=1, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     report = {
         victim: run(victim, units) for victim, units in (("storage", 2), ("controller", 1), ("index", 1))
     }

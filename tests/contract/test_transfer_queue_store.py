@@ -79,8 +79,8 @@ def test_a_closed_store_leaves_no_block_to_the_next_of_its_name(store: dict[str,
 def test_lost_blocks_are_an_error_and_never_fewer_rows(client: Any) -> None:
     put_numbers(client, ["a", "b"], x=0)
     put_numbers(client, ["c", "d"], x=5)
-    keys = list(client._payloads.keys(client._queue_partition, 10))
-    client._payloads.drop(client._queue_partition, keys[:1], 10)
+    keys = list(client._link.payloads.keys(client._queue_partition, 10))
+    client._link.payloads.drop(client._queue_partition, keys[:1], 10)
     with pytest.raises(TransportError, match="block"):
         client.get_samples(["a", "b", "c", "d"], "p", ["x"])
     assert numbers(client, ["d", "c"], "x") == [6, 5]
@@ -155,19 +155,22 @@ def test_sixty_thousand_short_rows_take_seconds_at_most(client: Any) -> None:
 
 @pytest.mark.slow
 def test_a_hundred_and_twenty_eight_connections_at_once_all_work(client: Any) -> None:
+    from headrace.data_plane.adapters.local_chunks import chunk_from_leaf
     from headrace.data_plane.adapters.transfer_queue_payloads import PayloadClient
+    from headrace.data_plane.packed_payload import pack
 
     def work(worker: int) -> bool:
         mine = PayloadClient(client._connection, 120)
-        data = torch.full((16 + worker,), worker, dtype=torch.uint8)
-        mine.put("many", [f"k{worker}"], data, [0, len(data)], 120)
+        chunk = chunk_from_leaf("x", torch.full((1, 16 + worker), worker), ["a"])
+        packed = pack({"x": chunk}, f"k{worker}")
+        mine.put("many", mine.reserve("many", [packed.blocks[0].key]), packed, 120)
         mine.close()
         return True
 
     with ThreadPoolExecutor(128) as pool:
         assert all(pool.map(work, range(128)))
-    assert len(client._payloads.keys("many", 30)) == 128
-    client._payloads.drop_partition("many", 30)
+    assert len(client._link.payloads.keys("many", 30)) == 128
+    client._link.payloads.drop_partition("many", 30)
 
 
 def test_a_mooncake_port_that_is_taken_is_refused(mooncake_engine: None) -> None:

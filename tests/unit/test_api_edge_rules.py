@@ -1,7 +1,4 @@
-"""Edge rules of the documented interface that no other file holds: worker, policy, store and metadata together.
-
-A test that is marked `xfail` states a rule that the package does not keep yet.
-"""
+"""Edge rules of the documented interface that no other file holds: worker, policy, store and metadata together."""
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -200,7 +197,6 @@ def test_no_write_guesses_that_a_column_as_wide_as_the_longest_row_is_per_token(
     assert (stored.is_nested, tuple(stored.shape)) == (False, (2, 5))
 
 
-@pytest.mark.xfail(strict=True, reason="lengths are compared within one put only")
 def test_a_meta_whose_lengths_are_not_those_of_the_stored_rows_writes_nothing(
     client: DataPlaneClient, worker: Worker, write: Write
 ) -> None:

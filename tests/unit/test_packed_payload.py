@@ -3,6 +3,7 @@
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -12,8 +13,8 @@ from headrace.data_plane.adapters.transfer_queue_index import Indexes, SampleInd
 from headrace.data_plane.checks import checked_leaves
 from headrace.data_plane.codec import nest
 from headrace.data_plane.object_codec import object_array
-from headrace.data_plane.packed_payload import BlockError, PackedColumns, pack, unpack
-from headrace.errors import CapacityExceeded, DataPlaneError, SampleNotFound, SchemaError
+from headrace.data_plane.packed_payload import BlockError, PackedColumns, pack, select_rows, unpack
+from headrace.errors import CapacityExceeded, DataPlaneError, SampleNotFound, SchemaError, TransportError
 from reference import rows_of, same_bits, same_rows
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.bfloat16, torch.float64]
@@ -152,7 +153,8 @@ def test_a_column_over_several_blocks_is_read_in_any_order() -> None:
     order = torch.randperm(400, generator=torch.Generator().manual_seed(0))[:77].tolist()
     located = index.select("p", [ids[i] for i in order], ["x"])["x"]
     chunks = [unpack(block, data[block.key]) for block in located.blocks]
-    got = read_rows(chunks, located.block_of, located.row_of).leaf()
+    assert located.places is not None
+    got = read_rows(chunks, *(numbers.astype(np.int64) for numbers in located.places)).leaf()
     assert len(packed.blocks) > 3
     assert torch.equal(got, values[order])  # type: ignore[arg-type]
 
@@ -176,3 +178,52 @@ def test_stores_of_one_cluster_are_apart() -> None:
     indexes.close_store("one")
     with pytest.raises(DataPlaneError, match="'one' is closed"):
         indexes.run("one", "sample_ids")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_some_rows_of_a_block_are_those_rows_of_its_column(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    dense = torch.randint(0, 2, (5, 3), generator=generator).to(dtype)
+    rows = [torch.randint(0, 2, (n, 2), generator=generator).to(dtype) for n in (0, 3, 3, 1, 40)]
+    columns = chunks_of(
+        5, dense=dense, rows=nest(rows), none=torch.zeros(5, 0), log=object_array(list("abcde"))
+    )
+    packed = pack(columns, "k")
+    for order in ([4, 0, 2], [], [0], [1, 2, 3]):
+        some = [select_rows(frames, np.array(order, np.int64)) for frames in packed.frames]
+        chunks = [unpack(block, part, len(order)) for block, part in zip(packed.blocks, some, strict=True)]
+        got = dict(zip(packed.columns, (chunk.leaf() for chunk in chunks), strict=True))
+        assert same_bits(got["dense"], dense[order])  # type: ignore[arg-type]
+        assert same_rows(rows_of(got["rows"]), [rows[i] for i in order])  # type: ignore[arg-type]
+        assert (got["none"].shape, list(got["log"])) == ((len(order), 0), ["abcde"[i] for i in order])
+
+
+def test_more_or_fewer_rows_than_asked_for_are_refused() -> None:
+    packed = pack(chunks_of(3, x=torch.arange(3)), "k")
+    some = select_rows(packed.frames[0], np.array([0, 2]))
+    with pytest.raises(BlockError, match=r"block 'k\.0'"):
+        unpack(packed.blocks[0], some)
+    with pytest.raises(BlockError, match=r"block 'k\.0'"):
+        unpack(packed.blocks[0], some, 1)
+
+
+def test_a_message_without_the_secret_is_not_read() -> None:
+    pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
+    from headrace.data_plane.adapters.transfer_queue_channel import Channel, Endpoint, Server
+
+    def gone(what: str) -> None:
+        raise TransportError(what)
+
+    server = Server("127.0.0.1", b"secret", lambda request: 10 // request)
+    good, bad = (
+        Channel(server.endpoint, gone),
+        Channel(Endpoint("127.0.0.1", server.endpoint.port, b"x"), gone),
+    )
+    with pytest.raises(TransportError, match="no answer within"):
+        bad.ask(2, "asking", 0.2)
+    assert good.ask(2, "asking", 10) == 5
+    with pytest.raises(DataPlaneError, match="ZeroDivisionError"):
+        good.ask(0, "asking", 10)
+    assert good.ask(5, "asking", 10) == 2
+    good.close()
+    bad.close()

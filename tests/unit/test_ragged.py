@@ -1,3 +1,4 @@
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -20,9 +21,22 @@ from headrace.distributed.ragged import (
     row_lengths,
     strip_padding,
 )
+from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
 from ragged_cases import DTYPES, RaggedCase, arbitrary, ragged_cases
 from reference import pad, rows_of, same_bits, same_rows, unpad
+
+
+@pytest.fixture(scope="module", autouse=True, params=["compiled", "NumPy"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test runs with the compiled kernel, if it can be built here, and without."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HEADRACE_KERNEL", "0" if request.param == "NumPy" else "1")
+        load_kernel.cache_clear()
+        if load_kernel() is None and request.param == "compiled":
+            pytest.skip("there is no C compiler")
+        yield
+    load_kernel.cache_clear()
 
 
 def cut(values: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:

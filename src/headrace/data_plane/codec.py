@@ -31,6 +31,7 @@ from headrace.distributed.ragged import (
     offsets_from_lengths,
     ragged_from_nested,
     row_lengths,
+    shape_of,
     wraps,
 )
 from headrace.errors import SchemaError
@@ -197,12 +198,10 @@ class RowPacker:
     def __init__(
         self, lengths: torch.Tensor | Sequence[int], per_token: frozenset[str] = frozenset()
     ) -> None:
-        self.lengths = row_lengths(lengths)
-        self.rows = len(self.lengths)
-        self._longest = int(self.lengths.max()) if self.rows else 0
+        self._layout = RowLayout(lengths)
+        self.lengths, self.rows = self._layout.lengths, self._layout.rows
         self._offsets: torch.Tensor | None = None
         self._per_token = per_token
-        self._layouts: dict[int, RowLayout] = {}
 
     def is_declared(self, name: str) -> bool:
         """Return whether `pack` holds a column to a declaration."""
@@ -218,8 +217,9 @@ class RowPacker:
         Raises:
             SchemaError: naming the column, and the row and sizes where there is one.
         """
-        if column.ndim == 0 or column.shape[0] != self.rows:
-            got = "no rows" if column.ndim == 0 else f"{column.shape[0]} rows"
+        shape = shape_of(column)
+        if not shape or shape[0] != self.rows:
+            got = f"{shape[0]} rows" if shape else "no rows"
             raise SchemaError(f"column '{name}' has {got}; expected {self.rows}, one per sample")
         spec = FIELDS.get(name)
         if name in self._per_token or (spec and spec.kind is Kind.PER_TOKEN):
@@ -233,30 +233,30 @@ class RowPacker:
         return column
 
     def _pack_per_token(self, name: str, column: torch.Tensor, spec: FieldSpec | None) -> torch.Tensor:
-        if spec and spec.broadcast and column.dim() == 1:
+        shape = shape_of(column)
+        if spec and spec.broadcast and len(shape) == 1:
             return column
-        check_trailing_dims(name, column.dim(), spec)
+        check_trailing_dims(name, len(shape), spec)
         if is_nested(column):
             return self._pack_nested(name, column)
-        width = column.shape[1]
-        if width < self._longest:
+        width = shape[1]
+        if width < self._layout.longest:
             row = int((self.lengths > width).nonzero()[0])
             raise SchemaError(
                 f"column '{name}' is {width} tokens wide; row {row} has {int(self.lengths[row])} tokens. "
                 "Give a per-token column one entry for every token of its row"
             )
-        if width not in self._layouts:
-            self._layouts[width] = RowLayout(self.lengths, width)
-        layout = self._layouts[width]
-        self._offsets = layout.offsets if self._offsets is None else self._offsets
-        return nested_from_ragged(layout.strip(column), self._offsets)
+        if width != self._layout.width:
+            self._layout = self._layout.with_width(width)
+        self._offsets = self._layout.offsets if self._offsets is None else self._offsets
+        return nested_from_ragged(self._layout.strip(column), self._offsets)
 
     def _pack_nested(self, name: str, column: torch.Tensor) -> torch.Tensor:
         values, offsets, ragged_dim = ragged_from_nested(column)
         if ragged_dim != 1:
             raise SchemaError(f"column '{name}' is ragged in dimension {ragged_dim}; tokens are dimension 1")
-        got = offsets.diff()
-        if not torch.equal(got, self.lengths):
+        if offsets is not self._offsets and not torch.equal(offsets, self._layout.offsets):
+            got = offsets.diff()
             row = int((got != self.lengths).nonzero()[0])
             raise SchemaError(
                 f"column '{name}' has {int(got[row])} tokens in row {row}; its sequence length is "
@@ -397,7 +397,7 @@ class _Padder:
 
     def _layout(self, offsets: torch.Tensor) -> RowLayout:
         for layout in self._layouts:
-            if torch.equal(layout.offsets, offsets):
+            if layout.offsets is offsets or torch.equal(layout.offsets, offsets):
                 return layout
         lengths = offsets.diff()
         longest = int(lengths.max()) if len(lengths) else 0

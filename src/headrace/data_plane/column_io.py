@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from headrace.data_plane.codec import RowPacker, materialize, nest, stack_or_nest, wire_dict
+from headrace.data_plane.codec import RowPacker, materialize, nest, stack_or_nest
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.leaves import wire_tensordict
 from headrace.data_plane.object_codec import ObjectArray, object_array
 from headrace.data_plane.schema import (
     FIELDS,
@@ -148,7 +149,7 @@ def pack_columns(
         packed[name] = packer.pack(name, column)
         if isinstance(column, torch.Tensor):
             check_dtype(name, dtype_of(column))
-    return wire_dict(packed, rows=packer.rows)
+    return wire_tensordict(packed, packer.rows)
 
 
 def as_column(name: str, value: Any) -> torch.Tensor | ObjectArray:

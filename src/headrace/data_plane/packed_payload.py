@@ -1,39 +1,43 @@
-"""A put's columns as one flat buffer, cut into blocks that can be stored and fetched one by one.
+"""A put's columns cut into blocks, which are stored and fetched one by one.
 
 A block holds consecutive rows of one column; a column has as many blocks as keep the bytes of a block between
 `MIN_BLOCK_BYTES` and `MAX_BLOCK_BYTES` and a sixteenth of the column, so that a reader of some rows moves
 little more than it needs. What the rows are (dtype, shape, kind) is not in the block: a `BlockInfo` says it.
 
-Wire, little-endian, every part padded to 16 bytes so that any dtype can be viewed in place: header (magic,
-version, whether there are offsets, rows, bytes of values, a number drawn for this block), row offsets (int64,
-rows + 1; ragged and object rows only), values.
+A block is two frames of bytes, a head and the values, which are the caller's own memory: a transport that sends
+both copies nothing. Head, little-endian, every part padded to 16 bytes: magic, version, whether there are offsets,
+rows, bytes of values, a number drawn for this block, bytes of a token (or of a row, if all are alike); then the
+row offsets in tokens (int64, rows + 1; ragged and object rows only).
 """
 
 import secrets
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from headrace.data_plane.adapters.local_chunks import Buffers, Chunk, Form, chunk_from_buffers
-from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS
+from headrace.data_plane.schema import INPUT_LENGTHS, PER_TOKEN_FIELDS
+from headrace.distributed import ragged_cpu
+from headrace.distributed.ragged import offsets_from_lengths
+from headrace.distributed.ragged_cpu import Bytes, Ints
 from headrace.errors import TransportError
 
 MIN_BLOCK_BYTES = 512 * 1024
 MAX_BLOCK_BYTES = 4 * 1024 * 1024
 _BLOCKS_PER_COLUMN = 16
 
-_HEADER = struct.Struct("<4sHHqqQ")
-_MAGIC, _VERSION = b"HRPB", 1
+_HEADER = struct.Struct("<4sHHqqQq")
+_MAGIC, _VERSION = b"HRPB", 2
 _ALIGN = 16
 
-Ints = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
+Lengths = NDArray[np.int32]
 
 
 class BlockError(TransportError):
@@ -53,17 +57,41 @@ class BlockInfo(NamedTuple):
     rows: int
     nbytes: int
     slot: int = -1
-    row_lengths: Ints | None = None
-    """Tokens per row, of the columns that say how long samples are."""
+
+    @property
+    def flat_bytes(self) -> int:
+        """Bytes of the block as one piece."""
+        return _padded(self.nbytes)
+
+
+class Frames(NamedTuple):
+    """The bytes of a block, flat uint8 each."""
+
+    head: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def split(cls, flat: torch.Tensor) -> Self:
+        """Return the frames of a block that lies in one piece, sharing its memory.
+
+        Raises:
+            BlockError: bytes that are none of a block.
+        """
+        start = _Head.read(flat).size
+        return cls(flat[:start], flat[start:])
 
 
 @dataclass(frozen=True)
 class PackedColumns:
-    """The blocks of a put: block i of `blocks` is `buffer[bounds[i] : bounds[i + 1]]`."""
+    """The blocks of a put, and the frames of each in the order of `blocks`; values share the columns' memory.
 
-    buffer: torch.Tensor
-    bounds: list[int]
+    `lengths` has the tokens of each row for the columns that say how long samples are; columns that agree share
+    one array.
+    """
+
     columns: dict[str, list[BlockInfo]]
+    frames: list[Frames]
+    lengths: dict[str, Lengths]
 
     def placed(self, slots: Sequence[int]) -> dict[str, list[BlockInfo]]:
         """Return the columns' blocks with the slots that the transport gave, in the order of `blocks`."""
@@ -78,43 +106,132 @@ class PackedColumns:
         """All blocks, in the order of their bytes."""
         return [block for blocks in self.columns.values() for block in blocks]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.nbytes for block in self.blocks)
 
-def pack(chunks: Mapping[str, Chunk], key_prefix: str) -> PackedColumns:
-    """Copy columns into one buffer; block i gets the key `<key_prefix>.<i>`."""
-    plans = [(name, chunk, part) for name, chunk in chunks.items() for part in _parts(chunk)]
-    bounds = np.cumsum([0, *(part.nbytes for _, _, part in plans)]).tolist()
-    buffer = np.empty(bounds[-1], np.uint8)
+    @cached_property
+    def bounds(self) -> list[int]:
+        """Where each block begins in `buffer`, and its end."""
+        return [0, *accumulate(block.flat_bytes for block in self.blocks)]
+
+    @cached_property
+    def buffer(self) -> torch.Tensor:
+        """A copy of all blocks in one piece each: block i is `buffer[bounds[i] : bounds[i + 1]]`."""
+        buffer = np.empty(self.bounds[-1], np.uint8)
+        for (start, stop), (head, values) in zip(pairwise(self.bounds), self.frames, strict=True):
+            middle, end = start + len(head), start + len(head) + len(values)
+            # NumPy's copy is one memcpy; torch's wakes its thread pool.
+            buffer[start:middle], buffer[middle:end], buffer[end:stop] = head.numpy(), values.numpy(), 0
+        return torch.from_numpy(buffer)
+
+
+def pack(
+    chunks: Mapping[str, Chunk], key_prefix: str, min_block_bytes: int = MIN_BLOCK_BYTES
+) -> PackedColumns:
+    """Cut columns into blocks; block i gets the key `<key_prefix>.<i>`.
+
+    Blocks of `MAX_BLOCK_BYTES` at least are for a transport that gives single rows of them.
+    """
     columns: dict[str, list[BlockInfo]] = {name: [] for name in chunks}
-    for index, (name, chunk, part) in enumerate(plans):
-        number = secrets.randbits(64)
-        part.write(buffer[bounds[index] : bounds[index + 1]], number)
-        lengths = _row_lengths(name, chunk, part)
-        block = BlockInfo(
-            f"{key_prefix}.{index}", number, chunk.form, part.rows, part.nbytes, row_lengths=lengths
-        )
-        columns[name].append(block)
-    return PackedColumns(torch.from_numpy(buffer), bounds, columns)
+    frames: list[Frames] = []
+    for name, chunk in chunks.items():
+        for part in _parts(chunk, min_block_bytes):
+            number = secrets.randbits(64)
+            head, values = part.head(number), part.values
+            key, size = f"{key_prefix}.{len(frames)}", len(head) + len(values)
+            columns[name].append(BlockInfo(key, number, chunk.form, part.rows, size))
+            frames.append(Frames(head, values))
+    return PackedColumns(columns, frames, _row_lengths(chunks))
 
 
-def unpack(block: BlockInfo, data: torch.Tensor) -> Chunk:
-    """Return the rows of a block around its bytes.
+def unpack(block: BlockInfo, data: torch.Tensor | Frames, rows: int | None = None) -> Chunk:
+    """Return the rows of a block around its bytes; `rows` is how many `select_rows` has left of them.
 
     Raises:
         BlockError: bytes that are not those of this block.
     """
-    if data.dtype != torch.uint8 or data.dim() != 1 or len(data) != block.nbytes:
-        raise BlockError(
-            f"block '{block.key}' came back as {data.dtype} of shape {tuple(data.shape)}; expected {block.nbytes} bytes"
-        )
-    header = _HEADER.unpack(data[: _HEADER.size].numpy().tobytes())
-    magic, version, has_offsets, rows, value_bytes, number = header
-    if (magic, version, rows, number) != (_MAGIC, _VERSION, block.rows, block.number):
+    if isinstance(data, torch.Tensor):
+        if data.dtype != torch.uint8 or data.dim() != 1 or len(data) != block.flat_bytes:
+            raise BlockError(
+                f"block '{block.key}' came back as {data.dtype} of shape {tuple(data.shape)}; expected "
+                f"{block.flat_bytes} bytes"
+            )
+        data = Frames.split(data)
+    head = _Head.read(data.head)
+    if (head.number, head.rows) != (block.number, block.rows if rows is None else rows):
         raise BlockError(f"block '{block.key}' came back with the bytes of another block")
-    start, offsets = _HEADER.size, None
-    if has_offsets:
-        offsets = data[start : start + 8 * (rows + 1)].view(torch.int64)
-        start += _padded(8 * (rows + 1))
-    return chunk_from_buffers(block.form, rows, data[start : start + value_bytes], offsets)
+    if len(data.values) < head.value_bytes or len(data.head) != head.size:
+        raise BlockError(
+            f"block '{block.key}' came back with {len(data.values)} bytes of values; expected {head.value_bytes}"
+        )
+    return chunk_from_buffers(block.form, head.rows, data.values[: head.value_bytes], head.offsets(data.head))
+
+
+def select_rows(frames: Frames, rows: Ints) -> Frames:
+    """Return a block of the same number with only `rows` of it, in that order.
+
+    Raises:
+        BlockError: bytes that are none of a block.
+    """
+    head = _Head.read(frames.head)
+    taken, offsets = _taken(frames.values.numpy(), head, head.offsets(frames.head), rows)
+    new_head = _head(len(rows), len(taken), head.number, head.unit, offsets)
+    return Frames(torch.from_numpy(new_head), torch.from_numpy(taken))
+
+
+def _taken(
+    values: Bytes, head: "_Head", offsets: torch.Tensor | None, rows: Ints
+) -> tuple[Bytes, torch.Tensor | None]:
+    """Return the bytes of some rows of a block, and their offsets."""
+    if offsets is None:
+        return values[: head.value_bytes].reshape(head.rows, head.unit)[rows].reshape(-1), None
+    bounds = offsets.numpy()
+    starts, lengths = bounds[rows], bounds[rows + 1] - bounds[rows]
+    new_offsets = offsets_from_lengths(torch.from_numpy(lengths))
+    if not head.unit or not lengths.any():
+        return values[:0], new_offsets
+    taken = ragged_cpu.gather_spans(values, starts, lengths, head.unit)
+    return np.frombuffer(taken, np.uint8), new_offsets
+
+
+class _Head(NamedTuple):
+    """What the head of a block says."""
+
+    has_offsets: bool
+    rows: int
+    value_bytes: int
+    number: int
+    unit: int
+
+    @classmethod
+    def read(cls, data: torch.Tensor) -> "_Head":
+        if len(data) >= _HEADER.size:
+            magic, version, has_offsets, *rest = _HEADER.unpack(data[: _HEADER.size].numpy().tobytes())
+            if (magic, version) == (_MAGIC, _VERSION):
+                return cls(bool(has_offsets), *rest)
+        raise BlockError(f"{len(data)} bytes came back that are no block")
+
+    @property
+    def size(self) -> int:
+        """Bytes of the head."""
+        return _padded(_HEADER.size) + (_padded(8 * (self.rows + 1)) if self.has_offsets else 0)
+
+    def offsets(self, data: torch.Tensor) -> torch.Tensor | None:
+        """Return the row offsets in tokens."""
+        start = _padded(_HEADER.size)
+        return data[start : start + 8 * (self.rows + 1)].view(torch.int64) if self.has_offsets else None
+
+
+def _head(rows: int, value_bytes: int, number: int, unit: int, offsets: torch.Tensor | None) -> Bytes:
+    start = _padded(_HEADER.size)
+    head = np.zeros(start + (0 if offsets is None else _padded(8 * (rows + 1))), np.uint8)
+    fields = (_MAGIC, _VERSION, int(offsets is not None), rows, value_bytes, number, unit)
+    head[: _HEADER.size] = np.frombuffer(_HEADER.pack(*fields), np.uint8)
+    if offsets is not None:
+        head[start : start + 8 * (rows + 1)] = offsets.numpy().view(np.uint8)
+    return head
 
 
 class _Part(NamedTuple):
@@ -145,53 +262,47 @@ class _Part(NamedTuple):
         return int(offsets[self.start]) * unit, int(offsets[self.stop]) * unit
 
     @property
-    def nbytes(self) -> int:
+    def values(self) -> torch.Tensor:
+        """Return the part's bytes, sharing memory."""
+        return self.source.values[slice(*self.span)]
+
+    def head(self, number: int) -> torch.Tensor:
+        """Return the head of the part's block."""
         start, stop = self.span
-        offset_bytes = 0 if self.source.offsets is None else _padded(8 * (self.rows + 1))
-        return _HEADER.size + offset_bytes + _padded(stop - start)
-
-    def write(self, target: Bytes, number: int) -> None:
-        """Fill `target`, which has `nbytes`."""
-        first, last = self.span
-        offsets = self.offsets
-        fields = (_MAGIC, _VERSION, int(offsets is not None), self.rows, last - first, number)
-        target[: _HEADER.size] = np.frombuffer(_HEADER.pack(*fields), np.uint8)
-        start = _HEADER.size
-        if offsets is not None:
-            size = 8 * (self.rows + 1)
-            target[start : start + size] = offsets.numpy().view(np.uint8)
-            target[start + size : start + _padded(size)] = 0
-            start += _padded(size)
-        # NumPy's copy is one memcpy; torch's wakes its thread pool.
-        target[start : start + last - first] = self.source.values[first:last].numpy()
-        target[start + last - first :] = 0
+        return torch.from_numpy(_head(self.rows, stop - start, number, self.source.unit, self.offsets))
 
 
-def _parts(chunk: Chunk) -> Iterator[_Part]:
+def _parts(chunk: Chunk, min_bytes: int) -> Iterator[_Part]:
     source = chunk.buffers()
     if source.offsets is None:
         ends = np.arange(len(chunk) + 1, dtype=np.int64) * source.unit
     else:
         ends = source.offsets.numpy() * source.unit
-    for start, stop in pairwise(_cuts(ends - ends[0])):
+    for start, stop in pairwise(_cuts(ends - ends[0], min_bytes)):
         yield _Part(source, start, stop)
 
 
-def _cuts(ends: Ints) -> Sequence[int]:
+def _cuts(ends: Ints, min_bytes: int) -> Sequence[int]:
     """Return the rows at which blocks start, and the number of rows."""
     rows, total = len(ends) - 1, int(ends[-1])
-    size = min(max(total // _BLOCKS_PER_COLUMN, MIN_BLOCK_BYTES), MAX_BLOCK_BYTES)
+    size = min(max(total // _BLOCKS_PER_COLUMN, min_bytes), MAX_BLOCK_BYTES)
     inner = np.searchsorted(ends, np.arange(size, total, size), side="left")
     cuts: list[int] = np.unique(np.concatenate([[0], inner, [rows]])).tolist()
     return cuts
 
 
-def _row_lengths(name: str, chunk: Chunk, part: _Part) -> Ints | None:
-    if name == INPUT_IDS and chunk.form.kind == "ragged" and part.offsets is not None:
-        return part.offsets.diff().numpy()
-    if name == INPUT_LENGTHS and chunk.form.kind == "dense" and chunk.form.dtype is not None:
-        return part.source.values[slice(*part.span)].view(chunk.form.dtype).to(torch.int64).numpy()
-    return None
+def _row_lengths(chunks: Mapping[str, Chunk]) -> dict[str, Lengths]:
+    found: dict[str, Lengths] = {}
+    for name, chunk in chunks.items():
+        form, mine = chunk.form, None
+        if name in PER_TOKEN_FIELDS and form.kind == "ragged" and form.ragged_dim == 1:
+            offsets = chunk.buffers().offsets
+            mine = None if offsets is None else offsets.diff().to(torch.int32).numpy()
+        elif name == INPUT_LENGTHS and form.kind == "dense" and form.dtype is not None:
+            mine = chunk.buffers().values.view(form.dtype).to(torch.int32).numpy()
+        if mine is not None:
+            found[name] = next((known for known in found.values() if np.array_equal(known, mine)), mine)
+    return found
 
 
 def _padded(size: int) -> int:

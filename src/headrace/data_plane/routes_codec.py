@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
 
 _MARKS = {
@@ -237,7 +238,7 @@ def _narrow_into(target: torch.Tensor, rows: torch.Tensor, num_experts: int, sam
     """Copy `rows` into `target` of another dtype; -1 becomes the mark as the conversion wraps."""
     if not holds_experts(rows.dtype, num_experts, rows.shape[-1]):
         raise SchemaError(f"routes of sample {sample}: dtype {rows.dtype} cannot hold {num_experts} experts")
-    if rows.numel() == 0:
+    if rows.numel() == 0 or _narrowed_at_once(target, rows, num_experts):
         return
     signed = signed_routes(rows) if rows.dtype in _UNSIGNED else rows
     low, high = (int(v) for v in signed.aminmax())
@@ -245,6 +246,16 @@ def _narrow_into(target: torch.Tensor, rows: torch.Tensor, num_experts: int, sam
         bad = low if low < -1 else high
         raise SchemaError(f"routes of sample {sample}: expert id {bad}; expected -1 or 0..{num_experts - 1}")
     target.copy_(signed)
+
+
+def _narrowed_at_once(target: torch.Tensor, rows: torch.Tensor, num_experts: int) -> bool:
+    """Copy and check in one pass, where there is a kernel for it; false if not, or if an id is out of range."""
+    sizes, kernel = (rows.element_size(), target.element_size()), load_kernel()
+    on_host = rows.device.type == "cpu" and target.device.type == "cpu" and target.is_contiguous()
+    if kernel is None or not on_host or rows.dtype in _UNSIGNED or not kernel.can_narrow(*sizes):
+        return False
+    given = rows.contiguous()
+    return kernel.narrow(given.data_ptr(), sizes[0], given.numel(), num_experts, target.data_ptr(), sizes[1])
 
 
 def _columns(ids: torch.Tensor) -> torch.Tensor:

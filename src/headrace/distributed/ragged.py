@@ -9,16 +9,18 @@ CPU; make one RowLayout for columns that share their lengths.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from copy import copy
 from math import copysign, prod
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from headrace.distributed import ragged_cpu
 from headrace.distributed.ragged_cpu import Bytes, Ints, TailWindows
+from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
 
 PadValue = int | float | bool
@@ -41,14 +43,20 @@ def row_lengths(lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
         checked = lengths.detach().to("cpu", torch.int64).contiguous()
     else:
         checked = torch.tensor(list(lengths), dtype=torch.int64)
-    if len(checked) and int(checked.min()) < 0:
-        row = int((checked < 0).nonzero()[0])
-        raise SchemaError(f"row {row} has length {int(checked[row])}; expected 0 or more")
+    numbers: Ints = checked.numpy()
+    if numbers.min(initial=0) < 0:
+        row = int(numbers.argmin())
+        raise SchemaError(f"row {row} has length {numbers[row]}; expected 0 or more")
     return checked
 
 
 def offsets_from_lengths(lengths: torch.Tensor) -> torch.Tensor:
     """Return (N + 1,) int64 offsets on the device of `lengths`: [3, 0, 2] gives [0, 3, 3, 5]."""
+    if lengths.device.type == "cpu":
+        # Fewer kernels to warm up than torch's: half the time of a call after other work.
+        counted = np.zeros(lengths.shape[0] + 1, np.int64)
+        np.cumsum(lengths.numpy(), out=counted[1:])
+        return torch.from_numpy(counted)
     offsets = torch.zeros(lengths.shape[0] + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
@@ -80,15 +88,30 @@ class RowLayout:
     def __init__(self, lengths: torch.Tensor | Sequence[int], width: int | None = None) -> None:
         self.lengths = row_lengths(lengths)
         self.rows = len(self.lengths)
-        longest = int(self.lengths.max()) if self.rows else 0
-        self.width = longest if width is None else width
-        if longest > self.width:
-            row = int(self.lengths.argmax())
-            raise SchemaError(f"row {row} has length {longest}; the padded width is {self.width}")
+        self.longest = int(self.lengths.numpy().max(initial=0))
         self.offsets = offsets_from_lengths(self.lengths)
-        self.total = int(self.offsets[-1])
-        self.is_full = self.total == self.rows * self.width
+        self._offsets: Ints = self.offsets.numpy()
+        self.total = int(self._offsets[-1])
+        self._set_width(self.longest if width is None else width)
+
+    def _set_width(self, width: int) -> None:
+        if self.longest > width:
+            row = int(self.lengths.numpy().argmax())
+            raise SchemaError(f"row {row} has length {self.longest}; the padded width is {width}")
+        self.width = width
+        self.is_full = self.total == self.rows * width
         self._positions: dict[torch.device, torch.Tensor] = {}
+        self._tails: TailWindows | None = None
+
+    def with_width(self, width: int) -> "RowLayout":
+        """Return the same rows, around the same offsets, for a padded form of another width.
+
+        Raises:
+            SchemaError: a row longer than `width`.
+        """
+        other = copy(self)
+        other._set_width(width)
+        return other
 
     def pad(self, values: torch.Tensor, pad_value: PadValue = 0) -> torch.Tensor:
         """Return values (total, ...) as (N, width, ...), `pad_value` after each row's end.
@@ -108,10 +131,19 @@ class RowLayout:
         step = prod(values.shape[1:]) * values.element_size()
         if not step or not self.total:
             return _filler(pad_value, values).new_full(shape, pad_value)
-        fill, data = _fill_bytes(pad_value, values, step), byte_view(values)
+        fill = _fill_bytes(pad_value, values, step)
+        if kernel := load_kernel():
+            source, out = values.contiguous(), _fresh(shape, values.dtype)
+            rest, span = fill * self.width if any(fill) else None, self.width * step
+            offsets = self.offsets.data_ptr()
+            kernel.pad(source.data_ptr(), offsets, self.rows, step, span, rest, out.data_ptr())
+            return out
+        data = byte_view(values)
         if self.width * step >= ragged_cpu.LONG_ROW_BYTES:
             rows = ragged_cpu.pad_long_rows(data, self._offsets, self.width, fill)
         else:
+            if self._tails is None:
+                self._tails = ragged_cpu.tail_windows(self.lengths.numpy(), self.width)
             rows = ragged_cpu.pad_short_rows(data, self._offsets, self.width, fill, self._tails)
         return _tensor(rows, values.dtype, shape)
 
@@ -133,22 +165,20 @@ class RowLayout:
         if not self.total or not padded.numel():
             return padded.new_empty(shape)
         step = prod(padded.shape[2:]) * padded.element_size()
+        if kernel := load_kernel():
+            source, out = _with_whole_rows(padded), _fresh(shape, padded.dtype)
+            row_step = source.stride(0) * source.element_size()
+            offsets = self.offsets.data_ptr()
+            kernel.strip(source.data_ptr(), row_step, offsets, self.rows, step, out.data_ptr())
+            return out
         buffer, row_step = _row_buffer(padded)
         wasted = (self.width - self.total // self.rows) * step
-        if self.width * step >= ragged_cpu.LONG_STRIP_BYTES or wasted > ragged_cpu.WASTED_BYTES:
+        if wasted > ragged_cpu.WASTED_BYTES:
             starts = np.arange(self.rows) * row_step
             joined = ragged_cpu.join_spans(buffer, starts, starts + self.lengths.numpy() * step)
             return _tensor(joined, padded.dtype, shape)
         stripped = ragged_cpu.strip_short_rows(buffer, row_step, self._offsets, self.width, step)
         return _tensor(stripped, padded.dtype, shape)
-
-    @cached_property
-    def _tails(self) -> TailWindows:
-        return ragged_cpu.tail_windows(self.lengths.numpy(), self.width)
-
-    @property
-    def _offsets(self) -> Ints:
-        return self.offsets.numpy()
 
     def _padded_positions(self, device: torch.device) -> torch.Tensor:
         if device not in self._positions:
@@ -193,7 +223,14 @@ def gather_spans(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tens
         return _take(values, indices.to(values.device, non_blocking=True))
     if not shape[0] or not values.numel():
         return values.new_empty(shape)
-    step = values[0].numel() * values.element_size()
+    step = prod(values.shape[1:]) * values.element_size()
+    if kernel := load_kernel():
+        source, out = values.contiguous(), _fresh(shape, values.dtype)
+        starts, lengths = starts.contiguous(), lengths.contiguous()
+        kernel.gather(
+            source.data_ptr(), starts.data_ptr(), lengths.data_ptr(), len(starts), step, out.data_ptr()
+        )
+        return out
     gathered = ragged_cpu.gather_spans(byte_view(values), starts.numpy(), lengths.numpy(), step)
     return _tensor(gathered, values.dtype, shape)
 
@@ -214,6 +251,11 @@ def gather_dense(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def is_nested(tensor: torch.Tensor) -> bool:
     """Return `tensor.is_nested`; for a jagged tensor that attribute takes forty times as long."""
     return isinstance(tensor, NestedTensor) or tensor.is_nested
+
+
+def shape_of(column: torch.Tensor | NDArray[Any]) -> Sequence[int]:
+    """Return `column.shape`, as fast for a jagged tensor as for another; its ragged size is symbolic."""
+    return column._size if isinstance(column, NestedTensor) else column.shape
 
 
 def dtype_of(tensor: torch.Tensor) -> torch.dtype:
@@ -264,7 +306,8 @@ def ragged_from_nested(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     if ragged_dim != 1:
         values = values.movedim(ragged_dim - 1, 0)
     offsets, lengths = jagged.offsets().cpu().to(torch.int64), jagged.lengths()
-    if lengths is None and int(offsets[0]) == 0 and int(offsets[-1]) == values.shape[0]:
+    bounds = offsets.numpy()
+    if lengths is None and bounds[0] == 0 and bounds[-1] == values.shape[0]:
         return values, offsets, ragged_dim
     sizes = offsets.diff() if lengths is None else lengths.cpu().to(torch.int64)
     return gather_spans(values, offsets[: len(sizes)], sizes), offsets_from_lengths(sizes), ragged_dim
@@ -327,19 +370,32 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     detached = tensor.detach()
     if detached.device.type != "cpu":
         return detached.cpu().contiguous()
-    if not detached.is_contiguous() or detached.nbytes < ragged_cpu.FRESH_BYTES:
+    if detached.nbytes < ragged_cpu.FRESH_BYTES or not detached.is_contiguous():
         return detached.clone(memory_format=torch.contiguous_format)
     return _tensor(byte_view(detached).copy(), detached.dtype, tuple(detached.shape))
 
 
+def _with_whole_rows(padded: torch.Tensor) -> torch.Tensor:
+    """Return the tensor if each of its rows is one piece of memory, wherever that lies; else a contiguous copy."""
+    return padded if padded.is_contiguous() or padded[0].is_contiguous() else padded.contiguous()
+
+
 def _row_buffer(padded: torch.Tensor) -> tuple[Bytes, int]:
     """Return a flat byte view over all rows, which may lie apart, and the bytes from one to the next."""
-    row = prod(padded.shape[1:])
-    if padded.is_contiguous() or not padded[0].is_contiguous():
-        return byte_view(padded), row * padded.element_size()
-    row_step = padded.stride(0)
-    elements = (padded.shape[0] - 1) * row_step + row
-    return byte_view(padded.detach().as_strided((elements,), (1,))), row_step * padded.element_size()
+    row, whole = prod(padded.shape[1:]), _with_whole_rows(padded)
+    if whole.is_contiguous():
+        return byte_view(whole), row * whole.element_size()
+    row_step = whole.stride(0)
+    elements = (whole.shape[0] - 1) * row_step + row
+    return byte_view(whole.detach().as_strided((elements,), (1,))), row_step * whole.element_size()
+
+
+def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory of arbitrary content; where it is large, NumPy's, which asks for huge pages as torch does not."""
+    size = prod(shape) * dtype.itemsize
+    if size < ragged_cpu.FRESH_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)
 
 
 def _tensor(data: Bytes | bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

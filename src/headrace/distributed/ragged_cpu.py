@@ -17,10 +17,8 @@ Ints = NDArray[np.int64]
 TailWindows = Sequence[tuple[int, Ints]]
 
 LONG_ROW_BYTES = 4_096
-"""Padded rows of at least this size are padded one by one."""
-LONG_STRIP_BYTES = 8_192
-"""Padded rows of at least this size are packed one by one."""
-WASTED_BYTES = 4_096
+"""Padded rows of at least this size are padded one by one, and spans of this mean size joined so."""
+WASTED_BYTES = 8_192
 """Padding per row above which packing goes row by row: copying the padding would cost more."""
 FRESH_BYTES = 33_554_432
 """Size from which malloc takes a buffer fresh from the system each time, so that huge pages pay."""
@@ -129,7 +127,7 @@ def join_spans(source: Bytes, starts: Ints, stops: Ints) -> Bytes | bytearray:
         return bytearray().join([view[a:b] for a, b in spans])
     out = np.empty(total, np.uint8)
     target, first = out.data, 0
-    if total > WASTED_BYTES * len(spans):
+    if total > LONG_ROW_BYTES * len(spans):
         for start, stop in spans:
             end = first + stop - start
             target[first:end] = view[start:stop]

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
-from headrace.data_plane.adapters.local_chunks import Chunk, chunk_from_leaf
+from headrace.data_plane.adapters.local_chunks import Chunk, OwnOffsets, chunk_from_leaf
 from headrace.data_plane.adapters.local_partition import Partition
 from headrace.data_plane.adapters.local_store import LocalStore, RowFacts
 from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags, id_list
@@ -127,7 +127,8 @@ class LocalDataPlaneClient(DataPlaneClient):
         ids = checked_ids(sample_ids)
         copied_tags = checked_tags(tags, len(ids))
         leaves = checked_leaves(fields, len(ids))
-        chunks = {name: [chunk_from_leaf(name, leaf, ids).copy()] for name, leaf in leaves.items()}
+        shared = OwnOffsets()
+        chunks = {name: [chunk_from_leaf(name, leaf, ids).copy(shared)] for name, leaf in leaves.items()}
         facts = store.put(partition_id, ids, chunks, copied_tags)
         return _meta(partition_id, "", list(chunks), facts)
 

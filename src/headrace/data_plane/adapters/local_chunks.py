@@ -71,6 +71,21 @@ class Buffers(NamedTuple):
     unit: int
 
 
+class OwnOffsets:
+    """Copies of offsets that several columns have in common: each is copied once, and the copy is shared."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy_of(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Return offsets equal to these in fresh memory, or those that were returned for equal ones."""
+        for given, own in self._known:
+            if given is offsets or torch.equal(given, offsets):
+                return own
+        self._known.append((offsets, offsets.clone()))
+        return self._known[-1][1]
+
+
 class Chunk(RowBlock):
     """Rows of one form, in memory."""
 
@@ -87,8 +102,8 @@ class Chunk(RowBlock):
         """Return rows in any order, repeats included, in fresh memory."""
 
     @abstractmethod
-    def copy(self) -> Self:
-        """Return the same rows in fresh CPU memory."""
+    def copy(self, shared: OwnOffsets | None = None) -> Self:
+        """Return the same rows in CPU memory that is fresh, but for offsets that are `shared` with other copies."""
 
     @abstractmethod
     def join(self, others: Sequence[Self]) -> Self:
@@ -134,7 +149,7 @@ class _DenseChunk(Chunk):
     def gather(self, rows: Rows) -> "_DenseChunk":
         return _DenseChunk(gather_dense(self.values, torch.from_numpy(rows)))
 
-    def copy(self) -> "_DenseChunk":
+    def copy(self, shared: OwnOffsets | None = None) -> "_DenseChunk":
         return _DenseChunk(own_copy(self.values))
 
     def join(self, others: Sequence[Self]) -> "_DenseChunk":
@@ -175,8 +190,9 @@ class _RaggedChunk(Chunk):
     def gather(self, rows: Rows) -> "_RaggedChunk":
         return self._with(*gather_rows(self.rows.values, self.rows.offsets, torch.from_numpy(rows)))
 
-    def copy(self) -> "_RaggedChunk":
-        return self._with(own_copy(self.rows.values), self.rows.offsets.clone())
+    def copy(self, shared: OwnOffsets | None = None) -> "_RaggedChunk":
+        offsets = self.rows.offsets
+        return self._with(own_copy(self.rows.values), shared.copy_of(offsets) if shared else offsets.clone())
 
     def join(self, others: Sequence[Self]) -> "_RaggedChunk":
         values = torch.cat([self.rows.values, *(other.rows.values for other in others)])
@@ -195,6 +211,8 @@ class _RaggedChunk(Chunk):
 
     def with_shared_offsets(self, known: list[torch.Tensor]) -> "_RaggedChunk":
         for offsets in known:
+            if offsets is self.rows.offsets:
+                return self
             if torch.equal(offsets, self.rows.offsets):
                 return self._with(self.rows.values, offsets)
         known.append(self.rows.offsets)
@@ -227,7 +245,7 @@ class _ObjectChunk(Chunk):
     def gather(self, rows: Rows) -> "_ObjectChunk":
         return _ObjectChunk(tuple(self.messages[row] for row in rows.tolist()))
 
-    def copy(self) -> "_ObjectChunk":
+    def copy(self, shared: OwnOffsets | None = None) -> "_ObjectChunk":
         return self
 
     def join(self, others: Sequence[Self]) -> "_ObjectChunk":
@@ -272,11 +290,16 @@ def empty_chunk(form: Form) -> Chunk:
     return chunk_from_buffers(form, 0, torch.empty(0, dtype=torch.uint8), offsets)
 
 
-def read_rows(chunks: Sequence[Chunk], chunk_of: Rows, row_of: Rows) -> Chunk:
-    """Return rows `row_of[i]` of `chunks[chunk_of[i]]`, in order, in fresh memory; one chunk at least."""
+def read_rows(
+    chunks: Sequence[Chunk], chunk_of: Rows, row_of: Rows, shared: OwnOffsets | None = None
+) -> Chunk:
+    """Return rows `row_of[i]` of `chunks[chunk_of[i]]`, in order, in fresh memory; one chunk at least.
+
+    Offsets are fresh, too, but for those that are `shared` with other columns.
+    """
     if len(chunks) == 1:
         only, is_fresh = _part(chunks[0], row_of)
-        return only if is_fresh else only.copy()
+        return only if is_fresh else only.copy(shared)
     turns = np.flatnonzero(chunk_of[1:] != chunk_of[:-1]) + 1
     if len(turns) > 2 * len(chunks):
         order = np.argsort(chunk_of, kind="stable")
@@ -290,7 +313,7 @@ def read_rows(chunks: Sequence[Chunk], chunk_of: Rows, row_of: Rows) -> Chunk:
     chunk, is_fresh = parts[0]
     if len(parts) > 1:
         return chunk.join([part for part, _ in parts[1:]])
-    return chunk if is_fresh else chunk.copy()
+    return chunk if is_fresh else chunk.copy(shared)
 
 
 def _part(chunk: Chunk, rows: Rows) -> tuple[Chunk, bool]:

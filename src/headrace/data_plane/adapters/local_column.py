@@ -6,7 +6,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data_plane.adapters.local_chunks import Chunk, Form, RowBlock, Rows, read_rows
+from headrace.data_plane.adapters.local_chunks import Chunk, Form, OwnOffsets, RowBlock, Rows, read_rows
 
 Block = TypeVar("Block", bound=RowBlock)
 
@@ -121,6 +121,6 @@ class Selection(NamedTuple, Generic[Block]):
         return Selection([chunk.lengths() for chunk in self.chunks], self.chunk_of, self.row_of)
 
 
-def read(selection: Selection[Chunk]) -> Chunk:
-    """Return the rows in fresh memory; this needs no lock."""
-    return read_rows(selection.chunks, selection.chunk_of, selection.row_of)
+def read(selection: Selection[Chunk], shared: OwnOffsets | None = None) -> Chunk:
+    """Return the rows in fresh memory, offsets `shared` with other columns; this needs no lock."""
+    return read_rows(selection.chunks, selection.chunk_of, selection.row_of, shared)

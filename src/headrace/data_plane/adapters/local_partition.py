@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.data_plane.adapters.local_chunks import Chunk, Rows
 from headrace.data_plane.adapters.local_column import Block, Column, Selection
+from headrace.data_plane.adapters.partition_lengths import PartitionLengths, says_length
 from headrace.data_plane.checks import shown
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS
 from headrace.errors import DataPlaneError, SampleNotFound, SchemaError
@@ -36,6 +37,7 @@ class Partition(Generic[Block]):
         self._ids: list[str] = []
         self._tags: dict[str, dict[str, Any]] = {}
         self._columns: dict[str, Column[Block]] = {}
+        self._lengths = PartitionLengths()
         self._alive: NDArray[np.bool_] = np.empty(0, bool)
         # A sample's place in the order of all first puts, cleared ones included: groups are made of it.
         self._place: Rows = np.empty(0, np.int64)
@@ -80,7 +82,7 @@ class Partition(Generic[Block]):
         chunks: Mapping[str, Sequence[Block]],
         tags: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        """Refuse a put that would mix forms in a column, or whose tags are outside their enums."""
+        """Refuse a put that would mix forms in a column, or lengths in a row, or whose tags are outside enums."""
         known = slots[slots >= 0]
         for name, parts in chunks.items():
             column = self._columns.get(name)
@@ -90,6 +92,7 @@ class Partition(Generic[Block]):
                     f"column '{name}' of partition '{self.name}' holds {form}; got {parts[0].form}. Put the same "
                     "kind, dtype and shape, overwrite all its rows at once, or use another column name"
                 )
+        self._lengths.check(ids, slots, chunks, lambda some: self._says_length(some, chunks))
         for tag, allowed in self._enums.items():
             for row, values in enumerate(tags or ()):
                 if tag in values and values[tag] not in allowed:
@@ -109,12 +112,26 @@ class Partition(Generic[Block]):
         new = np.flatnonzero(slots < 0)
         if len(new):
             slots[new] = self._add(ids if len(new) == len(ids) else [ids[row] for row in new.tolist()])
+        if len(ids):
+            self._lengths.write(slots, chunks)
         for name, parts in chunks.items():
             if len(ids):
                 self._columns.setdefault(name, Column()).write(slots, parts)
         for sample_id, values in zip(ids, tags or ()):
             self._tags.setdefault(sample_id, {}).update(values)
         return slots
+
+    def _says_length(
+        self, slots: Rows, besides: Mapping[str, object]
+    ) -> tuple[str, NDArray[np.bool_]] | None:
+        """Return a column, not among `besides`, that says the length of some of the slots, and of which."""
+        for name, column in self._columns.items():
+            form = column.form
+            if name not in besides and form and says_length(name, form):
+                held = column.held(slots)
+                if held.any():
+                    return name, held
+        return None
 
     def _add(self, ids: Sequence[str]) -> Rows:
         first, count = len(self._ids), len(ids)
@@ -128,6 +145,7 @@ class Partition(Generic[Block]):
             for task, claimed in self._claimed.items():
                 self._claimed[task] = np.append(claimed, np.zeros(more, bool))
         self._alive[slots] = True
+        self._lengths.forget(slots)
         self._place[slots] = np.arange(self._next_place, self._next_place + count)
         self._next_place += count
         return slots
@@ -159,6 +177,7 @@ class Partition(Generic[Block]):
         self._ids = [self._ids[slot] for slot in slots.tolist()]
         self._slot_of = {sample_id: slot for slot, sample_id in enumerate(self._ids)}
         self._alive, self._place = self._alive[slots], self._place[slots]
+        self._lengths.renumber(slots)
         self._claimed = {task: claimed[slots] for task, claimed in self._claimed.items()}
 
     # Reading.

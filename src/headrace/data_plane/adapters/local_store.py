@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
-from headrace.data_plane.adapters.local_chunks import Chunk, Rows
+from headrace.data_plane.adapters.local_chunks import Chunk, OwnOffsets, Rows
 from headrace.data_plane.adapters.local_column import Block, Selection, read
 from headrace.data_plane.adapters.local_partition import Partition
 from headrace.data_plane.checks import shown
@@ -188,9 +188,9 @@ class LocalStore(SampleStore[Chunk]):
     """Partitions with their bytes, in this process."""
 
     def get(self, partition_id: str, ids: list[str], names: Sequence[str]) -> dict[str, Chunk]:
-        """Return columns of rows in fresh memory; raises what `select` raises."""
-        selections = self.select(partition_id, ids, names)
-        return {name: read(selection) for name, selection in selections.items()}
+        """Return columns of rows in memory that is fresh for this call; raises what `select` raises."""
+        selections, shared = self.select(partition_id, ids, names), OwnOffsets()
+        return {name: read(selection, shared) for name, selection in selections.items()}
 
 
 def _lengths(selection: Selection[Chunk] | None) -> list[int] | None:

@@ -10,22 +10,40 @@ import itertools
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import ray
 import torch
 from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters import transfer_queue_cluster as cluster
-from headrace.data_plane.adapters.local_chunks import Chunk, chunk_from_leaf, empty_chunk, read_rows
+from headrace.data_plane.adapters.local_chunks import (
+    Chunk,
+    Form,
+    Rows,
+    chunk_from_leaf,
+    empty_chunk,
+    read_rows,
+)
 from headrace.data_plane.adapters.local_store import RowFacts
 from headrace.data_plane.adapters.transfer_queue_cluster import Deadline, ask
 from headrace.data_plane.adapters.transfer_queue_index import Located
-from headrace.data_plane.adapters.transfer_queue_payloads import PayloadClient
 from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags, id_list
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from headrace.data_plane.packed_payload import BlockError, BlockInfo, PackedColumns, pack, unpack
+from headrace.data_plane.leaves import wire_tensordict
+from headrace.data_plane.packed_payload import (
+    MAX_BLOCK_BYTES,
+    MIN_BLOCK_BYTES,
+    BlockError,
+    BlockInfo,
+    Lengths,
+    PackedColumns,
+    pack,
+    unpack,
+)
 from headrace.errors import ClaimTimeout, DataPlaneError, HeadraceError, TransportError
 
 # A fetch that loses against an overwrite or a clear looks the rows up again.
@@ -52,7 +70,7 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         self._is_closed = False
         self._owns_store = False
         self._engine: cluster.Engine | None = None
-        self._payloads: PayloadClient | None = None
+        self._link: cluster.Link | None = None
         self._prefix = uuid.uuid4().hex[:12]
         self._puts = itertools.count()
         self._owns_ray = cluster.connect_ray(config, may_start=bootstrap)
@@ -88,7 +106,7 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         else:
             attaching = index.check_store.remote(config.store_name)
             ask(attaching, f"attaching to store '{config.store_name}'", deadline.left())
-        self._payloads = cluster.shared_clients.acquire(self._connection, deadline.left())
+        self._link = cluster.shared_links.acquire(self._connection, index, deadline.left())
 
     @property
     def _queue_partition(self) -> str:
@@ -163,20 +181,20 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         copied_tags = checked_tags(tags, len(ids))
         leaves = checked_leaves(fields, len(ids))
         chunks = {name: chunk_from_leaf(name, leaf, ids) for name, leaf in leaves.items()}
-        packed = pack(chunks if ids else {}, f"{self._prefix}.{next(self._puts)}")
+        size = MAX_BLOCK_BYTES if self._open().payloads.gives_rows else MIN_BLOCK_BYTES
+        packed = pack(chunks if ids else {}, f"{self._prefix}.{next(self._puts)}", size)
         deadline = Deadline(self._config.timeout_s)
         columns = packed.placed(self._store_blocks(packed, deadline))
-        facts = self._commit(partition_id, ids, columns, copied_tags, deadline)
+        facts = self._commit(partition_id, ids, columns, copied_tags, packed.lengths, deadline)
         return _meta(partition_id, "", list(chunks), facts)
 
     def _store_blocks(self, packed: PackedColumns, deadline: Deadline) -> list[int]:
-        keys = [block.key for block in packed.blocks]
+        keys, payloads = [block.key for block in packed.blocks], self._open().payloads
         if not keys:
             return []
         try:
-            return self._open().put(
-                self._queue_partition, keys, packed.buffer, packed.bounds, deadline.left()
-            )
+            reserved = payloads.reserve(self._queue_partition, keys)
+            return payloads.put(self._queue_partition, reserved, packed, deadline.left())
         except TransportError:
             self._drop_later(keys)
             raise
@@ -187,10 +205,11 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         ids: list[str],
         columns: Mapping[str, Sequence[BlockInfo]],
         tags: list[dict[str, Any]] | None,
+        lengths: Mapping[str, Lengths],
         deadline: Deadline,
     ) -> RowFacts:
         try:
-            facts: RowFacts = self._ask("put", partition_id, ids, columns, tags, deadline=deadline)
+            facts: RowFacts = self._ask("put", partition_id, ids, columns, tags, lengths, deadline=deadline)
         except TransportError as error:
             # Nobody knows whether the index has the rows, so their blocks stay.
             raise TransportError(f"{error} The rows may have been written") from error
@@ -212,28 +231,35 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         chunks = self._fetch(partition_id, ids, names, deadline)
         offsets: list[torch.Tensor] = []
         columns = {name: chunk.with_shared_offsets(offsets).leaf() for name, chunk in chunks.items()}
-        return TensorDict(columns, batch_size=[len(ids)])
+        return wire_tensordict(columns, len(ids))
 
     def _fetch(
         self, partition_id: str, ids: list[str], names: list[str], deadline: Deadline
     ) -> dict[str, Chunk]:
         for attempt in range(_FETCH_ATTEMPTS):
             located: dict[str, Located] = self._ask("select", partition_id, ids, names, deadline=deadline)
-            wanted = [block for where in located.values() for block in where.blocks] if ids else []
+            reads = {
+                name: _Read.plan(where, self._open().payloads.gives_rows) for name, where in located.items()
+            }
             try:
-                blocks = self._fetch_blocks(wanted, deadline)
+                blocks = self._fetch_blocks(list(reads.values()) if ids else [], deadline)
             except BlockError:
                 if attempt + 1 == _FETCH_ATTEMPTS:
                     raise
                 continue
-            return {name: _gather(where, blocks, len(ids)) for name, where in located.items()}
+            return {name: read.gather(blocks, len(ids)) for name, read in reads.items()}
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _fetch_blocks(self, wanted: Sequence[BlockInfo], deadline: Deadline) -> dict[str, Chunk]:
-        if not wanted:
+    def _fetch_blocks(self, reads: "Sequence[_Read]", deadline: Deadline) -> dict[str, Chunk]:
+        blocks = [block for read in reads for block in read.blocks]
+        rows = [some for read in reads for some in read.rows]
+        if not blocks:
             return {}
-        data = self._open().get(self._queue_partition, wanted, deadline.left())
-        return {block.key: unpack(block, part) for block, part in zip(wanted, data, strict=True)}
+        data = self._open().payloads.get(self._queue_partition, blocks, deadline.left(), rows)
+        return {
+            block.key: unpack(block, part, None if some is None else len(some))
+            for block, part, some in zip(blocks, data, rows, strict=True)
+        }
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
         """Remove rows; None removes all rows of the partition. Ids that are not there are ignored.
@@ -249,9 +275,9 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         self._is_closed = True
         if ray.is_initialized():
             self._close_store()
-        if self._payloads is not None:
-            cluster.shared_clients.release(self._connection)
-            self._payloads = None
+        if self._link is not None:
+            cluster.shared_links.release(self._connection)
+            self._link = None
         if self._engine is not None:
             self._engine.stop()
             self._engine = None
@@ -260,13 +286,13 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
             ray.shutdown()
 
     def _close_store(self) -> None:
-        if not self._owns_store or self._payloads is None:
+        if not self._owns_store or self._link is None:
             return
         limit_s = min(self._config.timeout_s, 30.0)
         try:
             ask(self._index.close_store.remote(self._config.store_name), "closing the store", limit_s)
             if self._engine is None:
-                self._payloads.drop_partition(self._queue_partition, limit_s)
+                self._link.payloads.drop_partition(self._queue_partition, limit_s)
         except TransportError:
             # Whoever started the engine has ended it, and the data with it.
             return
@@ -289,36 +315,65 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
 
     def stored_blocks(self) -> int:
         """Return how many blocks TransferQueue holds for the store; for leak reports."""
-        return len(self._open().keys(self._queue_partition, self._config.timeout_s))
+        return len(self._open().payloads.keys(self._queue_partition, self._config.timeout_s))
 
-    def _open(self) -> PayloadClient:
-        if self._is_closed or self._payloads is None:
+    def _open(self) -> cluster.Link:
+        if self._is_closed or self._link is None:
             raise DataPlaneError("this client is closed; build a new one with build_data_plane_client")
-        return self._payloads
+        return self._link
 
     def _ask(self, operation: str, *arguments: object, deadline: Deadline | None = None) -> Any:
         """Return what the store's index answers, and drop the blocks that it has done with."""
-        payloads = self._open()
+        link = self._open()
         deadline = deadline or Deadline(self._config.timeout_s)
-        reference = self._index.run.remote(self._config.store_name, operation, *arguments)
         what = f"operation '{operation}' of store '{self._config.store_name}'"
-        result, garbage = ask(reference, what, deadline.left())
+        request = (self._config.store_name, operation, *arguments)
+        result, garbage = link.books.ask(request, what, deadline.left())
         if garbage and operation == "clear":
-            payloads.drop(self._queue_partition, garbage, deadline.left())
+            link.payloads.drop(self._queue_partition, garbage, deadline.left())
         elif garbage:
-            payloads.drop_later(self._queue_partition, garbage, self._config.timeout_s)
+            link.payloads.drop_later(self._queue_partition, garbage, self._config.timeout_s)
         return result
 
     def _drop_later(self, keys: Sequence[str]) -> None:
-        self._open().drop_later(self._queue_partition, keys, self._config.timeout_s)
+        self._open().payloads.drop_later(self._queue_partition, keys, self._config.timeout_s)
 
 
-def _gather(where: Located, blocks: Mapping[str, Chunk], rows: int) -> Chunk:
-    if not rows:
-        return empty_chunk(where.form)
-    chunks = [blocks[block.key] for block in where.blocks]
-    # Arrays that Ray hands out are read-only.
-    return read_rows(chunks, where.block_of.copy(), where.row_of.copy())
+class _Read(NamedTuple):
+    """How to read rows of a column: of each block all rows, or some; None in `places`: all, in order.
+
+    Row i of the result is row `places[1][i]` of what comes of block `places[0][i]`.
+    """
+
+    form: Form
+    blocks: list[BlockInfo]
+    rows: list[Rows | None]
+    places: tuple[Rows, Rows] | None
+
+    @classmethod
+    def plan(cls, where: Located, gives_rows: bool) -> Self:
+        """Ask for single rows of a block if they are at most half of it, and the store can give them."""
+        rows: list[Rows | None] = [None] * len(where.blocks)
+        if where.places is None:
+            return cls(where.form, where.blocks, rows, None)
+        block_of, row_of = (numbers.astype(np.int64) for numbers in where.places)
+        if gives_rows:
+            order = np.argsort(block_of, kind="stable")
+            ends = np.cumsum(np.bincount(block_of, minlength=len(rows))).tolist()
+            for number, (start, end) in enumerate(pairwise([0, *ends])):
+                if 2 * (end - start) <= where.blocks[number].rows:
+                    mine = order[start:end]
+                    rows[number], row_of[mine] = row_of[mine], np.arange(end - start)
+        return cls(where.form, where.blocks, rows, (block_of, row_of))
+
+    def gather(self, blocks: Mapping[str, Chunk], count: int) -> Chunk:
+        """Return the `count` rows out of the blocks that came, in fresh memory."""
+        if not count:
+            return empty_chunk(self.form)
+        chunks = [blocks[block.key] for block in self.blocks]
+        if self.places is None:
+            return chunks[0].join(chunks[1:]) if len(chunks) > 1 else chunks[0].copy()
+        return read_rows(chunks, *self.places)
 
 
 def _meta(partition_id: str, task_name: str, fields: list[str], facts: RowFacts) -> KVBatchMeta:

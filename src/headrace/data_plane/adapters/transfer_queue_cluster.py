@@ -8,11 +8,12 @@ client that started it ends it.
 import logging
 import os
 import pickle
+import secrets
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.actor import ActorHandle
@@ -23,14 +24,17 @@ from transfer_queue.storage.simple_storage import SimpleStorageUnit
 
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters import transfer_queue_mooncake as mooncake
+from headrace.data_plane.adapters.transfer_queue_channel import Channel, Endpoint, Server
 from headrace.data_plane.adapters.transfer_queue_index import Indexes
 from headrace.data_plane.adapters.transfer_queue_payloads import Connection, PayloadClient
+from headrace.data_plane.adapters.transfer_queue_units import serve_rows
 from headrace.errors import DataPlaneError, HeadraceError, TransportError
 
 NAMESPACE = "headrace"
 BACKENDS = {"simple": "SimpleStorage", "mooncake_cpu": "MooncakeStore"}
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 15.0
+_PING_TIMEOUT_S = 1.0
 
 
 class Deadline:
@@ -62,9 +66,7 @@ def ask(reference: Any, what: str, limit_s: float) -> Any:
             f"{what}: no answer within {limit_s:.3g} s; if the cluster is only slow, raise data_plane.timeout_s"
         ) from error
     except RayActorError as error:
-        raise TransportError(
-            f"{what}: the process that answers is gone; the store was closed by the client that started it, or it died"
-        ) from error
+        raise _gone(what) from error
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, HeadraceError):
@@ -116,6 +118,19 @@ def start_engine(config: DataPlaneConfig) -> "Engine | None":
         return None
 
 
+class IndexActor(Indexes):
+    """The indexes behind a socket of their node; runs as a Ray actor."""
+
+    def serve(self) -> Endpoint:
+        """Begin to answer `run`, one request after the other."""
+        address = ray.util.get_node_ip_address()
+        server = Server(address, secrets.token_bytes(32), lambda request: self.run(*request))
+        return server.endpoint
+
+    def ping(self) -> None:
+        """Return, as a process does that is alive."""
+
+
 class Engine:
     """The processes that this client has started."""
 
@@ -133,7 +148,7 @@ class Engine:
         deadline = Deadline(config.startup_timeout_s)
         if config.backend == "mooncake_cpu":
             mooncake.check_installed()
-        self.index = _actor(Indexes, name=_index_name(config.backend), namespace=NAMESPACE)
+        self.index = _actor(IndexActor, name=_index_name(config.backend), namespace=NAMESPACE)
         self._actors.append(self.index)
         try:
             connection = self._start(deadline)
@@ -151,7 +166,8 @@ class Engine:
         info = ask(
             controller.get_zmq_server_info.remote(), "starting TransferQueue's controller", deadline.left()
         )
-        return Connection(uuid.uuid4().hex, backend, info, storage)
+        endpoint = ask(self.index.serve.remote(), "starting the index", deadline.left())
+        return Connection(uuid.uuid4().hex, backend, info, storage, endpoint)
 
     def _start_simple(self, deadline: Deadline) -> tuple[str, dict[str, Any]]:
         settings = {
@@ -170,6 +186,8 @@ class Engine:
             f"starting {len(units)} TransferQueue storage units",
             deadline.left(),
         )
+        preparing = [unit.__ray_call__.remote(serve_rows) for unit in units]
+        ask(preparing, f"preparing {len(units)} TransferQueue storage units", deadline.left())
         return BACKENDS["simple"], {"zmq_info": {info.id: info for info in infos}}
 
     def _start_mooncake(self, deadline: Deadline) -> tuple[str, dict[str, Any]]:
@@ -225,33 +243,62 @@ def wait_for_connection(index: ActorHandle[Any], deadline: Deadline) -> Connecti
         time.sleep(_POLL_S)
 
 
-class _SharedClients:
-    """One PayloadClient per engine and process, shared by the process's clients."""
+class Link(NamedTuple):
+    """A process's ways to the bulk and to the books."""
+
+    payloads: PayloadClient
+    books: Channel
+
+    def close(self) -> None:
+        """Disconnect."""
+        self.books.close()
+        self.payloads.close()
+
+
+class _SharedLinks:
+    """One Link per engine and process, shared by the process's clients."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._clients: dict[str, tuple[PayloadClient, int]] = {}
+        self._links: dict[str, tuple[Link, int]] = {}
 
-    def acquire(self, connection: Connection, timeout_s: float) -> PayloadClient:
+    def acquire(self, connection: Connection, index: ActorHandle[Any], timeout_s: float) -> Link:
         with self._lock:
-            client, users = self._clients.get(connection.engine_id, (None, 0))
-            if client is None:
+            link, users = self._links.get(connection.engine_id, (None, 0))
+            if link is None:
                 if connection.backend == BACKENDS["mooncake_cpu"]:
                     mooncake.prepare_process(ray.util.get_node_ip_address())
-                client = PayloadClient(connection, timeout_s)
-            self._clients[connection.engine_id] = client, users + 1
-            return client
+                payloads = PayloadClient(connection, timeout_s)
+                link = Link(payloads, Channel(connection.index, lambda what: _check_alive(index, what)))
+            self._links[connection.engine_id] = link, users + 1
+            return link
 
     def release(self, connection: Connection) -> None:
         with self._lock:
-            client, users = self._clients.pop(connection.engine_id)
+            link, users = self._links.pop(connection.engine_id)
             if users > 1:
-                self._clients[connection.engine_id] = client, users - 1
+                self._links[connection.engine_id] = link, users - 1
                 return
-        client.close()
+        link.close()
 
 
-shared_clients = _SharedClients()
+def _check_alive(index: ActorHandle[Any], what: str) -> None:
+    """Raise TransportError if the index's process is gone."""
+    try:
+        ray.get(index.ping.remote(), timeout=_PING_TIMEOUT_S)
+    except GetTimeoutError:
+        return
+    except RayError as error:
+        raise _gone(what) from error
+
+
+def _gone(what: str) -> TransportError:
+    return TransportError(
+        f"{what}: the process that answers is gone; the store was closed by the client that started it, or it died"
+    )
+
+
+shared_links = _SharedLinks()
 
 
 def _index_name(backend: str) -> str:

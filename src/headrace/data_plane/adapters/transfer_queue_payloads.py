@@ -1,9 +1,9 @@
 """Blocks of bytes in TransferQueue: put, fetch, drop, each within a time limit and checked.
 
 TransferQueue's calls have no time-out of their own, drop missing keys silently, and report a put as done
-whose notice to the controller was lost. So every call runs on one event loop of this process and is given up
-after a time; a fetch checks that all blocks came, a put that all are known. A block is one flat uint8 row of
-one field, which no backend reshapes or casts.
+whose notice to the controller was lost. So every call of its client runs on one event loop of this process and is
+given up after a time; a fetch checks that all blocks came. Its simple storage units are asked directly
+(`transfer_queue_units`); elsewhere a block is one flat uint8 row of one field, which no backend reshapes or casts.
 """
 
 import asyncio
@@ -11,10 +11,11 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,7 +25,10 @@ from tensordict import TensorDict
 from transfer_queue.client import AsyncTransferQueueClient
 from transfer_queue.metadata import BatchMeta
 
-from headrace.data_plane.packed_payload import BlockError, BlockInfo
+from headrace.data_plane.adapters.local_chunks import Rows
+from headrace.data_plane.adapters.transfer_queue_channel import Endpoint
+from headrace.data_plane.adapters.transfer_queue_units import FIELD, StorageUnits
+from headrace.data_plane.packed_payload import BlockError, BlockInfo, Frames, PackedColumns
 from headrace.distributed.ragged import nested_from_ragged, ragged_from_nested
 from headrace.errors import TransportError
 
@@ -34,7 +38,7 @@ _log = logging.getLogger(__name__)
 # It warns at every call on a machine of fewer than 8 cores.
 logging.getLogger("transfer_queue.utils.common").setLevel(logging.ERROR)
 
-FIELD = "block"
+_SIMPLE = "SimpleStorage"
 _BYTES_PER_CALL = 256 * 1024 * 1024
 _KEYS_PER_CALL = 4096
 _CLOSE_TIMEOUT_S = 10.0
@@ -44,12 +48,13 @@ _FAULTS = (RuntimeError, ValueError, KeyError, TypeError, AssertionError, OSErro
 
 @dataclass(frozen=True)
 class Connection:
-    """How a process reaches TransferQueue; picklable. `environment` is set before the client starts."""
+    """How a process reaches TransferQueue and the index; picklable."""
 
     engine_id: str
     backend: str
     controller: Any
     storage: dict[str, Any]
+    index: Endpoint
 
 
 class PayloadClient:
@@ -65,6 +70,7 @@ class PayloadClient:
         self._thread = threading.Thread(target=self._run_loop, daemon=True, name="headrace-transfer-queue")
         self._thread.start()
         self._client: AsyncTransferQueueClient | None = None
+        self._units = StorageUnits(connection.storage["zmq_info"]) if connection.backend == _SIMPLE else None
         self._is_closed = False
         try:
             self._client = self._call("connecting to TransferQueue", timeout_s, self._connect(connection))
@@ -87,51 +93,82 @@ class PayloadClient:
         )
         return client
 
+    @property
+    def gives_rows(self) -> bool:
+        """Whether `get` can give some rows of a block."""
+        return self._units is not None
+
+    def reserve(self, partition: str, keys: Sequence[str]) -> "Future[list[int]]":
+        """Begin to make room for blocks; the result, their slots, is for `put`."""
+        return asyncio.run_coroutine_threadsafe(self._reserve(partition, keys), self._loop)
+
+    async def _reserve(self, partition: str, keys: Sequence[str]) -> list[int]:
+        slots: list[int] = []
+        for first in range(0, len(keys), _KEYS_PER_CALL):
+            names = list(keys[first : first + _KEYS_PER_CALL])
+            meta = await self._open().async_kv_retrieve_meta(names, partition, create=True)
+            if meta.size != len(names):
+                raise BlockError(f"TransferQueue made room for {meta.size} of {len(names)} blocks")
+            slots.extend(meta.global_indexes)
+        return slots
+
     def put(
-        self, partition: str, keys: Sequence[str], buffer: torch.Tensor, bounds: Sequence[int], limit_s: float
+        self, partition: str, reserved: "Future[list[int]]", packed: PackedColumns, limit_s: float
     ) -> list[int]:
-        """Store block i, `buffer[bounds[i] : bounds[i + 1]]`, under `keys[i]`; return the slots.
+        """Store all blocks, in the order of `packed.blocks`, in the slots that `reserve` has got; return the slots.
 
         Raises:
             TransportError: not done within `limit_s`, or refused; some blocks may be stored.
         """
-        what = f"putting {len(keys)} blocks ({bounds[-1]} bytes) into TransferQueue"
-        return self._call(what, limit_s, self._put(partition, keys, buffer, bounds))
-
-    async def _put(
-        self, partition: str, keys: Sequence[str], buffer: torch.Tensor, bounds: Sequence[int]
-    ) -> list[int]:
-        slots: list[int] = []
-        for first, last in _runs(bounds):
-            names = list(keys[first:last])
-            offsets = torch.tensor(bounds[first : last + 1]) - bounds[first]
-            rows = nested_from_ragged(buffer[bounds[first] : bounds[last]], offsets, 1)
-            meta = await self._open().async_kv_retrieve_meta(names, partition, create=True)
-            if meta.size != len(names):
-                raise BlockError(f"TransferQueue made room for {meta.size} of {len(names)} blocks")
-            # `async_put` would add a request for tags, which are in the index.
-            fields = TensorDict({FIELD: rows}, batch_size=[len(names)])
-            await self._open().storage_manager.put_data(fields, meta)
-            slots.extend(meta.global_indexes)
+        what = f"putting {len(packed.frames)} blocks ({packed.nbytes} bytes) into TransferQueue"
+        deadline = time.monotonic() + limit_s
+        slots = _result(reserved, what, limit_s)
+        if self._units is None:
+            self._call(what, deadline - time.monotonic(), self._put(partition, slots, packed))
+            return slots
+        with _faults(what, limit_s):
+            for first, last in _runs([block.nbytes for block in packed.blocks]):
+                self._units.put(slots[first:last], packed.frames[first:last], deadline)
         return slots
 
-    def get(self, partition: str, blocks: Sequence[BlockInfo], limit_s: float) -> list[torch.Tensor]:
-        """Return the bytes of blocks, in order.
+    async def _put(self, partition: str, slots: list[int], packed: PackedColumns) -> None:
+        sizes, bounds, buffer = [block.flat_bytes for block in packed.blocks], packed.bounds, packed.buffer
+        for first, last in _runs(sizes):
+            offsets = torch.tensor(bounds[first : last + 1]) - bounds[first]
+            rows = nested_from_ragged(buffer[bounds[first] : bounds[last]], offsets, 1)
+            # `async_put` would add a request for tags, which are in the index.
+            fields = TensorDict({FIELD: rows}, batch_size=[last - first])
+            meta = _meta(partition, slots[first:last], sizes[first:last])
+            await self._open().storage_manager.put_data(fields, meta)
+
+    def get(
+        self,
+        partition: str,
+        blocks: Sequence[BlockInfo],
+        limit_s: float,
+        rows: Sequence[Rows | None] | None = None,
+    ) -> Sequence[torch.Tensor | Frames]:
+        """Return the bytes of blocks, in order; of some, if it `gives_rows`, only `rows`.
 
         Raises:
             BlockError: TransferQueue does not have all of them.
             TransportError: no answer within `limit_s`, or a failure.
         """
-        return self._call(
-            f"fetching {len(blocks)} blocks from TransferQueue", limit_s, self._get(partition, blocks)
-        )
+        what = f"fetching {len(blocks)} blocks from TransferQueue"
+        if self._units is None:
+            return self._call(what, limit_s, self._get(partition, blocks))
+        wanted = [None] * len(blocks) if rows is None else list(rows)
+        deadline, got = time.monotonic() + limit_s, list[Frames]()
+        with _faults(what, limit_s):
+            for first, last in _runs([block.nbytes for block in blocks]):
+                got += self._units.get(blocks[first:last], wanted[first:last], deadline)
+        return got
 
     async def _get(self, partition: str, blocks: Sequence[BlockInfo]) -> list[torch.Tensor]:
         rows: list[torch.Tensor] = []
-        bounds = [0, *accumulate(block.nbytes for block in blocks)]
-        for first, last in _runs(bounds):
+        for first, last in _runs([block.flat_bytes for block in blocks]):
             part = blocks[first:last]
-            meta = _meta(partition, [block.slot for block in part], [block.nbytes for block in part])
+            meta = _meta(partition, [block.slot for block in part], [block.flat_bytes for block in part])
             try:
                 fields = await self._open().async_get_data(meta)
             except KeyError as error:
@@ -189,6 +226,8 @@ class PayloadClient:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._units is not None:
+            self._units.close()
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(*_FAULTS, FutureTimeoutError):
@@ -202,17 +241,30 @@ class PayloadClient:
         return self._client
 
     def _call(self, what: str, limit_s: float, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return _result(asyncio.run_coroutine_threadsafe(work, self._loop), what, limit_s)
+
+
+def _result(future: "Future[T]", what: str, limit_s: float) -> T:
+    with _faults(what, limit_s):
         try:
             return future.result(limit_s)
-        except (FutureTimeoutError, asyncio.CancelledError) as error:
+        except (FutureTimeoutError, asyncio.CancelledError):
             future.cancel()
-            raise TransportError(
-                f"{what}: no answer within {limit_s:.3g} s. The controller or a storage unit may be gone; if it is "
-                "only slow, raise data_plane.timeout_s"
-            ) from error
-        except _FAULTS as error:
-            raise TransportError(f"{what}: {type(error).__name__}: {error}") from error
+            raise
+
+
+@contextlib.contextmanager
+def _faults(what: str, limit_s: float) -> Iterator[None]:
+    """Turn what goes wrong into a TransportError that names the operation."""
+    try:
+        yield
+    except (FutureTimeoutError, TimeoutError, asyncio.CancelledError) as error:
+        raise TransportError(
+            f"{what}: no answer within {limit_s:.3g} s. The controller or a storage unit may be gone; if it is "
+            "only slow, raise data_plane.timeout_s"
+        ) from error
+    except _FAULTS as error:
+        raise TransportError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _meta(partition: str, slots: list[int], sizes: list[int]) -> BatchMeta:
@@ -239,15 +291,15 @@ async def _in_loop(call: Callable[[], None]) -> None:
     call()
 
 
-def _runs(bounds: Sequence[int]) -> list[tuple[int, int]]:
+def _runs(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Cut blocks into runs of bounded size: (first, past last)."""
-    runs, first = [], 0
-    for last in range(1, len(bounds)):
-        is_end = last == len(bounds) - 1
-        if is_end or last - first == _KEYS_PER_CALL or bounds[last + 1] - bounds[first] > _BYTES_PER_CALL:
+    runs, first, held = [], 0, 0
+    for last, size in enumerate(sizes):
+        if last > first and (last - first == _KEYS_PER_CALL or held + size > _BYTES_PER_CALL):
             runs.append((first, last))
-            first = last
-    return runs
+            first, held = last, 0
+        held += size
+    return [*runs, (first, len(sizes))] if sizes else runs
 
 
 def _rows(leaf: Any) -> list[torch.Tensor]:

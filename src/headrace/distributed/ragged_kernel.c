@@ -1,0 +1,86 @@
+/* Copies of ragged rows at the speed of memory, for any dtype: a token is `step` bytes. And integers made narrower.
+ *
+ * Callers have checked all sizes. Plain C, so that any compiler will do; `ragged_kernel.py` builds it.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__GNUC__)
+#define READ_SOON(address) __builtin_prefetch(address)
+#else
+#define READ_SOON(address) ((void)(address))
+#endif
+
+/* The build is for any processor of its kind; this adds a version for newer ones, chosen when the library loads. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__)
+#define FOR_NEWER_TOO __attribute__((target_clones("avx2", "default")))
+#else
+#define FOR_NEWER_TOO
+#endif
+
+enum { LINE_BYTES = 64, LINES_AHEAD = 4, ROWS_AHEAD = 2 };
+
+/* Rows that lie apart start outside what the processor fetches by itself. */
+static void fetch_row(const char *row)
+{
+    for (int line = 0; line < LINES_AHEAD; line++)
+        READ_SOON(row + line * LINE_BYTES);
+}
+
+/* Padded rows back to back: row i is the first offsets[i + 1] - offsets[i] tokens at padded + i * row_step. */
+void headrace_strip(const char *padded, int64_t row_step, const int64_t *offsets, int64_t rows, int64_t step,
+                    char *out)
+{
+    for (int64_t i = 0; i < rows; i++) {
+        if (i + ROWS_AHEAD < rows)
+            fetch_row(padded + (i + ROWS_AHEAD) * row_step);
+        memcpy(out + offsets[i] * step, padded + i * row_step, (size_t)((offsets[i + 1] - offsets[i]) * step));
+    }
+}
+
+/* Rows back to back as rows of `span` bytes, the rest of each from `filler`; filler 0: zeros. */
+void headrace_pad(const char *values, const int64_t *offsets, int64_t rows, int64_t step, int64_t span,
+                  const char *filler, char *out)
+{
+    for (int64_t i = 0; i < rows; i++, out += span) {
+        size_t size = (size_t)((offsets[i + 1] - offsets[i]) * step), rest = (size_t)span - size;
+        memcpy(out, values + offsets[i] * step, size);
+        if (filler)
+            memcpy(out + size, filler, rest);
+        else
+            memset(out + size, 0, rest);
+    }
+}
+
+/* The spans of lengths[i] tokens from token starts[i] on, back to back. */
+void headrace_gather(const char *values, const int64_t *starts, const int64_t *lengths, int64_t spans,
+                     int64_t step, char *out)
+{
+    for (int64_t i = 0; i < spans; i++) {
+        size_t size = (size_t)(lengths[i] * step);
+        if (i + ROWS_AHEAD < spans)
+            fetch_row(values + starts[i + ROWS_AHEAD] * step);
+        memcpy(out, values + starts[i] * step, size);
+        out += size;
+    }
+}
+
+/* Integers in another width: returns 0 if all are in -1 .. limit - 1, for which -1 becomes the highest pattern. */
+#define NARROW(from, to)                                                                                       \
+    FOR_NEWER_TOO int headrace_narrow_##from##_##to(const int##from##_t *given, int64_t count, int64_t limit,  \
+                                                    uint##to##_t *out)                                         \
+    {                                                                                                          \
+        const uint##from##_t most = (uint##from##_t)limit;                                                     \
+        uint##from##_t outside = 0;                                                                            \
+        for (int64_t i = 0; i < count; i++) {                                                                  \
+            outside |= (uint##from##_t)((uint##from##_t)(given[i] + 1) > most);                                \
+            out[i] = (uint##to##_t)given[i];                                                                   \
+        }                                                                                                      \
+        return outside != 0;                                                                                   \
+    }
+
+NARROW(16, 8)
+NARROW(32, 8)
+NARROW(64, 8)
+NARROW(32, 16)
+NARROW(64, 16)

@@ -1,0 +1,83 @@
+"""Where the compiled copies come from, and what happens where they cannot be built."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.data_plane.routes_codec import pack_routes
+from headrace.distributed.ragged_kernel import load_kernel
+
+PROBE = """
+import torch
+from headrace.distributed.ragged import pad_ragged
+from headrace.distributed.ragged_kernel import load_kernel
+print(load_kernel() is not None, pad_ragged(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]), None, 9).tolist())
+"""
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+
+
+def pad_elsewhere(**environment: str) -> str:
+    """Pad rows in a fresh process and return whether it had the kernel, and the rows."""
+    given = {"PATH": "/usr/bin:/bin", **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], env=given, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@needs_compiler
+def test_the_kernel_is_built_once_into_the_cache_folder(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert pad_elsewhere(XDG_CACHE_HOME=str(tmp_path)) == "True [[1, 9], [2, 3]]"
+    (library,) = (tmp_path / "headrace").iterdir()
+    assert library.suffix == ".so"
+
+
+@pytest.mark.parametrize("environment", [{"HEADRACE_KERNEL": "0"}, {"PATH": "/nowhere"}], ids=str)
+def test_without_it_rows_are_padded_all_the_same(environment: dict[str, str], tmp_path: Path) -> None:
+    assert pad_elsewhere(XDG_CACHE_HOME=str(tmp_path), **environment) == "False [[1, 9], [2, 3]]"
+
+
+def test_a_cache_folder_that_cannot_be_made_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert pad_elsewhere(XDG_CACHE_HOME=str(tmp_path / "file")) == "False [[1, 9], [2, 3]]"
+
+
+@needs_compiler
+@pytest.mark.parametrize("experts", [128, 256, 300, 32_768])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_narrowing_gives_what_a_cast_gives_and_finds_every_id_out_of_range(
+    experts: int, dtype: torch.dtype
+) -> None:
+    kernel = load_kernel()
+    assert kernel is not None
+    ids = torch.randint(-1, experts, (5001,), dtype=dtype, generator=torch.Generator().manual_seed(experts))
+    ids[0], ids[-1] = -1, experts - 1
+    out = torch.empty(len(ids), dtype=torch.uint8 if experts <= 256 else torch.int16)
+    sizes = ids.element_size(), out.element_size()
+    if not kernel.can_narrow(*sizes):
+        pytest.skip("nothing to narrow")
+    for wrong, place in ((None, 0), (-2, 0), (-2, 5000), (experts, 17), (torch.iinfo(dtype).min, 4999)):
+        given = ids.clone()
+        if wrong is not None and wrong <= torch.iinfo(dtype).max:
+            given[place] = wrong
+        fits = bool(((given >= -1) & (given < experts)).all())
+        assert (
+            kernel.narrow(given.data_ptr(), sizes[0], len(given), experts, out.data_ptr(), sizes[1]) is fits
+        )
+        if fits:
+            assert torch.equal(out, given.to(out.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+def test_missing_rows_keep_their_mark_when_routes_are_narrowed(dtype: torch.dtype) -> None:
+    routes = torch.tensor([[[3, 1]], [[-1, -1]], [[0, 255]]], dtype=dtype)
+    assert pack_routes([routes[:2], routes[2:]], num_experts=256).tolist() == [
+        [[3, 1]],
+        [[255, 255]],
+        [[0, 255]],
+    ]
