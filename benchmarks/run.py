@@ -129,7 +129,7 @@ class Bench:
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         faults: dict[str, list[int]] = {way: [] for way in ways}
         for number in range(count + 1):
-            order = list(ways) if number % 2 == 0 else list(reversed(ways))
+            order = list(ways)[:: 1 if number % 2 == 0 else -1]
             for way in order:
                 between()
                 faults_before = _page_faults()

@@ -61,6 +61,7 @@ LOWEST_LAYER = {
 ONLY_IN = {
     "ray": (
         "headrace.distributed.worker_groups",
+        "headrace.distributed.ray_connection",
         "headrace.distributed.virtual_cluster",
         "headrace.data_plane.adapters.transfer_queue",
         "headrace.data_plane.adapters.transfer_queue_cluster",
@@ -87,6 +88,7 @@ ONLY_IN = {
 
 # Factories that load something slow or optional: (file, module imported inside a function).
 LOCAL_IMPORTS = {
+    ("bench.py", "torch.cuda"),
     ("cli.py", "headrace.algorithms"),
     ("cli.py", "headrace.trace_check"),
     ("compat/nemo_rl.py", "?"),

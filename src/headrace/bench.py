@@ -24,7 +24,14 @@ Report = dict[str, Any]
 
 _SHARED = ("run", "columns", "plot", "scale_model")
 """Files in the folder that are no benchmarks."""
-_NEEDS = {"scale": ("ray", "transfer_queue"), "store_transfer_queue": ("ray", "transfer_queue")}
+_ON_RAY = ("ray", "transfer_queue")
+_NEEDS = {
+    "scale": _ON_RAY,
+    "store_mooncake": (*_ON_RAY, "mooncake"),
+    "store_scale": _ON_RAY,
+    "store_transfer_queue": _ON_RAY,
+}
+_NEED_GPU = ("codec_gpu", "train")
 
 
 def find_benchmarks() -> Path:
@@ -49,10 +56,10 @@ def benchmark_names(folder: Path) -> list[str]:
 
 
 def choose(folder: Path, names: Sequence[str]) -> list[str]:
-    """Return the benchmarks to run: those named, or all whose packages are installed.
+    """Return the benchmarks to run: those named, or all that can run here.
 
     Raises:
-        ConfigError: a name that is no benchmark, or one whose packages are missing.
+        ConfigError: a name that is no benchmark, or one whose packages or device are missing.
     """
     known = benchmark_names(folder)
     unknown = [name for name in names if name not in known]
@@ -60,12 +67,20 @@ def choose(folder: Path, names: Sequence[str]) -> list[str]:
         raise ConfigError(f"no benchmark {', '.join(unknown)}; there are: {', '.join(known)}")
     for name in names:
         if missing := _missing(name):
-            raise ConfigError(f"benchmark {name} needs {', '.join(missing)}; pip install 'headrace[ray]'")
+            raise ConfigError(f"benchmark {name} needs {missing}")
     return list(names) or [name for name in known if not _missing(name)]
 
 
-def _missing(name: str) -> list[str]:
-    return [package for package in _NEEDS.get(name, ()) if importlib.util.find_spec(package) is None]
+def _missing(name: str) -> str | None:
+    """Return what a benchmark lacks here."""
+    packages = [package for package in _NEEDS.get(name, ()) if importlib.util.find_spec(package) is None]
+    if packages:
+        return f"{', '.join(packages)}; pip install 'headrace[ray,mooncake]'"
+    if name in _NEED_GPU:
+        from torch.cuda import is_available  # noqa: PLC0415 - the command line is quick without torch
+
+        return None if is_available() else "a CUDA device"
+    return None
 
 
 def split_targets(texts: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:

@@ -1,15 +1,9 @@
 """The part of a Ray cluster that a group of workers runs on."""
 
 import importlib.metadata
-import logging
 import math
 import os
 import re
-import signal
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +16,11 @@ from ray.util.scheduling_strategies import (
 )
 
 import headrace
+from headrace.distributed.ray_connection import connect
 from headrace.errors import ConfigError, HeadraceError
 
 _PACKAGE = "headrace"
 _EXTRAS = ("", "train", "ray")
-_CONNECT_S = 10.0
 
 
 class RayVirtualCluster:
@@ -39,7 +33,8 @@ class RayVirtualCluster:
 
     Raises:
         ConfigError: a cluster with too few nodes or GPUs, or workers that the nodes cannot share evenly.
-        HeadraceError: no cluster at RAY_ADDRESS, or no room within `startup_timeout_s`.
+        TransportError: no cluster at RAY_ADDRESS.
+        HeadraceError: no room within `startup_timeout_s`.
     """
 
     def __init__(
@@ -111,43 +106,8 @@ def _connect(num_cpus: int | None) -> bool:
     """Connect to Ray, unless this process is; return whether it was not."""
     if ray.is_initialized():
         return False
-    address = os.environ.get("RAY_ADDRESS", "")
-    local: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
-    try:
-        check_listening(address)
-        with sigterm_handler_kept():
-            ray.init(
-                address=address or "local",
-                logging_level=logging.WARNING,
-                log_to_driver=False,
-                **({} if address else local),
-            )
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise HeadraceError(f"cannot connect to Ray at RAY_ADDRESS={address}: {error}") from error
+    connect(os.environ.get("RAY_ADDRESS"), named_by="RAY_ADDRESS", num_cpus=num_cpus)
     return True
-
-
-@contextmanager
-def sigterm_handler_kept() -> Iterator[None]:
-    """Put back a handler of SIGTERM that `ray.init` has replaced in the block, so that a run can still be stopped."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    if callable(before) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
-
-
-def check_listening(address: str) -> None:
-    """Raise ConnectionError if nothing listens at `address`, a host:port; any other form of address passes.
-
-    Ray by itself tries for minutes, and then ends the process.
-    """
-    host, _, port = address.rpartition(":")
-    if "://" in address or not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
-    except OSError as error:
-        raise ConnectionError(f"nothing listens there ({error}); start the head node first") from error
 
 
 def _cpu_share(workers_per_node: int, num_nodes: int, gpus_per_node: int) -> float:

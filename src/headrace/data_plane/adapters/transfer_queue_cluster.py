@@ -5,7 +5,6 @@ that starting them never waits for resources. The first `bootstrap` starts it; s
 client that started it ends it.
 """
 
-import logging
 import os
 import pickle
 import secrets
@@ -28,9 +27,9 @@ from headrace.data_plane.adapters.transfer_queue_channel import Channel, Endpoin
 from headrace.data_plane.adapters.transfer_queue_index import Indexes
 from headrace.data_plane.adapters.transfer_queue_payloads import Connection, PayloadClient
 from headrace.data_plane.adapters.transfer_queue_units import serve_rows
+from headrace.distributed.ray_connection import NAMESPACE, connect
 from headrace.errors import DataPlaneError, HeadraceError, TransportError
 
-NAMESPACE = "headrace"
 BACKENDS = {"simple": "SimpleStorage", "mooncake_cpu": "MooncakeStore"}
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 15.0
@@ -84,19 +83,9 @@ def connect_ray(config: DataPlaneConfig, *, may_start: bool) -> bool:
     """
     if ray.is_initialized():
         return False
-    address = config.ray_address or os.environ.get("RAY_ADDRESS") or (None if may_start else "auto")
-    try:
-        ray.init(
-            address=address or "local",
-            namespace=NAMESPACE,
-            logging_level=logging.WARNING,
-            log_to_driver=False,
-            include_dashboard=None if address else False,
-        )
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise TransportError(
-            f"cannot connect to Ray at {address!r}: {error}. Start the driver first, or set data_plane.ray_address"
-        ) from error
+    named = {"data_plane.ray_address": config.ray_address, "RAY_ADDRESS": os.environ.get("RAY_ADDRESS")}
+    named_by, address = next(((name, a) for name, a in named.items() if a), ("data_plane.ray_address", None))
+    connect(address or (None if may_start else "auto"), named_by=named_by)
     return True
 
 

@@ -1,5 +1,6 @@
 """One rank of a group, seen from its own process: process group, worker, and answers to calls."""
 
+import atexit
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -144,8 +145,7 @@ class RankServer:
         """Let go of the worker and leave the process group; may be called twice."""
         self._worker = None
         self._store = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_process_group()
 
 
 def _drain(items: Iterable[Any], sink: Sink) -> None:
@@ -179,7 +179,8 @@ def join_process_group(place: RankPlace, settings: RankSettings) -> TCPStore:
 def attach_from_environment(settings: RankSettings | None = None) -> tuple[int, int]:
     """Join the process group that `torchrun` describes in the environment; return rank and world size.
 
-    Every rank then builds the worker class itself and calls it with its replica's shard.
+    Every rank then builds the worker class itself and calls it with its replica's shard. The process leaves the
+    group when it ends: gloo's threads abort a process that is still in it.
 
     Raises:
         ConfigError: a variable that torchrun sets is missing.
@@ -192,7 +193,14 @@ def attach_from_environment(settings: RankSettings | None = None) -> tuple[int, 
     dist.init_process_group(
         _BACKENDS[settings.device], init_method="env://", timeout=timedelta(seconds=settings.timeout_s)
     )
+    atexit.register(leave_process_group)
     return dist.get_rank(), dist.get_world_size()
+
+
+def leave_process_group() -> None:
+    """Leave the process group, if this process is in one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _set_up_process(local_rank: int, local_world_size: int, settings: RankSettings) -> None:

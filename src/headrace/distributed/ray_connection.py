@@ -1,0 +1,64 @@
+"""How a process comes to a Ray cluster: one that was named, or one of its own on this machine."""
+
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from headrace.errors import TransportError
+
+NAMESPACE = "headrace"
+_CONNECT_S = 10.0
+
+
+def connect(address: str | None, *, named_by: str, **local: Any) -> None:
+    """Connect this process to the cluster at `address`, or start a local one with the options `local`.
+
+    `named_by` is the knob that the address comes from. What the process did on SIGTERM, it still does. Ray says
+    errors only.
+
+    Raises:
+        TransportError: no cluster there; at once where nothing listens.
+    """
+    try:
+        if address:
+            _check_listening(address)
+        with _sigterm_handler_kept():
+            ray.init(
+                address=address or "local",
+                namespace=NAMESPACE,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                **({} if address else {"include_dashboard": False, **local}),
+            )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        where = f"at {named_by}={address}" if address else "on this machine"
+        raise TransportError(f"cannot connect to Ray {where}: {error}") from error
+
+
+@contextmanager
+def _sigterm_handler_kept() -> Iterator[None]:
+    """Put back a handler that `ray.init` has replaced in the block, so that a run can still be stopped."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(before) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
+def _check_listening(address: str) -> None:
+    """Raise ConnectionError if nothing listens at `address`, a host:port; any other form of address passes.
+
+    Ray by itself tries for minutes, and then ends the process.
+    """
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except OSError as error:
+        raise ConnectionError(f"nothing listens there ({error}); start the head node first") from error
