@@ -107,6 +107,12 @@ def test_a_config_that_cannot_be_used_is_refused_with_key_and_remedy(
         load_model(_config(values), seed=0)
 
 
+@pytest.mark.parametrize("changes", [{"num_attention_heads": 3}, {"num_experts_per_tok": 99}], ids=str)
+def test_sizes_that_only_a_forward_pass_refuses_are_refused_before_the_run(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.model\.config: the Qwen3MoeForCausalLM .*cannot run"):
+        load_model(_config({**CONFIGS["qwen3_moe"], **changes}), seed=0)
+
+
 def test_directories_that_are_no_models_are_refused(tmp_path: Path) -> None:
     for prepare, message in (
         (lambda d: d / "absent", "no such directory"),

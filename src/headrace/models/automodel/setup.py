@@ -119,7 +119,25 @@ def load_model(
             f"{options['attn_implementation']} (eager works for most) and experts_implementation="
             f"{options['experts_implementation']}: {_first_line(error)}"
         ) from error
-    return model.eval().to(device)
+    model = model.eval().to(device)
+    if directory is None:
+        _check_runs(model, COMPUTE_DTYPES[cfg.precision])
+    return model
+
+
+@torch.no_grad()
+def _check_runs(model: Any, dtype: torch.dtype) -> None:
+    """Run two tokens through a model that somebody's config describes: sizes that do not fit show there only."""
+    device = model.device
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    try:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            model(input_ids=tokens, use_cache=False)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise ConfigError(
+            f"policy.model.config: the {type(model).__name__} that it describes cannot run ({_first_line(error)}); "
+            "check that sizes, heads and experts fit together"
+        ) from error
 
 
 def _first_attention(cfg: PolicyConfig, config: Any, device: torch.device) -> str:
