@@ -4,14 +4,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.interfaces import DataPlaneClient
 from headrace.data_plane.observability import MetricsDataPlaneClient, print_event
 from headrace.errors import ConfigError
-from headrace.utils.config_errors import describe
+from headrace.utils.config_errors import validated
 
 
 def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstrap: bool) -> DataPlaneClient:
@@ -27,27 +25,13 @@ def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstr
             installed.
         DataPlaneError: nothing to attach to.
     """
-    config = _validated(cfg)
+    config = validated(DataPlaneConfig, cfg, "data_plane")
     if not config.enabled:
         raise ConfigError(
             "data_plane.enabled=false, so there is no store to connect to; set it to true, or use the in-memory loop"
         )
     client = _connect(config, bootstrap)
     return MetricsDataPlaneClient(client, print_event) if config.observability.enabled else client
-
-
-def _validated(cfg: DataPlaneConfig | Mapping[str, Any]) -> DataPlaneConfig:
-    if isinstance(cfg, DataPlaneConfig):
-        return cfg
-    try:
-        return DataPlaneConfig.model_validate(_plain(cfg))
-    except ValidationError as error:
-        raise ConfigError(f"data_plane: {describe(error, DataPlaneConfig)}") from error
-
-
-def _plain(value: Any) -> Any:
-    """Return mappings of any kind (OmegaConf's too) as dicts."""
-    return {key: _plain(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
 
 
 def _connect(config: DataPlaneConfig, bootstrap: bool) -> DataPlaneClient:

@@ -1,13 +1,35 @@
 """pydantic's errors as one line for the person who wrote the values."""
 
 import difflib
-from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from headrace.errors import ConfigError
+
 _LONGEST_VALUE = 60
+Section = TypeVar("Section", bound=BaseModel)
+
+
+def validated(section: type[Section], value: Section | Mapping[str, Any], name: str) -> Section:
+    """Return a section of the recipe, made of a mapping where it is none yet; `name` stands in the message.
+
+    Raises:
+        ConfigError: a key or value that the section does not take.
+    """
+    if isinstance(value, section):
+        return value
+    try:
+        return section.model_validate(_plain(value))
+    except ValidationError as error:
+        raise ConfigError(f"{name}: {describe(error, section)}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return mappings of any kind (OmegaConf's too) as dicts."""
+    return {key: _plain(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
 
 
 def describe(error: ValidationError, model: type[BaseModel]) -> str:

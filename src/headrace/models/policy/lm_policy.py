@@ -24,6 +24,7 @@ from headrace.models.interfaces import Generator, LossFn
 from headrace.models.policy.launch import Launcher, build_worker_group
 from headrace.models.policy.results import aggregate_train_results, merge_rows
 from headrace.models.router_replay.proof import ReplayProof
+from headrace.utils.config_errors import validated
 from headrace.utils.timer import Timer
 
 TokenBudget = Literal["train_mb_tokens", "logprob_mb_tokens"]
@@ -33,6 +34,7 @@ Batch = BatchedDataDict
 class Policy:
     """A trainable language model with optional frozen reference, on one or more workers.
 
+    `cfg` and `generation` are sections of a recipe, or mappings with their keys.
     `media_fields` names undeclared columns that the model's forward takes (pixel values and the like). Several
     workers are processes of this machine, or on `cluster`, as `policy.parallel.launcher` says; `auto_launcher`
     is what its `auto` stands for.
@@ -43,8 +45,8 @@ class Policy:
 
     def __init__(
         self,
-        cfg: PolicyConfig,
-        generation: GenerationConfig,
+        cfg: PolicyConfig | Mapping[str, Any],
+        generation: GenerationConfig | Mapping[str, Any],
         *,
         tokenizer: Any,
         seed: int,
@@ -54,12 +56,12 @@ class Policy:
         cluster: ClusterConfig | None = None,
         auto_launcher: Launcher = "spawn",
     ) -> None:
-        self.cfg = cfg
+        self.cfg = validated(PolicyConfig, cfg, "policy")
         self.tokenizer = tokenizer
         self.media_fields = tuple(media_fields)
         self.workers = workers or build_worker_group(
-            cfg,
-            generation,
+            self.cfg,
+            validated(GenerationConfig, generation, "generation"),
             tokenizer=tokenizer,
             seed=seed,
             with_reference=with_reference,
