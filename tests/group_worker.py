@@ -54,6 +54,24 @@ class GroupWorker:
             dist.all_reduce(value)
             yield f"w{i}", value
 
+    def few_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.weights(5)
+
+    def broken_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.weights(5, fail_at=3)
+
+    def take(self, items: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """Keep what another group has sent; a version below 0 is refused after the first item."""
+        self.taken: dict[str, Any] = {}
+        for name, value in items:
+            self.taken[name] = value.tolist()
+            if version < 0:
+                raise ConfigError("no such version")
+        self.taken["version"] = version
+
+    def show(self) -> dict[str, Any]:
+        return self.taken
+
     def sleep(self, seconds: float) -> int:
         time.sleep(seconds)
         return self.rank

@@ -39,8 +39,8 @@ def start_ray(sharding: NamedSharding, **kwargs: Any) -> RemoteWorkerGroup:
     from headrace.distributed.virtual_cluster import RayVirtualCluster
     from headrace.distributed.worker_groups.ray_group import RayWorkerGroup
 
-    # Two groups at a time find room on the one CPU of the test cluster.
-    cluster = RayVirtualCluster(sharding.size, cpus_per_worker=0.25)
+    # Several groups at a time find room on the one CPU of the test cluster.
+    cluster = RayVirtualCluster(sharding.size, cpus_per_worker=0.1)
     spec = WorkerSpec(GroupWorker, kwargs=kwargs)
     return RayWorkerGroup(spec, sharding, cluster, settings=SETTINGS, grace_s=1.0)
 
@@ -111,6 +111,51 @@ def test_an_error_in_a_stream_is_raised_where_it_is_read(group: RemoteWorkerGrou
     with pytest.raises(HeadraceError, match=r"ValueError: no weight 2 \(rank . of 2, in weights; .*too"):
         next(stream)
     assert len(group.run_all("place")) == 2
+
+
+def test_a_stream_goes_from_one_group_to_another_and_both_stay_usable(
+    group: RemoteWorkerGroup, start: Start
+) -> None:
+    target = start(policy_sharding(1))
+    try:
+        for version in (7, 8):
+            group.stream_to(target, "few_weights", "take", version)
+            expected = {f"w{i}": [2.0 * i] * 3 for i in range(5)}
+            assert target.run_all("show") == [{**expected, "version": version}]
+        with pytest.raises(HeadraceError, match="no such version"):
+            group.stream_to(target, "few_weights", "take", -1)
+        with pytest.raises(HeadraceError, match=r"no weight 3 .*in broken_weights"):
+            group.stream_to(target, "broken_weights", "take", 9)
+        group.stream_to(target, "few_weights", "take", 10)
+        assert target.run_all("show") == [{**expected, "version": 10}]
+    finally:
+        target.shutdown()
+
+
+def test_a_stream_to_a_worker_that_is_gone_ends_with_an_error(group: RemoteWorkerGroup, start: Start) -> None:
+    target = start(policy_sharding(1))
+    os.kill(target.run_all("place")[0]["pid"], signal.SIGKILL)
+    try:
+        with pytest.raises(HeadraceError, match=r"receiver of take is lost|was killed|has ended"):
+            group.stream_to(target, "few_weights", "take", 1)
+    finally:
+        target.shutdown()
+    assert len(group.run_all("place")) == 2, "the sender lives on"
+
+
+def test_actors_stream_past_the_driver(ray_cluster: str) -> None:
+    sender, target = start_ray(policy_sharding(2)), start_ray(policy_sharding(1))
+    try:
+        before = sender.crossed_bytes + target.crossed_bytes
+        sender.stream_to(target, "few_weights", "take", 1)
+        calls = sender.crossed_bytes + target.crossed_bytes - before
+        assert calls < 200, "the calls alone, no tensor"
+        for _ in sender.stream("few_weights"):
+            pass
+        assert sender.crossed_bytes + target.crossed_bytes - before - calls > 500
+    finally:
+        sender.shutdown()
+        target.shutdown()
 
 
 def test_a_workers_own_error_keeps_its_class_and_tells_rank_and_traceback(group: RemoteWorkerGroup) -> None:

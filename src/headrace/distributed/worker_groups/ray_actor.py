@@ -22,6 +22,8 @@ from headrace.distributed.worker_groups.wire import Payload
 from headrace.errors import HeadraceError
 
 _IN_FLIGHT = 2
+_MESSAGE_BYTES = 16 << 20
+"""Items are sent together up to this size: a message costs a millisecond or two, whatever it holds."""
 
 
 class RankActor:
@@ -53,11 +55,11 @@ class RankActor:
         assert self._server is not None
         yield from self._server.serve(Call(method, arguments, streams=streams, keeps=keeps, sink=sink))
 
-    def offer(self, item: Payload, *, is_first: bool) -> None:
-        """Keep an item of another actor's stream; a first one replaces what a broken stream has left."""
+    def offer(self, items: list[Payload], *, is_first: bool) -> None:
+        """Keep items of another actor's stream; the first ones replace what a broken stream has left."""
         if is_first:
             self._offered = []
-        self._offered.append(item)
+        self._offered.extend(items)
 
     def consume(self, method: str, arguments: Payload) -> Answer:
         """Call a method of the worker with the items that were offered."""
@@ -79,18 +81,19 @@ class ActorSink:
         self._actor = actor
         self._method = method
         self._arguments = arguments
+        self._waiting: list[Payload] = []
         self._sent: deque[Any] = deque()
         self._is_first = True
 
     def put(self, item: Payload) -> None:
-        """Send an item; a few may be on their way."""
-        self._sent.append(self._actor.offer.remote(item, is_first=self._is_first))
-        self._is_first = False
-        if len(self._sent) > _IN_FLIGHT:
-            self._get(self._sent.popleft())
+        """Send an item, soon; a few messages may be on their way."""
+        self._waiting.append(item)
+        if sum(waiting.nbytes for waiting in self._waiting) >= _MESSAGE_BYTES:
+            self._send()
 
     def finish(self) -> None:
         """Wait until the other worker has consumed all items; its error is raised here."""
+        self._send()
         while self._sent:
             self._get(self._sent.popleft())
         answer = self._get(self._actor.consume.remote(self._method, self._arguments))
@@ -98,6 +101,12 @@ class ActorSink:
             raise answer.kind(f"{answer.summary} (in {self._method} of the receiver)") from WorkerTraceback(
                 f"\n\n{answer.trace}"
             )
+
+    def _send(self) -> None:
+        self._sent.append(self._actor.offer.remote(self._waiting, is_first=self._is_first))
+        self._waiting, self._is_first = [], False
+        if len(self._sent) > _IN_FLIGHT:
+            self._get(self._sent.popleft())
 
     def _get(self, reference: Any) -> Any:
         try:
