@@ -134,7 +134,7 @@ def measure_case(bench: Bench, case: str, batch: Batch, device: torch.device) ->
     bench.figure(f"pack_faster_than_torch.{case}", faster, "x", at_least=least)
     pad = times["pad"]["to_padded_tensor"].median_s / times["pad"]["materialize"].median_s
     note = "" if len(names) == len(padded) else f"torch pads {len(names)} of {len(padded)} columns"
-    bench.figure(f"pad_faster_than_torch.{case}", pad, "x", note=note)
+    bench.figure(f"pad_faster_than_torch.{case}", pad, "x", at_least=least, note=note)
 
 
 def clock(device: torch.device) -> Callable[[], float]:

@@ -37,6 +37,7 @@ LOWEST_LAYER = {
     "yaml": 0,
     "numpy": 1,
     "torch": 1,
+    "triton": 1,  # comes with torch for CUDA
     "msgspec": 2,
     "tensordict": 2,
     "accelerate": 3,
@@ -46,7 +47,6 @@ LOWEST_LAYER = {
     "safetensors": 3,
     "tokenizers": 3,
     "transformers": 3,
-    "triton": 3,  # comes with torch for CUDA
     "datasets": 4,
     "math_verify": 4,
     "reasoning_gym": 4,
@@ -83,7 +83,7 @@ ONLY_IN = {
     "vllm": ("headrace.models.generation.vllm",),
     "sglang": ("headrace.models.generation.sglang",),
     "megatron": ("headrace.models.megatron",),
-    "triton": ("headrace.models.automodel.fused_head_kernels",),
+    "triton": ("headrace.distributed.ragged_triton", "headrace.models.automodel.fused_head_kernels"),
 }
 
 # Factories that load something slow or optional: (file, module imported inside a function).
@@ -98,6 +98,7 @@ LOCAL_IMPORTS = {
     ("report.py", "matplotlib.figure"),
     ("data_plane/adapters/transfer_queue_mooncake.py", "mooncake.store"),
     ("data_plane/factory.py", "headrace.data_plane.adapters.transfer_queue"),
+    ("distributed/ragged.py", "headrace.distributed"),
     ("environments/build.py", "headrace.environments.math"),
     ("environments/build.py", "headrace.environments.reasoning_gym"),
     ("environments/dataset.py", "datasets"),

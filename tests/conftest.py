@@ -4,8 +4,13 @@ import os
 import sys
 from pathlib import Path
 
+from hypothesis import settings
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))
+# A first example may build a kernel, and a busy machine takes its time.
+settings.register_profile("headrace", deadline=None)
+settings.load_profile("headrace")
 
 from ray_session import mooncake_engine, ray_cluster, transfer_queue_engine  # noqa: F401  (fixtures; need the path)

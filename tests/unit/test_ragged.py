@@ -60,6 +60,17 @@ def test_padding_gives_each_row_with_the_pad_value_after_it(
     assert same_bits(padded, pad(rows, width, pad_value))
 
 
+def test_layouts_of_one_batch_share_the_offsets_that_they_have_on_a_device() -> None:
+    layout, device = RowLayout([3, 0, 2]), torch.device("cpu")
+    wider, given = layout.with_width(7), torch.tensor([0, 3, 3, 5])
+    assert layout.has(given)
+    assert not layout.has(torch.tensor([0, 3, 4, 5]))
+    layout.keep(given, None)
+    layout.keep(given.clone())
+    assert layout.offsets_on(device) is given
+    assert wider.offsets_on(device) is given
+
+
 @given(ragged_cases(), st.data())
 def test_rows_are_gathered_in_any_order_with_repeats(case: RaggedCase, data: st.DataObject) -> None:
     rows = unpad(case.padded, case.lengths)

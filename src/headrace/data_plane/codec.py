@@ -5,7 +5,7 @@ is dense (N,), an object column is a NumPy array of dtype object. Padding exists
 it. Nested tensors that one call returns share their offsets if they share their lengths.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,15 +23,16 @@ from headrace.data_plane.schema import FIELDS, PER_TOKEN_FIELDS, FieldSpec, Kind
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.ragged import (
+    OffsetsReader,
     PadValue,
     RowLayout,
     gather_spans,
     is_nested,
     nested_from_ragged,
     offsets_from_lengths,
-    ragged_from_nested,
     row_lengths,
     shape_of,
+    take_apart,
     wraps,
 )
 from headrace.errors import SchemaError
@@ -63,7 +64,7 @@ def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor) -> torch.Te
     if len(checked) != padded.shape[0]:
         raise SchemaError(f"{len(checked)} lengths for {padded.shape[0]} rows; expected one per row")
     layout = RowLayout(checked, padded.shape[1])
-    return nested_from_ragged(layout.strip(padded), layout.offsets)
+    return nested_from_ragged(layout.strip(padded), layout.offsets_on(padded.device))
 
 
 def stack_or_nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -163,7 +164,7 @@ def pack_jagged_fields(
             )
     if lengths is None:
         return wire_dict(fields)
-    packer = RowPacker(lengths, per_token=frozenset(token_aligned_fields or ()))
+    packer = RowPacker(lengths, frozenset(token_aligned_fields or ()), fields.values())
     packed: dict[str, torch.Tensor | ObjectArray] = {}
     for name, value in fields.items():
         if isinstance(value, torch.Tensor) and not packer.is_declared(name):
@@ -192,15 +193,19 @@ class RowPacker:
     """Packs the columns of one batch by their declarations; `lengths` are the tokens of each row.
 
     `per_token` names further columns to treat as per-token ones. The lengths are looked at once, and all
-    per-token columns share their offsets.
+    per-token columns on one device share their offsets. Offsets of ragged `columns` on a device come to the CPU in
+    one copy, with lengths that lie there; of columns not named here, in one each time they are others.
     """
 
     def __init__(
-        self, lengths: torch.Tensor | Sequence[int], per_token: frozenset[str] = frozenset()
+        self,
+        lengths: torch.Tensor | Sequence[int],
+        per_token: frozenset[str] = frozenset(),
+        columns: Iterable[object] = (),
     ) -> None:
-        self._layout = RowLayout(lengths)
+        self._read = OffsetsReader(columns)
+        self._layout = RowLayout(lengths, read=self._read)
         self.lengths, self.rows = self._layout.lengths, self._layout.rows
-        self._offsets: torch.Tensor | None = None
         self._per_token = per_token
 
     def is_declared(self, name: str) -> bool:
@@ -248,24 +253,22 @@ class RowPacker:
             )
         if width != self._layout.width:
             self._layout = self._layout.with_width(width)
-        self._offsets = self._layout.offsets if self._offsets is None else self._offsets
-        return nested_from_ragged(self._layout.strip(column), self._offsets)
+        return nested_from_ragged(self._layout.strip(column), self._layout.offsets_on(column.device))
 
     def _pack_nested(self, name: str, column: torch.Tensor) -> torch.Tensor:
-        values, offsets, ragged_dim = ragged_from_nested(column)
+        values, offsets, ragged_dim, device_offsets = take_apart(column, self._read)
         if ragged_dim != 1:
             raise SchemaError(f"column '{name}' is ragged in dimension {ragged_dim}; tokens are dimension 1")
-        if offsets is not self._offsets and not torch.equal(offsets, self._layout.offsets):
+        if not self._layout.has(offsets):
             got = offsets.diff()
             row = int((got != self.lengths).nonzero()[0])
             raise SchemaError(
                 f"column '{name}' has {int(got[row])} tokens in row {row}; its sequence length is "
                 f"{int(self.lengths[row])}"
             )
-        self._offsets = offsets if self._offsets is None else self._offsets
-        if wraps(column, values, self._offsets):
-            return column
-        return nested_from_ragged(values, self._offsets)
+        self._layout.keep(offsets, device_offsets)
+        shared = self._layout.offsets_on(values.device)
+        return column if wraps(column, values, shared) else nested_from_ragged(values, shared)
 
 
 def check_trailing_dims(name: str, dims: int, spec: FieldSpec | None) -> None:
@@ -308,8 +311,9 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
             raise SchemaError(
                 f"{name} is dense, of shape {tuple(column.shape)}; expected jagged rows (to_nested_by_length)"
             )
-    values, offsets, _ = ragged_from_nested(full)
-    _, response_offsets, _ = ragged_from_nested(response_mask)
+    read = OffsetsReader((full, response_mask))
+    values, offsets, *_ = take_apart(full, read)
+    response_offsets = take_apart(response_mask, read).offsets
     lengths, responses = offsets.diff(), response_offsets.diff()
     if len(lengths) != len(responses):
         raise SchemaError(f"{len(responses)} response rows for {len(lengths)} rows; expected one per row")
@@ -386,7 +390,7 @@ class _Padder:
         self._layouts: list[RowLayout] = []
 
     def pad(self, rows: Ragged, pad_value: PadValue) -> torch.Tensor:
-        padded = self._layout(rows.offsets).pad(rows.values, pad_value)
+        padded = self._layout(rows.offsets, rows.device_offsets).pad(rows.values, pad_value)
         return padded if rows.ragged_dim == 1 else padded.movedim(1, rows.ragged_dim)
 
     def widen(self, column: torch.Tensor, pad_value: PadValue) -> torch.Tensor:
@@ -395,11 +399,11 @@ class _Padder:
         lengths = torch.full((column.shape[0],), column.shape[1], dtype=torch.int64)
         return self._layout(offsets_from_lengths(lengths)).pad(column.flatten(0, 1), pad_value)
 
-    def _layout(self, offsets: torch.Tensor) -> RowLayout:
-        for layout in self._layouts:
-            if layout.offsets is offsets or torch.equal(layout.offsets, offsets):
-                return layout
-        lengths = offsets.diff()
-        longest = int(lengths.max()) if len(lengths) else 0
-        self._layouts.append(RowLayout(lengths, max(longest, self._target)))
-        return self._layouts[-1]
+    def _layout(self, offsets: torch.Tensor, device_offsets: torch.Tensor | None = None) -> RowLayout:
+        layout = next((known for known in self._layouts if known.has(offsets)), None)
+        if layout is None:
+            tight = RowLayout(offsets.diff())
+            layout = tight.with_width(max(tight.longest, self._target))
+            self._layouts.append(layout)
+        layout.keep(offsets, device_offsets)
+        return layout

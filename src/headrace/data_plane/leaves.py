@@ -13,21 +13,26 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from headrace.data_plane.object_codec import ObjectArray, object_array
-from headrace.distributed.ragged import is_nested, nested_from_ragged, ragged_from_nested
+from headrace.distributed.ragged import OffsetsReader, is_nested, nested_from_ragged, take_apart
 from headrace.errors import SchemaError
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of different lengths: `values` (tokens, ...), `offsets` (N + 1) int64 on the CPU."""
+    """Rows of different lengths: `values` (tokens, ...), `offsets` (N + 1) int64 on the CPU.
+
+    `device_offsets` are the same offsets where `values` are, if that is a device and they are there already.
+    """
 
     values: torch.Tensor
     offsets: torch.Tensor
     ragged_dim: int = 1
+    device_offsets: torch.Tensor | None = None
 
     def nested(self) -> torch.Tensor:
         """Return the rows as a jagged nested tensor."""
-        return nested_from_ragged(self.values, self.offsets, self.ragged_dim)
+        offsets = self.offsets if self.device_offsets is None else self.device_offsets
+        return nested_from_ragged(self.values, offsets, self.ragged_dim)
 
 
 Leaf = torch.Tensor | Ragged | ObjectArray
@@ -36,18 +41,22 @@ Leaf = torch.Tensor | Ragged | ObjectArray
 def leaves(wire: TensorDict) -> Iterator[tuple[str, Leaf]]:
     """Yield each column's name and leaf: a dense tensor, Ragged, or an object array. A dict will do, too.
 
+    Offsets on a device are brought to the CPU in one copy for all columns.
+
     Raises:
         SchemaError: a nested TensorDict, or a value that is no column.
     """
     rows = wire.batch_size[0] if isinstance(wire, TensorDictBase) and wire.batch_size else None
-    for name in list(wire.keys()):
-        yield str(name), as_leaf(str(name), wire.get(name), rows)
+    columns = {str(name): wire.get(name) for name in list(wire.keys())}
+    read = OffsetsReader(columns.values())
+    for name, column in columns.items():
+        yield name, as_leaf(name, column, rows, read)
 
 
-def as_leaf(name: str, value: object, rows: int | None = None) -> Leaf:
+def as_leaf(name: str, value: object, rows: int | None = None, read: OffsetsReader | None = None) -> Leaf:
     """Tell one column apart; `rows` is how many a NonTensorData without batch dimensions stands for."""
     if isinstance(value, torch.Tensor):
-        return Ragged(*ragged_from_nested(value)) if is_nested(value) else value
+        return Ragged(*take_apart(value, read or OffsetsReader())) if is_nested(value) else value
     if isinstance(value, NonTensorStack | LazyStackedTensorDict):
         return object_array([unwrap_wire_stripped_payload(item) for item in value.unbind(0)])
     if isinstance(value, NonTensorData):

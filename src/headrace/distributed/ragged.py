@@ -3,15 +3,18 @@
 Padded: (N, S, ...). Ragged: `values` (sum of lengths, ...) with `offsets` (N + 1), row i being
 `values[offsets[i]:offsets[i + 1]]`. Nested: a `torch.jagged` tensor around `values` and `offsets`.
 
-Every dtype works on every device, with at most one device synchronisation per call, and on floating dtypes
-gradients flow. A result may share memory with its input where no byte has to move. Lengths are checked on the
-CPU; make one RowLayout for columns that share their lengths.
+Every dtype works on every device, with at most one device synchronisation per call and none where lengths and
+offsets are on the CPU, and on floating dtypes gradients flow. A result may share memory with its input where no
+byte has to move. Lengths are checked on the CPU; make one RowLayout for columns that share their lengths.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from copy import copy
+from functools import cache
+from importlib.util import find_spec
 from math import copysign, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +31,8 @@ PadValue = int | float | bool
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def row_lengths(lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """Return lengths as int64 (N,) on the CPU.
+def row_lengths(lengths: torch.Tensor | Sequence[int], read: "OffsetsReader | None" = None) -> torch.Tensor:
+    """Return lengths as int64 (N,) on the CPU, brought there by `read` if it is given.
 
     Raises:
         SchemaError: not one whole number per row, or a negative one, with its row.
@@ -40,7 +43,8 @@ def row_lengths(lengths: torch.Tensor | Sequence[int]) -> torch.Tensor:
             raise SchemaError(
                 f"lengths have shape {tuple(lengths.shape)} and dtype {lengths.dtype}; expected integers (N,)"
             )
-        checked = lengths.detach().to("cpu", torch.int64).contiguous()
+        read = read or OffsetsReader()
+        checked = read(lengths.detach()).contiguous()
     else:
         checked = torch.tensor(list(lengths), dtype=torch.int64)
     numbers: Ints = checked.numpy()
@@ -80,18 +84,25 @@ class RowLayout:
     Args:
         lengths: (N,) tokens per row.
         width: S of the padded form; None: the longest row.
+        read: Brings lengths on a device to the CPU.
 
     Raises:
         SchemaError: a row longer than `width`, or lengths that `row_lengths` refuses.
     """
 
-    def __init__(self, lengths: torch.Tensor | Sequence[int], width: int | None = None) -> None:
-        self.lengths = row_lengths(lengths)
+    def __init__(
+        self,
+        lengths: torch.Tensor | Sequence[int],
+        width: int | None = None,
+        read: "OffsetsReader | None" = None,
+    ) -> None:
+        self.lengths = row_lengths(lengths, read)
         self.rows = len(self.lengths)
         self.longest = int(self.lengths.numpy().max(initial=0))
         self.offsets = offsets_from_lengths(self.lengths)
         self._offsets: Ints = self.offsets.numpy()
         self.total = int(self._offsets[-1])
+        self._on_device: dict[torch.device, torch.Tensor] = {}
         self._set_width(self.longest if width is None else width)
 
     def _set_width(self, width: int) -> None:
@@ -113,6 +124,22 @@ class RowLayout:
         other._set_width(width)
         return other
 
+    def offsets_on(self, device: torch.device) -> torch.Tensor:
+        """Return the offsets on a device, the same object each time; the copy does not wait for the device."""
+        if device not in self._on_device:
+            self._on_device[device] = moved(self.offsets, device)
+        return self._on_device[device]
+
+    def has(self, offsets: torch.Tensor) -> bool:
+        """Return whether the rows have these offsets, given on the CPU."""
+        return self._on_device.get(offsets.device) is offsets or torch.equal(self.offsets, offsets)
+
+    def keep(self, *equal: torch.Tensor | None) -> None:
+        """Let `offsets_on` return these equal offsets where they lie, unless it has returned others there."""
+        for offsets in equal:
+            if offsets is not None:
+                self._on_device.setdefault(offsets.device, offsets)
+
     def pad(self, values: torch.Tensor, pad_value: PadValue = 0) -> torch.Tensor:
         """Return values (total, ...) as (N, width, ...), `pad_value` after each row's end.
 
@@ -125,16 +152,15 @@ class RowLayout:
         if self.is_full:
             return values.reshape(shape)
         if not _plain(values):
-            filler = _filler(pad_value, values)
-            out = filler.expand(self.rows * self.width, *values.shape[1:]).clone()
-            return _scatter(out, self._padded_positions(values.device), values).view(shape)
+            return self._pad_elsewhere(values, shape, pad_value)
         step = prod(values.shape[1:]) * values.element_size()
         if not step or not self.total:
-            return _filler(pad_value, values).new_full(shape, pad_value)
-        fill = _fill_bytes(pad_value, values, step)
+            return _filler(pad_value, values.dtype).new_full(shape, pad_value)
+        element = _fill_bytes(pad_value, values.dtype)
+        fill = element * (step // len(element)) if element else bytes(step)
         if kernel := load_kernel():
             source, out = values.contiguous(), _fresh(shape, values.dtype)
-            rest, span = fill * self.width if any(fill) else None, self.width * step
+            rest, span = fill * self.width if element else None, self.width * step
             offsets = self.offsets.data_ptr()
             kernel.pad(source.data_ptr(), offsets, self.rows, step, span, rest, out.data_ptr())
             return out
@@ -161,7 +187,7 @@ class RowLayout:
         if self.is_full:
             return padded.reshape(shape)
         if not _plain(padded):
-            return _take(padded.flatten(0, 1), self._padded_positions(padded.device))
+            return self._strip_elsewhere(padded, shape)
         if not self.total or not padded.numel():
             return padded.new_empty(shape)
         step = prod(padded.shape[2:]) * padded.element_size()
@@ -180,9 +206,30 @@ class RowLayout:
         stripped = ragged_cpu.strip_short_rows(buffer, row_step, self._offsets, self.width, step)
         return _tensor(stripped, padded.dtype, shape)
 
+    def _pad_elsewhere(
+        self, values: torch.Tensor, shape: tuple[int, ...], pad_value: PadValue
+    ) -> torch.Tensor:
+        """Pad values that lie on a device or want gradients."""
+        device = values.device
+        if self.total and values.numel() and (kernels := _device_kernels(values)):
+            fill = _fill_bytes(pad_value, values.dtype)
+            padded: torch.Tensor = kernels.pad(values, self.offsets_on(device), shape, fill)
+            return padded
+        filler = moved(_filler(pad_value, values.dtype), device)
+        out = filler.expand(self.rows * self.width, *values.shape[1:]).clone()
+        return _scatter(out, self._padded_positions(device), values).view(shape)
+
+    def _strip_elsewhere(self, padded: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Strip rows that lie on a device or want gradients."""
+        device = padded.device
+        if self.total and padded.numel() and (kernels := _device_kernels(padded)):
+            values: torch.Tensor = kernels.strip(padded, self.offsets_on(device), self.longest, shape[0])
+            return values
+        return _take(padded.flatten(0, 1), self._padded_positions(device))
+
     def _padded_positions(self, device: torch.device) -> torch.Tensor:
         if device not in self._positions:
-            rows, positions = ragged_indices(self.offsets.to(device, non_blocking=True), self.total)
+            rows, positions = ragged_indices(self.offsets_on(device), self.total)
             self._positions[device] = rows * self.width + positions
         return self._positions[device]
 
@@ -212,15 +259,14 @@ def strip_padding(padded: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Te
             "expected (N, S, ...) with one length per row"
         )
     layout = RowLayout(lengths, padded.shape[1])
-    return layout.strip(padded), layout.offsets.to(padded.device, non_blocking=True)
+    return layout.strip(padded), layout.offsets_on(padded.device)
 
 
 def gather_spans(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Return the spans `values[starts[i] : starts[i] + lengths[i]]` back to back; spans are on the CPU."""
     shape = (int(lengths.sum()), *values.shape[1:])
     if not _plain(values):
-        indices = torch.from_numpy(ragged_cpu.span_indices(starts.numpy(), lengths.numpy()))
-        return _take(values, indices.to(values.device, non_blocking=True))
+        return _gather_elsewhere(values, starts, lengths)
     if not shape[0] or not values.numel():
         return values.new_empty(shape)
     step = prod(values.shape[1:]) * values.element_size()
@@ -235,6 +281,21 @@ def gather_spans(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tens
     return _tensor(gathered, values.dtype, shape)
 
 
+def _gather_elsewhere(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Gather spans of values that lie on a device or want gradients."""
+    offsets = offsets_from_lengths(lengths)
+    total = int(offsets[-1])
+    if total and values.numel() and (kernels := _device_kernels(values)):
+        bounds = moved(torch.cat((starts, offsets)), values.device)
+        longest = int(lengths.max())
+        gathered: torch.Tensor = kernels.gather(
+            values, bounds[: len(starts)], bounds[len(starts) :], longest, total
+        )
+        return gathered
+    indices = torch.from_numpy(ragged_cpu.span_indices(starts.numpy(), lengths.numpy()))
+    return _take(values, moved(indices, values.device))
+
+
 def gather_rows(
     values: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,7 +306,13 @@ def gather_rows(
 
 def gather_dense(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return `values[rows]` for any dtype; `rows` on the CPU."""
-    return _take(values, rows.to(values.device, non_blocking=True))
+    return _take(values, moved(rows, values.device))
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device; from the CPU, without waiting for the device."""
+    # A copy to the CPU that nobody waits for could be read too early.
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def is_nested(tensor: torch.Tensor) -> bool:
@@ -280,7 +347,7 @@ def nested_from_ragged(values: torch.Tensor, offsets: torch.Tensor, ragged_dim: 
     torch can add and compare nested tensors around the same `offsets` object. With `ragged_dim` d > 1 the
     tokens of `values` (first dimension) become dimension d of the result.
     """
-    offsets = offsets.to(values.device)
+    offsets = moved(offsets, values.device)
     if ragged_dim != 1:
         values = values.movedim(0, ragged_dim - 1)
     if values.requires_grad:
@@ -290,50 +357,127 @@ def nested_from_ragged(values: torch.Tensor, offsets: torch.Tensor, ragged_dim: 
     return nested
 
 
+class RaggedParts(NamedTuple):
+    """A nested tensor taken apart; see `ragged_from_nested` for the first three."""
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+    ragged_dim: int
+    device_offsets: torch.Tensor | None
+    """The same offsets on the device of `values`, where that is not the CPU and they were there."""
+
+
+class OffsetsReader:
+    """Brings offsets of nested tensors to the CPU: those of all `columns` in one copy, when first asked for one."""
+
+    def __init__(self, columns: Iterable[object] = ()) -> None:
+        self._columns = columns
+        self._read: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Return integers (n,) as int64 on the CPU; the same object for the same memory."""
+        if offsets.is_cpu:
+            return offsets if offsets.dtype == torch.int64 else offsets.to(torch.int64)
+        key = _memory(offsets)
+        if key not in self._read:
+            self._fetch([offsets, *_index_tensors(self._columns)])
+            self._columns = ()
+        return self._read[key][1]
+
+    def _fetch(self, wanted: Iterable[torch.Tensor]) -> None:
+        by_device: dict[torch.device, dict[tuple[object, ...], torch.Tensor]] = defaultdict(dict)
+        for part in wanted:
+            by_device[part.device][_memory(part)] = part
+        for parts in by_device.values():
+            whole = [part.to(torch.int64) for part in parts.values()]
+            joined = (torch.cat(whole) if len(whole) > 1 else whole[0]).cpu()
+            pieces = torch.split(joined, [len(part) for part in parts.values()])
+            for (key, part), piece in zip(parts.items(), pieces):
+                # The entry holds the tensor, so that its memory stays its own.
+                self._read[key] = (part, piece.clone() if len(parts) > 1 else joined)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _index_tensors(columns: Iterable[object]) -> Iterable[torch.Tensor]:
+    for column in columns:
+        if isinstance(column, NestedTensor):
+            for part in (column._offsets, column._lengths):
+                if part is not None and not part.is_cpu:
+                    yield part
+
+
 def ragged_from_nested(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return (values, offsets, ragged dimension) of a nested tensor; offsets start at 0 and lie on the CPU.
 
     Values are a view where the rows lie back to back, and a copy otherwise. Tokens are their first dimension.
     """
+    return take_apart(nested, OffsetsReader((nested,)))[:3]
+
+
+def take_apart(nested: torch.Tensor, read: OffsetsReader) -> RaggedParts:
+    """Do what `ragged_from_nested` does, with offsets read for all columns of a call at once."""
     if not isinstance(nested, NestedTensor):
         parts = nested.unbind()
-        lengths = torch.tensor([p.shape[0] for p in parts], dtype=torch.int64)
-        return torch.cat(parts), offsets_from_lengths(lengths), 1
+        sizes = torch.tensor([p.shape[0] for p in parts], dtype=torch.int64)
+        return RaggedParts(torch.cat(parts), offsets_from_lengths(sizes), 1, None)
     jagged: Any = nested
     ragged_dim: int = jagged._ragged_idx
     # `values()` is `_values` as autograd sees it, and takes four hundred times as long.
     values: torch.Tensor = jagged.values() if wants_grad(nested) else jagged._values
     if ragged_dim != 1:
         values = values.movedim(ragged_dim - 1, 0)
-    offsets, lengths = jagged.offsets().cpu().to(torch.int64), jagged.lengths()
+    held, lengths = jagged._offsets, jagged._lengths
+    offsets = read(held)
     bounds = offsets.numpy()
     if lengths is None and bounds[0] == 0 and bounds[-1] == values.shape[0]:
-        return values, offsets, ragged_dim
-    sizes = offsets.diff() if lengths is None else lengths.cpu().to(torch.int64)
-    return gather_spans(values, offsets[: len(sizes)], sizes), offsets_from_lengths(sizes), ragged_dim
+        shared = None if held.is_cpu or held.dtype != torch.int64 else held
+        return RaggedParts(values, offsets, ragged_dim, shared)
+    sizes = offsets.diff() if lengths is None else read(lengths)
+    gathered = gather_spans(values, offsets[: len(sizes)], sizes)
+    return RaggedParts(gathered, offsets_from_lengths(sizes), ragged_dim, None)
+
+
+@cache
+def _load_device_kernels() -> Any:
+    if find_spec("triton") is None:
+        return None
+    from headrace.distributed import ragged_triton  # noqa: PLC0415 - imports triton
+
+    return ragged_triton
+
+
+def _device_kernels(tensor: torch.Tensor) -> Any:
+    """Return the module of kernels that copy such a tensor, or None; autograd does not see what they do."""
+    if not tensor.is_cuda or tensor.element_size() not in _WORDS:
+        return None
+    return None if tensor.requires_grad and torch.is_grad_enabled() else _load_device_kernels()
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and not (tensor.requires_grad and torch.is_grad_enabled())
+    return tensor.is_cpu and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
-def _filler(pad_value: PadValue, like: torch.Tensor) -> torch.Tensor:
-    """Return the pad value as a 0-D tensor."""
-    inexact = like.is_floating_point() or like.is_complex()
+def _filler(pad_value: PadValue, dtype: torch.dtype) -> torch.Tensor:
+    """Return the pad value as a 0-D tensor on the CPU."""
+    inexact = dtype.is_floating_point or dtype.is_complex
     try:
-        filler = torch.full((), pad_value, dtype=like.dtype)
+        filler = torch.full((), pad_value, dtype=dtype)
     except RuntimeError as error:
-        raise SchemaError(f"pad value {pad_value} does not fit in {like.dtype}") from error
+        raise SchemaError(f"pad value {pad_value} does not fit in {dtype}") from error
     if not inexact and filler.item() != pad_value:
-        raise SchemaError(f"pad value {pad_value} does not fit in {like.dtype}")
-    return filler.to(like.device, non_blocking=True)
+        raise SchemaError(f"pad value {pad_value} does not fit in {dtype}")
+    return filler
 
 
-def _fill_bytes(pad_value: PadValue, like: torch.Tensor, step: int) -> bytes:
-    """Return the bytes of one padding token."""
+def _fill_bytes(pad_value: PadValue, dtype: torch.dtype) -> bytes | None:
+    """Return the bytes of one padding element, None if they are zeros."""
     if pad_value == 0 and copysign(1, pad_value) > 0:
-        return bytes(step)
-    return bytes(byte_view(_filler(pad_value, like).expand(like.shape[1:])))
+        return None
+    fill = bytes(byte_view(_filler(pad_value, dtype)))
+    return fill if any(fill) else None
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

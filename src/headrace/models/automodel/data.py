@@ -278,7 +278,7 @@ def _pad(input_ids: torch.Tensor, input_lengths: torch.Tensor) -> ProcessedInput
     RowLayout(input_lengths, width)  # refuses rows that are longer
     columns = torch.arange(width, device=input_ids.device)
     # A row of length 0 sees its first pad token: softmax over nothing is NaN, in the gradients too.
-    visible = columns < input_lengths.to(input_ids.device).clamp(min=1)[:, None]
+    visible = columns < input_lengths.to(input_ids.device, non_blocking=True).clamp(min=1)[:, None]
     return ProcessedInputs(input_ids, width, attention_mask=visible, position_ids=columns.expand(rows, width))
 
 

@@ -83,10 +83,14 @@ def pack_sequences(
     totals = [int(part.sum()) for part in parts]
     rows = RowLayout(totals, max([*totals, min_seq_len]))
     device = input_ids.device
-    _, positions = ragged_indices(sequences.offsets.to(device), sequences.total)
+    _, positions = ragged_indices(sequences.offsets_on(device), sequences.total)
     packed = rows.pad(sequences.strip(input_ids), padding_value)
     positions = rows.pad(positions)
-    mask = _block_causal(positions, rows.lengths.to(device)) if return_attention_mask else None
+    mask = (
+        _block_causal(positions, rows.lengths.to(device, non_blocking=True))
+        if return_attention_mask
+        else None
+    )
     return packed, positions, mask
 
 
