@@ -133,8 +133,9 @@ def measure_case(bench: Bench, case: str, batch: Batch, device: torch.device) ->
     faster = times["pack"]["as_nested_tensor of slices"].median_s / times["pack"]["from padded"].median_s
     bench.figure(f"pack_faster_than_torch.{case}", faster, "x", at_least=least)
     pad = times["pad"]["to_padded_tensor"].median_s / times["pad"]["materialize"].median_s
+    # No target: torch pads ready-made tensors that know their longest row, one kernel per column, as we do.
     note = "" if len(names) == len(padded) else f"torch pads {len(names)} of {len(padded)} columns"
-    bench.figure(f"pad_faster_than_torch.{case}", pad, "x", at_least=least, note=note)
+    bench.figure(f"pad_faster_than_torch.{case}", pad, "x", note=note)
 
 
 def clock(device: torch.device) -> Callable[[], float]:

@@ -13,4 +13,4 @@ sys.path.insert(0, str(Path(__file__).parent))
 settings.register_profile("headrace", deadline=None)
 settings.load_profile("headrace")
 
-from ray_session import mooncake_engine, ray_cluster, transfer_queue_engine  # noqa: F401  (fixtures; need the path)
+from ray_session import mooncake_engine, ray_cluster, transfer_queue_engine  # noqa: E402, F401  (fixtures; need the path)
