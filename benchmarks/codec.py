@@ -1,9 +1,9 @@
 """What do packing and padding cost, in copies of the bytes that they write?
 
 Against `clone` of the same bytes, per-row slicing with `torch.nested.as_nested_tensor`,
-`torch.nested.to_padded_tensor`, and a NumPy loop over the rows. Copies of packing are copies of the ragged bytes,
-copies of padding are copies of the padded bytes. Before each way runs, the caches are filled with other bytes, as
-they are between the stages of a training step.
+`torch.nested.to_padded_tensor` of the tensors so made, and a NumPy loop over the rows. Copies of packing are copies
+of the ragged bytes, copies of padding are copies of the padded bytes. Before each way runs, the caches are filled with
+other bytes, as they are between the stages of a training step.
 
 Below 32 MiB all ways write to memory that the process has used before; a buffer above it is fresh from the system for
 every way, `clone` included, and then page faults are part of what a copy costs (`page_faults`). `notes` says
@@ -23,8 +23,6 @@ from headrace.data_plane import materialize, pack_columns
 from headrace.distributed.ragged_kernel import load_kernel
 
 PACK_RAGGED_COPIES, PACK_PADDED_COPIES, PAD_COPIES = 1.5, 2.5, 2.0
-MOST_FOR_TORCH = 300_000_000
-"""Tokens times rows from which `to_padded_tensor` is left out: it asks for 8 bytes of each, 77 GB for 8,192 x 256."""
 
 
 def cases(quick: bool) -> dict[str, Batch]:
@@ -90,6 +88,7 @@ def check(batch: Batch, wire: TensorDict) -> None:
     back = materialize(wire)
     for name, array in numpy_pad(plain, batch).items():
         assert torch.equal(back[name], batch.padded[name]), name
+        assert torch.equal(torch.nested.to_padded_tensor(nested[name], 0), batch.padded[name]), name
         assert np.array_equal(array, batch.padded[name].numpy()), name
 
 
@@ -100,6 +99,8 @@ def measure_case(bench: Bench, case: str, batch: Batch) -> None:
     values = {name: wire[name].values() for name in batch.padded}
     arrays = {name: value.numpy() for name, value in values.items()}
     nested, rows = dict(wire.items()), batch.ragged()
+    # Tensors that torch made: they know their longest row, without which torch pads to the sum of all lengths.
+    made_by_torch = slice_and_nest(batch)
     packing: dict[str, Callable[[], object]] = {
         "one copy": lambda: [value.clone() for value in values.values()],
         "from ragged": lambda: pack_columns(nested, lengths=batch.lengths),
@@ -111,16 +112,13 @@ def measure_case(bench: Bench, case: str, batch: Batch) -> None:
     padding: dict[str, Callable[[], object]] = {
         "one copy": lambda: [column.clone() for column in batch.padded.values()],
         "materialize": lambda: materialize(wire),
+        "to_padded_tensor": lambda: [
+            torch.nested.to_padded_tensor(column, 0) for column in made_by_torch.values()
+        ],
         "NumPy loop": lambda: numpy_pad(arrays, batch),
     }
     packed = bench.race(f"{case}: pack", packing, between=bench.evict_caches)
     padded = bench.race(f"{case}: pad", padding, between=bench.evict_caches)
-    if int(batch.lengths.sum()) * len(batch.lengths) < MOST_FOR_TORCH:
-        one = {
-            "one copy": lambda: batch.padded["input_ids"].clone(),
-            "to_padded_tensor": lambda: wire["input_ids"].to_padded_tensor(0),
-        }
-        bench.race(f"{case}: pad input_ids alone", one, repeats=3)
     nbytes = sum(value.nbytes for value in values.values())
     bench.notes[case] = {
         "ragged_bytes": nbytes,

@@ -1,122 +1,225 @@
-"""Draws the plots of `docs/performance.md`, and its table, from the results files.
+"""Draws the plots of `docs/performance.md` and renews its tables, from the results files.
 
 headrace bench --save && python benchmarks/plot.py
 """
 
-import json
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+import tables
+from cells import Report, Reports, load, number
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
 
-FOLDER = Path(__file__).parent
-DOCS = FOLDER.parent / "docs"
-BEGIN, END = "<!-- figures: benchmarks/plot.py -->", "<!-- end of figures -->"
+DOCS = Path(__file__).parents[1] / "docs"
+BLUE, SKY, GREEN, ORANGE, RED, GREY = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#8c8c8c"
+"""Okabe and Ito's colours, which colour-blind readers tell apart; headrace is blue."""
 PACKING = {
-    "from ragged": "headrace, from ragged rows",
-    "from padded": "headrace, from padded rows",
-    "NumPy loop": "NumPy loop over rows",
-    "as_nested_tensor of slices": "as_nested_tensor of slices",
+    "from ragged": ("headrace, ragged rows", SKY),
+    "from padded": ("headrace, padded rows", BLUE),
+    "NumPy loop": ("NumPy loop over padded rows", ORANGE),
+    "as_nested_tensor of slices": ("as_nested_tensor of padded rows", RED),
 }
 PADDING = {
-    "materialize": "headrace",
-    "NumPy loop": "NumPy loop over rows",
-    "to_padded_tensor": "to_padded_tensor",
+    "materialize": ("headrace", BLUE),
+    "NumPy loop": ("NumPy loop over rows", ORANGE),
+    "to_padded_tensor": ("to_padded_tensor", RED),
 }
+_PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
+"""What keeps lines from crossing a number."""
+Targets = Sequence[tuple[float, str]]
 
 
-def load() -> dict[str, dict[str, Any]]:
-    """Return the reports by benchmark."""
-    reports = [json.loads(file.read_text()) for file in sorted((FOLDER / "results").glob("*.json"))]
-    return {report["benchmark"]: report for report in reports if "benchmark" in report}
+def log_axis(axes: Axes, values: Sequence[float], *, along: str) -> None:
+    """Make an axis logarithmic, with plain numbers at every power of ten, and room for labels above the bars."""
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values) * 1.5))
+    ticks = [10.0**power for power in range(low, high + 1)]
+    axis, scale, limit = (
+        (axes.yaxis, axes.set_yscale, axes.set_ylim)
+        if along == "y"
+        else (axes.xaxis, axes.set_xscale, axes.set_xlim)
+    )
+    scale("log")
+    axis.set_ticks(ticks, [f"{tick:,g}" if tick < 1000 else f"{tick:,.0f}" for tick in ticks])
+    axis.set_minor_locator(NullLocator())
+    limit(ticks[0], ticks[-1])
+    axis.grid(color="black", alpha=0.12, linewidth=0.6)
+    axes.set_axisbelow(True)
 
 
-def ratios(report: dict[str, Any], path: str, way: str) -> dict[str, float]:
-    """Return one way's ratio per batch; `to_padded_tensor` has been timed on one column alone."""
-    found = {}
-    for case, ways in report["measurements"].items():
-        batch, _, measured = case.partition(": ")
-        if measured.split()[0] == path and way in ways:
-            found[batch] = ways[way]["ratio"]
-    return found
+def codec_panel(
+    axes: Axes, report: Report, path: str, ways: dict[str, tuple[str, str]], targets: Targets
+) -> None:
+    """Draw the copies of every way, batch by batch, each bar with its number."""
+    cases = {batch: report["measurements"][f"{batch}: {path}"] for batch in tables.batches(report)}
+    width, every = 0.84 / len(ways), []
+    for place, (way, (label, colour)) in enumerate(ways.items()):
+        found = [case[way]["ratio"] if way in case else math.nan for case in cases.values()]
+        at = [batch + (place - (len(ways) - 1) / 2) * width for batch in range(len(cases))]
+        bars = axes.bar(at, found, width * 0.94, label=label, color=colour)
+        axes.bar_label(
+            bars, ["" if math.isnan(x) else number(x) for x in found], fontsize=7, padding=2, bbox=_PLAIN
+        )
+        every += [value for value in found if not math.isnan(value)]
+    log_axis(axes, every, along="y")
+    axes.axhline(1, color="black", linewidth=0.9)
+    for target, label in targets:
+        axes.axhline(target, color="black", linewidth=0.9, linestyle=":")
+        axes.annotate(f" {label}", (1, target), xycoords=("axes fraction", "data"), fontsize=7, va="center")
+    axes.set_xticks(range(len(cases)), list(cases), fontsize=8)
+    axes.set_ylabel("copies of the bytes (log)", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.legend(fontsize=7, loc="upper left", ncols=2, framealpha=1)
 
 
-def bars(axes: Axes, report: dict[str, Any], path: str, labels: dict[str, str], target: float) -> None:
-    """Draw the copies of every way, batch by batch."""
-    batches = list(ratios(report, path, "one copy"))
-    width = 0.8 / len(labels)
-    for number, (way, label) in enumerate(labels.items()):
-        found = ratios(report, path, way)
-        places = [place + (number - (len(labels) - 1) / 2) * width for place in range(len(batches))]
-        axes.bar(places, [found.get(batch, float("nan")) for batch in batches], width, label=label)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.axhline(target, color="black", linewidth=0.8, linestyle=":")
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(batches)), batches, fontsize=8)
-    axes.set_ylabel("copies of the bytes (log)")
-    axes.legend(fontsize=7)
-
-
-def draw(report: dict[str, Any], path: Path) -> None:
+def draw_codec(reports: Reports) -> Figure:
     """Draw what packing and padding cost."""
     figure = Figure(figsize=(9, 7), layout="constrained")
     upper, lower = figure.subplots(2, 1)
-    bars(upper, report, "pack", PACKING, 2.5)
-    upper.set_title("pack: rows to their wire form (solid: one copy, dotted: target)", fontsize=9)
-    bars(lower, report, "pad", PADDING, 2.0)
-    lower.set_title("materialize: wire form to padded tensors", fontsize=9)
-    figure.savefig(path, dpi=120)
+    packing = ((1.5, "target, ragged: 1.5"), (2.5, "target, padded: 2.5"))
+    codec_panel(upper, reports["codec"], "pack", PACKING, packing)
+    upper.set_title("Packing: rows to their wire form, in copies of the ragged bytes", fontsize=9)
+    codec_panel(lower, reports["codec"], "pad", PADDING, ((2, "target: 2"),))
+    lower.set_title("Materializing: wire form to padded tensors, in copies of the padded bytes", fontsize=9)
+    return figure
 
 
-def draw_scale(report: dict[str, Any], path: Path) -> None:
+def draw_stores(reports: Reports) -> Figure:
+    """Draw what handing 512 rows over takes, by store, and how that grows with the rows."""
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(5, 4))
+    store_panel(left, reports)
+    if "store_scale" in reports:
+        growth_panel(right, reports["store_scale"])
+    else:
+        right.set_axis_off()
+    return figure
+
+
+def store_panel(axes: Axes, reports: Reports) -> None:
+    """Draw put and get of every way as pairs of bars."""
+    found = {}
+    if local := reports.get("local_store"):
+        found["local (one process)"] = [float(x) for x in tables.local_row(local)[1:3]]
+    for label, name, own in tables.STORES:
+        if name in reports:
+            cases = (reports[name]["measurements"][f"512 rows: {path}"] for path in ("put", "get"))
+            found[label.replace("`", "")] = [case[own]["median_ms"] for case in cases]
+    places = range(len(found))
+    for number_, (kind, colour) in enumerate((("put", BLUE), ("get", ORANGE))):
+        values = [pair[number_] for pair in found.values()]
+        bars = axes.barh([place + (number_ - 0.5) * 0.4 for place in places], values, 0.37, color=colour)
+        bars.set_label(kind)
+        axes.bar_label(bars, [number(value) for value in values], fontsize=7, padding=2)
+    axes.set_yticks(places, list(found), fontsize=8)
+    axes.invert_yaxis()
+    log_axis(axes, [value for pair in found.values() for value in pair], along="x")
+    axes.set_xlabel("ms (log)", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.set_title("512 rows of five per-token columns", fontsize=9)
+    axes.legend(fontsize=7, loc="center right", framealpha=1)
+
+
+def growth_panel(axes: Axes, report: Report) -> None:
+    """Draw put and get together over the rows of a batch, for few and for many columns."""
+    shapes: dict[tuple[int, int], list[Report]] = {}
+    for case, ways in report["measurements"].items():
+        rows, columns = (int(word) for word in case.partition(":")[0].split() if word.isdigit())
+        shapes.setdefault((columns, rows), []).append(ways)
+    drawn = (
+        (20, "adapter", "transfer_queue/simple, 20 columns", BLUE, "o-"),
+        (1, "adapter", "transfer_queue/simple, 1 column", SKY, "s-"),
+        (1, "raw jagged", "TransferQueue's own, jagged, 1 column", RED, "^--"),
+        (20, "one copy", "two copies, 20 columns", GREY, "x:"),
+    )
+    every = []
+    for columns, way, label, colour, style in drawn:
+        points = [
+            (rows, sum(ways[way]["median_ms"] for ways in both))
+            for (count, rows), both in sorted(shapes.items())
+            if count == columns and all(way in ways for ways in both)
+        ]
+        axes.plot(*zip(*points), style, color=colour, label=label, markersize=4, linewidth=1.3)
+        every += [value for _, value in points]
+    log_axis(axes, every, along="y")
+    ticks = sorted({rows for columns, rows in shapes if columns in (1, 20)})
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    axes.set_xlim(ticks[0] / 2, ticks[-1] * 2)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("rows (log)", fontsize=8)
+    axes.set_ylabel("ms, put and get (log)", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.set_title("by rows and columns", fontsize=9)
+    axes.legend(fontsize=7, loc="upper left", framealpha=1)
+
+
+def draw_train(reports: Reports) -> Figure:
+    """Draw tokens per second and memory of every way to train."""
+    report = reports["train"]
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    names = list(report["measurements"]["step"])
+    colours = [BLUE if name.startswith("headrace") else ORANGE for name in names]
+    panels = (
+        ("logprobs", "tokens_per_s", "scoring: tokens per second"),
+        ("step", "tokens_per_s", "training step: tokens per second"),
+        ("step", "peak_gib", "training step: peak memory, GiB"),
+    )
+    for axes, (kind, key, title) in zip(figure.subplots(1, 3, sharey=True), panels):
+        values = [report["measurements"][kind][name][key] for name in names]
+        bars = axes.barh(range(len(names)), values, 0.7, color=colours)
+        axes.bar_label(bars, [number(value) for value in values], fontsize=7, padding=2)
+        axes.set_xlim(0, 1.3 * max(values))
+        axes.set_yticks(range(len(names)), names)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.tick_params(labelsize=8)
+        axes.set_title(title, fontsize=9)
+    axes.invert_yaxis()
+    return figure
+
+
+def draw_scale(reports: Reports) -> Figure:
     """Draw what the control plane takes of a step, by ranks."""
-    curves = dict(report["notes"]["step_s_by_ranks"])
+    curves = dict(reports["scale"]["notes"]["step_s_by_ranks"])
     ranks, measured, limit = curves.pop("ranks"), curves.pop("measured up to"), curves.pop("limit")
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
-    for name, seconds in curves.items():
-        axes.plot(ranks, seconds, marker=".", label=name)
-    axes.axhline(limit, color="black", linewidth=0.8, linestyle=":", label="5 % of a step of 300 s")
     axes.axvspan(measured, ranks[-1], color="black", alpha=0.06, label="beyond what was measured")
+    axes.axhline(limit, color="black", linewidth=0.9, linestyle=":", label=f"target: {limit:g} s")
+    styles = ((SKY, "^-"), (ORANGE, "s-"), (RED, "o-"), (BLUE, "D--"))
+    for (name, seconds), (colour, style) in zip(curves.items(), styles):
+        axes.plot(ranks, seconds, style, color=colour, markersize=4, linewidth=1.3, label=name)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    ticks = ranks[:-2] + ranks[-1:]
-    axes.set_xticks(ticks, [f"{n:,}" for n in ticks], fontsize=8)
-    axes.set_xlabel("ranks, 1,000 rows each")
-    axes.set_ylabel("seconds per step (log)")
-    axes.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
+    log_axis(axes, [seconds for curve in curves.values() for seconds in curve], along="y")
+    ticks = [n for n in ranks[:-1] if n <= ranks[-1] / 1.5] + ranks[-1:]
+    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    axes.set_xlim(ranks[0] / 1.15, ranks[-1] * 1.15)
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel("ranks, 1,000 rows each (log)", fontsize=8)
+    axes.set_ylabel("seconds per step (log)", fontsize=8)
+    axes.legend(fontsize=7, loc="upper left", framealpha=1)
+    return figure
 
 
-def table(reports: dict[str, dict[str, Any]]) -> str:
-    """Return the figures that have a target, as Markdown."""
-    lines = ["| benchmark | figure | measured | target | |", "| --- | --- | ---: | ---: | --- |"]
-    for name, report in reports.items():
-        for figure in report["figures"]:
-            if figure["target"] is None:
-                continue
-            sign = "≥" if figure["relation"] == "at least" else "≤"
-            verdict = "ok" if figure["ok"] else "**missed**"
-            lines.append(
-                f"| {name} | {figure['name']} | {figure['figure']:.3g} {figure['unit']} | "
-                f"{sign} {figure['target']:g} | {verdict} |"
-            )
-    where = next(iter(reports.values()))["where"]
-    versions = ", ".join(f"{package} {version}" for package, version in where["versions"].items())
-    lines += ["", f"{where['processor']}, {where['cores']} cores, {where['threads']} thread; {versions}."]
-    return "\n".join(lines)
+PLOTS: dict[str, tuple[Callable[[Reports], Figure], str]] = {
+    "performance.png": (draw_codec, "codec"),
+    "performance_stores.png": (draw_stores, "store_transfer_queue"),
+    "performance_train.png": (draw_train, "train"),
+    "performance_scale.png": (draw_scale, "scale"),
+}
+"""Every plot, and the results file that it cannot do without."""
 
 
 def main() -> None:
-    """Renew the picture and the table."""
+    """Renew the plots, as far as there are figures, and the page."""
     reports = load()
-    draw(reports["codec"], DOCS / "performance.png")
-    draw_scale(reports["scale"], DOCS / "performance_scale.png")
-    page = DOCS / "performance.md"
-    text = page.read_text()
-    head, rest = text.split(BEGIN)
-    page.write_text(f"{head}{BEGIN}\n{table(reports)}\n{END}{rest.split(END)[1]}")
+    for name, (draw, needed) in PLOTS.items():
+        if needed in reports:
+            draw(reports).savefig(DOCS / name, dpi=120)
+    tables.main()
 
 
 if __name__ == "__main__":

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 import headrace
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError
 
 Report = dict[str, Any]
 
-_SHARED = ("run", "columns", "plot", "scale_model")
+_SHARED = ("run", "cells", "columns", "plot", "scale_model", "tables")
 """Files in the folder that are no benchmarks."""
 _ON_RAY = ("ray", "transfer_queue")
 _NEEDS = {
@@ -68,7 +69,14 @@ def choose(folder: Path, names: Sequence[str]) -> list[str]:
     for name in names:
         if missing := _missing(name):
             raise ConfigError(f"benchmark {name} needs {missing}")
-    return list(names) or [name for name in known if not _missing(name)]
+    absent = left_out(folder)
+    return list(names) or [name for name in known if name not in absent]
+
+
+def left_out(folder: Path) -> dict[str, str]:
+    """Return the benchmarks that cannot run here, and what they need."""
+    needs = {name: _missing(name) for name in benchmark_names(folder)}
+    return {name: need for name, need in needs.items() if need}
 
 
 def _missing(name: str) -> str | None:
@@ -110,11 +118,7 @@ def _is_number(text: str) -> bool:
 
 
 def run_benchmark(folder: Path, name: str, *, quick: bool = False, targets: Sequence[str] = ()) -> Report:
-    """Run one benchmark and return its report.
-
-    Raises:
-        HeadraceError: it ended without a report, with the last line that it wrote.
-    """
+    """Run one benchmark and return its report; one that ends without has no figures, and why in `notes.failed`."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "report.json"
         command = [sys.executable, str(folder / f"{name}.py"), "--out", str(out)]
@@ -124,7 +128,7 @@ def run_benchmark(folder: Path, name: str, *, quick: bool = False, targets: Sequ
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if not out.is_file():
             last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-            raise HeadraceError(f"benchmark {name} failed: {last}. See all of it with: python {command[1]}")
+            return _failure(name, f"{last}. See all of it with: python {command[1]}")
         report: Report = json.loads(out.read_text())
     # The file for the report was a scratch file: what a reader repeats is this.
     shown = ["headrace", "bench", name, *(["--quick"] if quick else [])]
@@ -132,48 +136,82 @@ def run_benchmark(folder: Path, name: str, *, quick: bool = False, targets: Sequ
     return report
 
 
+def _failure(name: str, why: str) -> Report:
+    return {
+        "benchmark": name,
+        "ok": False,
+        "figures": [],
+        "measurements": {},
+        "notes": {"failed": {name: why}},
+    }
+
+
 def save_report(report: Mapping[str, Any], folder: Path) -> Path:
-    """Write a report into the folder's `results` and return its path."""
+    """Write a report into the folder's `results` and return its path; an older one stays if there are no figures."""
     path = folder / "results" / f"{report['benchmark']}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    if report["figures"]:
+        path.write_text(json.dumps(report, indent=1) + "\n")
     return path
 
 
 def missed(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the figures that miss their targets, as BENCHMARK.FIGURE."""
-    return [
-        f"{report['benchmark']}.{figure['name']}"
-        for report in reports
-        for figure in report["figures"]
-        if not figure["ok"]
-    ]
+    """Return the figures that miss their targets, as BENCHMARK.FIGURE, and what failed, with the reason."""
+    found = []
+    for report in reports:
+        name = report["benchmark"]
+        found += [f"{name}.{figure['name']}" for figure in report["figures"] if not figure["ok"]]
+        found += [f"{name}: {text}" for text in _failures(report)]
+    return found
+
+
+def _failures(report: Mapping[str, Any]) -> list[str]:
+    """Return what a benchmark could not measure: itself, or one of the ways that it compares."""
+    failed: Mapping[str, str] = report.get("notes", {}).get("failed", {})
+    return [f"{way} failed: {why}" for way, why in failed.items()]
 
 
 def bench_table(reports: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the figures of all reports beside their targets."""
+    """Return the figures of all reports beside their targets; names and notes fold where the terminal is narrow."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    table.add_column("benchmark", no_wrap=True)
-    table.add_column("figure", no_wrap=True)
+    table.add_column("figure", overflow="fold")
     for heading in ("measured", "target"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True, min_width=6)
-    table.add_column("", overflow="fold")
     for report in reports:
-        for number, figure in enumerate(report["figures"]):
-            name = report["benchmark"] if number == 0 else ""
-            table.add_row(name, figure["name"], *_cells(figure), figure["note"])
+        table.add_row(Text(report["benchmark"], style="bold"))
+        for figure in report["figures"]:
+            note = f"\n{figure['note']}" if figure["note"] else ""
+            name = Text(figure["name"]).append(note, style="dim")
+            table.add_row(Padding(name, _INDENT), *_cells(figure))
+        for text in _failures(report):
+            table.add_row(Padding(Text(text), _INDENT), "", "", _MISSED)
     return table
 
 
+_INDENT = (0, 0, 0, 2)
+_MISSED = Text("missed", style="bold red")
+
+
 def _cells(figure: Mapping[str, Any]) -> tuple[str, str, Text]:
-    measured = f"{_number(figure['figure'])} {figure['unit']}"
-    if figure["target"] is None:
+    value, target = figure["figure"], figure["target"]
+    measured = f"{_number(value, digits_that_tell(value, target, 3))} {figure['unit']}"
+    if target is None:
         return measured, "", Text("")
     sign = "≥" if figure["relation"] == "at least" else "≤"
-    verdict = Text("ok", style="green") if figure["ok"] else Text("missed", style="bold red")
-    return measured, f"{sign} {_number(figure['target'])}", verdict
+    verdict = Text("ok", style="green") if figure["ok"] else _MISSED
+    return measured, f"{sign} {_number(target)}", verdict
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def digits_that_tell(value: float, target: float | None, least: int) -> int:
+    """Return how many digits a figure needs to lie on its own side of its target: 1.033 against 1.03 needs 4."""
+    if target is not None:
+        for digits in range(least, 8):
+            rounded = float(f"{value:.{digits}g}")
+            if (rounded > target) == (value > target) and (rounded < target) == (value < target):
+                return digits
+    return least
+
+
+def _number(value: float, digits: int = 3) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"

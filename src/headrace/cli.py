@@ -25,6 +25,7 @@ from headrace.bench import (
     bench_table,
     choose,
     find_benchmarks,
+    left_out,
     missed,
     run_benchmark,
     save_report,
@@ -361,11 +362,15 @@ def bench(
       headrace bench codec local_store --json
       headrace bench planner --target planner.seconds.1048576x1024=1
     """
+    if quick and save:
+        _fail("--quick figures are no results to keep; leave out one of the two", code=2)
     folder = find_benchmarks()
     chosen = choose(folder, names or ())
     targets = split_targets(target or (), chosen)
     progress = Console(stderr=True)
     reports = []
+    for name, need in ({} if names else left_out(folder)).items():
+        print_line(progress, f"left out: {name} needs {need}")
     for name in chosen:
         print_line(progress, f"running {name}")
         reports.append(run_benchmark(folder, name, quick=quick, targets=targets[name]))
@@ -376,7 +381,7 @@ def bench(
     else:
         Console().print(bench_table(reports))
     if misses := missed(reports):
-        _fail(f"{len(misses)} figures miss their targets: {', '.join(misses)}", code=1)
+        _fail(f"not met: {'; '.join(misses)}", code=1)
 
 
 if __name__ == "__main__":

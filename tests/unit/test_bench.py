@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.bench import bench_table, benchmark_names, choose, find_benchmarks, save_report, split_targets
+from headrace.bench import (
+    bench_table,
+    benchmark_names,
+    choose,
+    find_benchmarks,
+    left_out,
+    missed,
+    run_benchmark,
+    save_report,
+    split_targets,
+)
 from headrace.errors import ConfigError
 from headrace.run_tables import render_text
 
@@ -106,23 +116,69 @@ def test_without_a_checkout_one_line_says_where_to_run(tmp_path: Path) -> None:
 def test_all_benchmarks_are_found_and_what_they_share_is_none() -> None:
     names = benchmark_names(find_benchmarks())
     assert {"codec", "imports", "local_store", "planner", "routes", "step"} <= set(names)
-    assert not {"run", "columns"} & set(names)
+    assert not {"run", "cells", "columns", "tables"} & set(names)
     assert set(choose(find_benchmarks(), [])) <= set(names)
 
 
+def toy(*figures: dict[str, Any], **others: Any) -> dict[str, Any]:
+    usual = {"unit": "x", "relation": "at least", "target": 2.0, "note": ""}
+    return {"benchmark": "toy", "figures": [{**usual, **figure} for figure in figures], **others}
+
+
 def test_a_report_is_saved_under_its_name_and_the_table_shows_both_numbers(tmp_path: Path) -> None:
-    figure = {"unit": "x", "relation": "at least", "note": ""}
-    report = {
-        "benchmark": "toy",
-        "figures": [
-            {"name": "fast", "figure": 3.0, "target": 2.0, "ok": True, **figure},
-            {"name": "slow", "figure": 1.5, "target": 2.0, "ok": False, **figure},
-            {"name": "plain", "figure": 12345.6, "target": None, "ok": True, **figure},
-        ],
-    }
+    report = toy(
+        {"name": "fast", "figure": 3.0, "ok": True},
+        {"name": "slow", "figure": 1.5, "ok": False},
+        {"name": "plain", "figure": 12345.6, "target": None, "ok": True},
+    )
     assert json.loads(save_report(report, tmp_path).read_text()) == report
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["toy.json"]
     lines = render_text(bench_table([report]), width=100).splitlines()
     assert any("fast" in line and "3 x" in line and "≥ 2" in line and "ok" in line for line in lines)
     assert any("slow" in line and "1.5 x" in line and "≥ 2" in line and "missed" in line for line in lines)
     assert any("plain" in line and "12,346 x" in line and "≥" not in line for line in lines)
+
+
+def test_a_narrow_terminal_folds_names_and_notes_and_keeps_targets_and_verdicts() -> None:
+    name, note = (
+        "step.packed_faster_than.transformers with bfloat16 weights",
+        "what a long note has to say " * 4,
+    )
+    report = toy({"name": name, "figure": 1.5, "ok": False, "unit": "of the time of eight", "note": note})
+    text = render_text(bench_table([report]), width=80)
+    assert "1.5 of the time of eight" in text
+    assert "≥ 2" in text
+    assert "missed" in text
+    assert "…" not in text
+
+
+def test_a_figure_just_beyond_its_target_is_not_shown_as_equal_to_it() -> None:
+    figure = {"name": "slower", "figure": 1.0331, "target": 1.03, "relation": "at most", "ok": False}
+    text = render_text(bench_table([toy(figure)]), width=100)
+    assert "1.033 x" in text
+    assert "≤ 1.03 " in text
+
+
+def test_a_benchmark_that_breaks_is_told_among_the_others_and_keeps_its_older_results(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise SystemExit('no disk')\n")
+    report = run_benchmark(tmp_path, "broken")
+    assert missed([toy({"name": "slow", "figure": 1.5, "ok": False}), report])[0] == "toy.slow"
+    assert "broken: broken failed: no disk. See all of it with: python" in missed([report])[0]
+    assert "no disk" in render_text(bench_table([report]), width=100)
+    older = tmp_path / "results" / "broken.json"
+    older.parent.mkdir()
+    older.write_text("{}")
+    save_report(report, tmp_path)
+    assert older.read_text() == "{}"
+
+
+def test_one_way_that_fails_among_others_is_missed() -> None:
+    report = toy({"name": "fast", "figure": 3.0, "ok": True}, notes={"failed": {"TRL": "OutOfMemoryError"}})
+    assert missed([report]) == ["toy: TRL failed: OutOfMemoryError"]
+
+
+def test_what_cannot_run_here_is_left_out_with_its_need() -> None:
+    folder = find_benchmarks()
+    absent = left_out(folder)
+    assert set(choose(folder, [])) == set(benchmark_names(folder)) - set(absent)
+    assert all(absent.values())
