@@ -205,3 +205,12 @@ def test_a_put_returns_a_meta_that_names_what_it_wrote(client: DataPlaneClient) 
 def test_lengths_are_known_from_jagged_tokens_alone(client: DataPlaneClient) -> None:
     client.put_samples(["a", "b"], "p", fields=wire(2, input_ids=tokens([1, 2], [3])))
     assert put_numbers(client, ["b", "a"], x=0).sequence_lengths == [1, 2]
+
+
+def test_a_brief_put_writes_the_same_and_tells_ids_and_columns_only(client: DataPlaneClient) -> None:
+    fields = wire(2, input_ids=tokens([1, 2], [3]))
+    meta = client.put_samples(["a", "b"], "p", fields=fields, tags=[{"r": 1}, {"r": 2}], brief=True)
+    assert (meta.sample_ids, meta.fields) == (["a", "b"], ["input_ids"])
+    assert (meta.sequence_lengths, meta.tags) == (None, None)
+    full = client.put_samples(["b", "a"], "p")
+    assert (full.sequence_lengths, full.tags) == ([1, 2], [{"r": 2}, {"r": 1}])

@@ -218,3 +218,31 @@ def test_objects_and_ragged_rows_lie_beside_each_other(client: Any) -> None:
     client.put_samples(["a", "b"], "p", fields=fields)
     got = client.get_samples(["b", "a"], "p", ["x"])["x"]
     assert [row.tolist() for row in got.unbind()] == [[1, 2, 3], []]
+
+
+class Unreadable:
+    """Arrives as an OSError: reading the request opens a file that is nowhere."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, ("/nowhere/at/all",)
+
+
+@pytest.mark.parametrize(
+    ("operation", "argument", "says"),
+    [
+        ("sample_ids", Unreadable(), "FileNotFoundError: .*/nowhere/at/all"),
+        ("no_such_operation", None, "AttributeError: .*no_such_operation"),
+        ("__class__", 4, "TypeError|PicklingError|AttributeError"),
+    ],
+    ids=["cannot be read", "unknown operation", "answer cannot be sent"],
+)
+def test_an_unexpected_error_in_the_index_reaches_the_caller_and_the_index_goes_on(
+    client: Any, store: dict[str, Any], operation: str, argument: object, says: str
+) -> None:
+    put_numbers(client, ["a"], x=1)
+    request = (store["store_name"], operation, argument)
+    with pytest.raises(DataPlaneError, match=says) as caught:
+        client._open().books.ask(request, "a request that fails", 20.0)
+    assert type(caught.value) is DataPlaneError
+    put_numbers(client, ["b"], x=2)
+    assert numbers(client, ["a", "b"], "x") == [1, 2]

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -30,6 +30,7 @@ def fields(names: list[str], lengths: list[int]) -> TensorDict:
     return TensorDict(columns, batch_size=[len(lengths)])
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(PUTS, PUTS, CLEARS), max_size=12))
 def test_a_put_is_refused_exactly_when_a_row_would_have_two_lengths(steps: list[Any]) -> None:
     client = LocalDataPlaneClient()

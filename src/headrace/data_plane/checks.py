@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from headrace.data_plane.codec import check_trailing_dims
-from headrace.data_plane.interfaces import names_list
+from headrace.data_plane.interfaces import texts
 from headrace.data_plane.leaves import Leaf, Ragged, leaves
 from headrace.data_plane.schema import FIELDS, INPUT_LENGTHS, Kind, check_dtype
 from headrace.errors import SchemaError
@@ -29,7 +29,7 @@ def id_list(sample_ids: Sequence[str]) -> list[str]:
     Raises:
         SchemaError: one text in place of a list.
     """
-    return list(map(str, names_list("sample_ids", sample_ids)))
+    return texts("sample_ids", sample_ids)
 
 
 def checked_ids(sample_ids: Sequence[str]) -> list[str]:

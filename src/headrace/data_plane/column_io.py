@@ -11,19 +11,21 @@ from headrace.data_plane.codec import RowPacker, materialize, nest, stack_or_nes
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.leaves import wire_tensordict
 from headrace.data_plane.object_codec import ObjectArray, object_array
+from headrace.data_plane.routes_codec import check_routes
 from headrace.data_plane.schema import (
     FIELDS,
     GLOBAL_FORWARD_PAD_SEQLEN,
     INPUT_LENGTHS,
     PAD_TO_MULTIPLE,
     PER_TOKEN_FIELDS,
+    ROUTED_EXPERTS_FIELD,
     Kind,
     Layout,
     check_dtype,
 )
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.multimodal import PackedTensor
-from headrace.distributed.ragged import PadValue, dtype_of, is_nested, wants_grad
+from headrace.distributed.ragged import PadValue, dtype_of, is_nested, ragged_from_nested, wants_grad
 from headrace.errors import SchemaError
 from headrace.utils.rounding import round_up
 
@@ -63,7 +65,7 @@ def write_columns(dp_client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping
         SchemaError: a column that does not fit its declaration or the meta's sequence lengths.
     """
     wire = pack_columns(fields, lengths=meta.sequence_lengths, rows=meta.size)
-    dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=wire)
+    dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=wire, brief=True)
     meta.add_fields(list(wire.keys()))
     return meta
 
@@ -78,16 +80,18 @@ def kv_first_write(
     task_name: str = "train",
     pad_to_multiple: int = 1,
     tags: Sequence[Mapping[str, Any]] | None = None,
+    routes_checked: bool = False,
 ) -> KVBatchMeta:
     """Write a rollout batch in one put and return the meta that names its rows.
 
     `final_batch_cpu` holds `input_lengths`, and per-token columns padded, jagged, or as lists of rows (see
     `pack_columns`). The meta has the lengths, all columns written, the tags, and a copy of `extra_info` to which a
-    `pad_to_multiple` above 1 is added.
+    `pad_to_multiple` above 1 is added. `routes_checked`: `check_routes` has passed the routes, which takes longer than
+    to write them.
 
     Raises:
-        SchemaError: no `input_lengths`, a number of ids other than the rows, a column that does not fit, or a
-            `pad_to_multiple` below 1.
+        SchemaError: no `input_lengths`, a number of ids other than the rows, a column that does not fit, routes that
+            no router can have chosen, or a `pad_to_multiple` below 1.
     """
     if INPUT_LENGTHS not in final_batch_cpu:
         raise SchemaError(f"the batch has no column '{INPUT_LENGTHS}'; it says how many tokens each row has")
@@ -109,8 +113,23 @@ def kv_first_write(
         extra_info=info,
         tags=None if tags is None else [dict(tag) for tag in tags],
     )
-    dp_client.put_samples(meta.sample_ids, partition_id, fields=wire, tags=meta.tags)
+    if ROUTED_EXPERTS_FIELD in final_batch_cpu and not routes_checked:
+        _check_routes(wire, meta)
+    dp_client.put_samples(meta.sample_ids, partition_id, fields=wire, tags=meta.tags, brief=True)
     return meta
+
+
+def _check_routes(wire: TensorDict, meta: KVBatchMeta) -> None:
+    """Refuse rows with an expert twice, or partly missing; how many experts there are, the dtype alone says."""
+    values, _, _ = ragged_from_nested(wire.get(ROUTED_EXPERTS_FIELD))
+    check_routes(
+        values,
+        num_experts=torch.iinfo(values.dtype).max + 1,
+        num_layers=values.shape[1],
+        top_k=values.shape[2],
+        lengths=meta.sequence_lengths,
+        sample_ids=meta.sample_ids,
+    )
 
 
 def pack_columns(
@@ -143,7 +162,7 @@ def pack_columns(
     columns = {name: as_column(name, value) for name, value in fields.items()}
     if lengths is None and rows is None:
         rows = next((column.shape[0] for column in columns.values() if column.ndim), 0)
-    packer = RowPacker([0] * (rows or 0) if lengths is None else lengths)
+    packer = RowPacker([0] * (rows or 0) if lengths is None else lengths, columns=columns.values())
     packed: dict[str, torch.Tensor | ObjectArray] = {}
     for name, column in columns.items():
         packed[name] = packer.pack(name, column)

@@ -52,7 +52,7 @@ class KVBatchMeta:
     tags: list[dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        self.sample_ids = list(map(str, names_list("sample_ids", self.sample_ids)))
+        self.sample_ids = texts("sample_ids", self.sample_ids)
         self.fields = None if self.fields is None else list(names_list("fields", self.fields))
         self.extra_info = dict(self.extra_info)
         if self.sequence_lengths is not None:
@@ -88,15 +88,17 @@ class KVBatchMeta:
             SchemaError: a boolean mask in place of indices.
         """
         rows = _row_numbers(indices)
-        for i in rows:
-            if not -self.size <= i < self.size:
-                raise IndexError(f"row {i} of a meta with {self.size} rows")
-        return replace(
-            self,
-            sample_ids=[self.sample_ids[i] for i in rows],
-            sequence_lengths=_pick(self.sequence_lengths, rows),
-            tags=_pick(self.tags, rows),
-            extra_info={k: v for k, v in self.extra_info.items() if k not in _PLAN_KEYS},
+        if rows and not -self.size <= min(rows) <= max(rows) < self.size:
+            outside = next(i for i in rows if not -self.size <= i < self.size)
+            raise IndexError(f"row {outside} of a meta with {self.size} rows")
+        return meta_of_checked(
+            self.partition_id,
+            self.task_name,
+            [self.sample_ids[i] for i in rows],
+            None if self.fields is None else list(self.fields),
+            _pick(self.sequence_lengths, rows),
+            {k: v for k, v in self.extra_info.items() if k not in _PLAN_KEYS},
+            None if self.tags is None else [dict(self.tags[i]) for i in rows],
         )
 
     def slice(self, start: int, stop: int) -> "KVBatchMeta":
@@ -111,7 +113,15 @@ class KVBatchMeta:
 
     def with_fields(self, names: Sequence[str]) -> "KVBatchMeta":
         """Return the same rows with `names` as their known columns; a microbatch plan stays."""
-        return replace(self, fields=list(names))
+        return meta_of_checked(
+            self.partition_id,
+            self.task_name,
+            list(self.sample_ids),
+            list(names_list("fields", names)),
+            None if self.sequence_lengths is None else list(self.sequence_lengths),
+            dict(self.extra_info),
+            None if self.tags is None else list(map(dict, self.tags)),
+        )
 
     def add_fields(self, names: Sequence[str]) -> None:
         """Add columns to the known ones, in place; if they are not known, they stay so."""
@@ -173,9 +183,33 @@ class KVBatchMeta:
         return round_up(longest, int(self.extra_info.get(PAD_TO_MULTIPLE, 1)))
 
 
+def meta_of_checked(
+    partition_id: str,
+    task_name: str,
+    sample_ids: list[str],
+    fields: list[str] | None,
+    sequence_lengths: list[int] | None,
+    extra_info: dict[str, Any] | None = None,
+    tags: list[dict[str, Any]] | None = None,
+) -> KVBatchMeta:
+    """Return the meta of values that are what it asks for, and nobody else's: they are neither checked nor copied."""
+    meta = object.__new__(KVBatchMeta)
+    meta.partition_id, meta.task_name, meta.sample_ids, meta.fields = (
+        partition_id,
+        task_name,
+        sample_ids,
+        fields,
+    )
+    meta.sequence_lengths, meta.extra_info, meta.tags = sequence_lengths, extra_info or {}, tags
+    return meta
+
+
 def _row_numbers(indices: Sequence[int] | torch.Tensor) -> list[int]:
     rows = indices.tolist() if isinstance(indices, torch.Tensor | np.ndarray) else list(indices)
-    if any(isinstance(row, bool | np.bool_) for row in rows):
+    kinds = set(map(type, rows))
+    if kinds <= {int}:
+        return rows
+    if any(issubclass(kind, bool | np.bool_) for kind in kinds):
         raise SchemaError("got a boolean mask; expected row indices, as mask.nonzero().flatten() gives them")
     return list(map(int, rows))
 
@@ -191,7 +225,19 @@ def names_list(what: str, names: Sequence[str]) -> Sequence[str]:
     return names
 
 
+def texts(what: str, names: Sequence[str]) -> list[str]:
+    """Return `names` as a list of their own, each as text.
+
+    Raises:
+        SchemaError: a text in place of a list.
+    """
+    own = list(names_list(what, names))
+    return own if set(map(type, own)) <= {str} else list(map(str, own))
+
+
 def _whole(lengths: Sequence[int]) -> list[int]:
+    if set(map(type, lengths)) <= {int}:
+        return list(lengths)
     numbers = list(map(int, lengths))
     if numbers != list(lengths):
         wrong = next(given for given, number in zip(lengths, numbers) if given != number)
@@ -277,8 +323,13 @@ class DataPlaneClient(ABC):
         partition_id: str,
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        brief: bool = False,
     ) -> KVBatchMeta:
         """Write columns and tags of rows, all or nothing; rows that exist get the new columns added.
+
+        The meta has the rows' lengths and tags, as all puts together have left them; `brief` leaves both out, which
+        spares a remote store the answer.
 
         A column written twice keeps the last value. `fields` is what `codec.pack_jagged_fields` returns: dense
         (N, ...) tensors, jagged nested tensors, and object arrays.

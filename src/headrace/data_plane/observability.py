@@ -3,20 +3,24 @@
 import logging
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 
+from headrace.data_plane.checks import id_list
+from headrace.data_plane.encoded_objects import EncodedObjects, messages_of
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.leaves import Leaf, Ragged, leaves
-from headrace.data_plane.object_codec import encode_column
 from headrace.errors import ClaimTimeout
 
+RowBytes = NDArray[np.int64]
 Status = Literal["ok", "error", "timeout"]
 
 _log = logging.getLogger("headrace.data_plane")
@@ -82,7 +86,8 @@ def print_event(event: DataPlaneEvent) -> None:
 class MetricsDataPlaneClient(DataPlaneClient):
     """Passes every call on to `inner`, and gives `on_event` one DataPlaneEvent for each, failed ones too.
 
-    Object columns are encoded once more to know their size. What `on_event` raises reaches the caller.
+    Object columns that are read are encoded once more to know their size; those of a put are encoded here, and
+    `inner` stores what came of it. What `on_event` raises reaches the caller.
     """
 
     def __init__(
@@ -157,12 +162,15 @@ class MetricsDataPlaneClient(DataPlaneClient):
         partition_id: str,
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        brief: bool = False,
     ) -> KVBatchMeta:
         """Measure `put_samples`."""
         with self._measure("put_samples", partition_id, len(sample_ids)) as record:
-            meta = self.inner.put_samples(sample_ids, partition_id, fields, tags)
-            by_row = {name: _row_bytes(name, leaf) for name, leaf in _leaves(fields)}
-            record.columns = {name: sum(sizes) for name, sizes in by_row.items()}
+            encoded, columns = _encoded(fields, sample_ids)
+            meta = self.inner.put_samples(sample_ids, partition_id, encoded, tags, brief=brief)
+            by_row = {name: _row_bytes(name, leaf) for name, leaf in columns.items()}
+            record.columns = {name: int(sizes.sum()) for name, sizes in by_row.items()}
             with self._lock:
                 self._held.put(partition_id, meta.sample_ids, by_row)
             return meta
@@ -234,36 +242,102 @@ class _HeldBytes:
 
     def __init__(self) -> None:
         self.total = 0
-        self._cells: dict[str, dict[str, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
+        self._partitions: dict[str, _Cells] = {}
 
-    def put(self, partition: str, ids: Sequence[str], by_row: Mapping[str, Sequence[int]]) -> None:
-        for name, sizes in by_row.items():
-            cells = self._cells[partition][name]
-            self.total += sum(sizes) - sum(cells.get(sample_id, 0) for sample_id in ids)
-            cells.update(zip(ids, sizes))
+    def put(self, partition: str, ids: Sequence[str], by_row: Mapping[str, RowBytes]) -> None:
+        self.total += self._partitions.setdefault(partition, _Cells()).put(ids, by_row)
 
     def clear(self, partition: str, ids: Sequence[str] | None) -> None:
-        if ids is None:
-            gone = self._cells.pop(partition, {})
-            self.total -= sum(sum(cells.values()) for cells in gone.values())
-            return
-        for cells in self._cells[partition].values():
-            self.total -= sum(cells.pop(str(sample_id), 0) for sample_id in ids)
+        cells = self._partitions.get(partition)
+        if cells is not None:
+            self.total -= cells.clear(ids)
+            if not len(cells):
+                del self._partitions[partition]
 
 
-def _leaves(wire: TensorDict | None) -> Iterator[tuple[str, Leaf]]:
-    return leaves(wire) if wire is not None else iter(())
+class _Cells:
+    """Bytes by column and sample of one partition; samples are rows of arrays, cleared ones make room."""
+
+    def __init__(self) -> None:
+        self._row_of: dict[str, int] = {}
+        self._free: list[int] = []
+        self._columns: dict[str, RowBytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def put(self, ids: Sequence[str], by_row: Mapping[str, RowBytes]) -> int:
+        """Replace cells, and return by how many bytes there are more."""
+        rows, more = self._rows(ids), 0
+        for name, sizes in by_row.items():
+            column = self._columns.get(name, np.zeros(0, np.int64))
+            if len(column) < len(self._row_of) + len(self._free):
+                grown = np.zeros(2 * (len(self._row_of) + len(self._free)), np.int64)
+                grown[: len(column)] = column
+                column = self._columns[name] = grown
+            more += int(sizes.sum()) - int(column[rows].sum())
+            column[rows] = sizes
+        return more
+
+    def _rows(self, ids: Sequence[str]) -> RowBytes:
+        rows = []
+        for sample_id in ids:
+            row = self._row_of.get(sample_id)
+            if row is None:
+                row = self._row_of[sample_id] = self._free.pop() if self._free else len(self._row_of)
+            rows.append(row)
+        return np.array(rows, np.int64)
+
+    def clear(self, ids: Sequence[str] | None) -> int:
+        """Forget samples, None: all, and return how many bytes they had."""
+        known = list(self._row_of) if ids is None else dict.fromkeys(map(str, ids))
+        gone = [self._row_of.pop(sample_id) for sample_id in known if sample_id in self._row_of]
+        rows, freed = np.array(gone, np.int64), 0
+        self._free += gone
+        for column in self._columns.values():
+            mine = rows[rows < len(column)]
+            freed += int(column[mine].sum())
+            column[mine] = 0
+        return freed
+
+
+def _encoded(
+    wire: TensorDict | None, sample_ids: Sequence[str]
+) -> tuple[TensorDict | None, Mapping[str, Leaf]]:
+    """Return the columns of a put with object columns encoded, and their leaves."""
+    if wire is None:
+        return None, {}
+    columns: dict[str, Leaf] = dict(leaves(wire))
+    ids = id_list(sample_ids)
+    objects = {
+        name: EncodedObjects.of(name, leaf, ids if len(ids) == len(leaf) else None)
+        for name, leaf in columns.items()
+        if isinstance(leaf, np.ndarray)
+    }
+    if not objects:
+        return wire, columns
+    encoded = wire.copy()
+    for name, column in objects.items():
+        encoded[name] = column
+    return encoded, {**columns, **objects}
 
 
 def _column_bytes(wire: TensorDict) -> dict[str, int]:
-    return {name: sum(_row_bytes(name, leaf)) for name, leaf in leaves(wire)}
+    return {name: _bytes(name, leaf) for name, leaf in leaves(wire)}
 
 
-def _row_bytes(name: str, leaf: Leaf) -> list[int]:
+def _bytes(name: str, leaf: Leaf) -> int:
+    if isinstance(leaf, np.ndarray):
+        return sum(map(len, messages_of(name, leaf)))
+    values = leaf.values if isinstance(leaf, Ragged) else leaf
+    return values.numel() * values.element_size()
+
+
+def _row_bytes(name: str, leaf: Leaf) -> RowBytes:
     if isinstance(leaf, Ragged):
         token_bytes = leaf.values[:1].numel() * leaf.values.element_size()
-        sizes: list[int] = (leaf.offsets.diff() * token_bytes).tolist()
+        sizes: RowBytes = leaf.offsets.diff().numpy() * token_bytes
         return sizes
     if isinstance(leaf, torch.Tensor):
-        return [leaf[:1].numel() * leaf.element_size()] * int(leaf.shape[0])
-    return [len(message) for message in encode_column(name, leaf)]
+        return np.full(leaf.shape[0], leaf[:1].numel() * leaf.element_size(), np.int64)
+    return np.array(list(map(len, messages_of(name, leaf))), np.int64)

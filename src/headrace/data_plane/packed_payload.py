@@ -20,10 +20,9 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from headrace.data_plane.adapters.local_chunks import Buffers, Chunk, Form, chunk_from_buffers
-from headrace.data_plane.schema import INPUT_LENGTHS, PER_TOKEN_FIELDS
+from headrace.data_plane.adapters.partition_lengths import Lengths, said_lengths
 from headrace.distributed import ragged_cpu
 from headrace.distributed.ragged import offsets_from_lengths
 from headrace.distributed.ragged_cpu import Bytes, Ints
@@ -36,8 +35,6 @@ _BLOCKS_PER_COLUMN = 16
 _HEADER = struct.Struct("<4sHHqqQq")
 _MAGIC, _VERSION = b"HRPB", 2
 _ALIGN = 16
-
-Lengths = NDArray[np.int32]
 
 
 class BlockError(TransportError):
@@ -292,16 +289,16 @@ def _cuts(ends: Ints, min_bytes: int) -> Sequence[int]:
 
 
 def _row_lengths(chunks: Mapping[str, Chunk]) -> dict[str, Lengths]:
+    narrow: list[tuple[object, Lengths]] = []
     found: dict[str, Lengths] = {}
-    for name, chunk in chunks.items():
-        form, mine = chunk.form, None
-        if name in PER_TOKEN_FIELDS and form.kind == "ragged" and form.ragged_dim == 1:
-            offsets = chunk.buffers().offsets
-            mine = None if offsets is None else offsets.diff().to(torch.int32).numpy()
-        elif name == INPUT_LENGTHS and form.kind == "dense" and form.dtype is not None:
-            mine = chunk.buffers().values.view(form.dtype).to(torch.int32).numpy()
-        if mine is not None:
-            found[name] = next((known for known in found.values() if np.array_equal(known, mine)), mine)
+    for name, lengths in said_lengths(chunks).items():
+        mine = next((known for wide, known in narrow if wide is lengths), None)
+        if mine is None:
+            # Equal arrays become one, which travels once.
+            fresh = lengths.astype(np.int32)
+            mine = next((known for _, known in narrow if np.array_equal(known, fresh)), fresh)
+            narrow.append((lengths, mine))
+        found[name] = mine
     return found
 
 

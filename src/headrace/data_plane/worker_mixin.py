@@ -170,7 +170,7 @@ class TQWorkerMixin:
         if not self._is_replica_leader():
             return
         wire = pack_columns(fields, lengths=meta.sequence_lengths, rows=meta.size)
-        self._client().put_samples(meta.sample_ids, meta.partition_id, fields=wire)
+        self._client().put_samples(meta.sample_ids, meta.partition_id, fields=wire, brief=True)
 
     def _write_back_result_field(
         self, meta: KVBatchMeta, result: Mapping[str, Any], *, result_key: str, field: str

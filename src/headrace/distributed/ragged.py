@@ -347,7 +347,8 @@ def nested_from_ragged(values: torch.Tensor, offsets: torch.Tensor, ragged_dim: 
     torch can add and compare nested tensors around the same `offsets` object. With `ragged_dim` d > 1 the
     tokens of `values` (first dimension) become dimension d of the result.
     """
-    offsets = moved(offsets, values.device)
+    if offsets.device != values.device:
+        offsets = moved(offsets, values.device)
     if ragged_dim != 1:
         values = values.movedim(0, ragged_dim - 1)
     if values.requires_grad:

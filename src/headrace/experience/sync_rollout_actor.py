@@ -130,6 +130,7 @@ class SyncRolloutActor:
             task_name=self._task_name,
             pad_to_multiple=self._settings.pad_to_multiple,
             tags=tags,
+            routes_checked=True,  # by flatten
         )
 
 

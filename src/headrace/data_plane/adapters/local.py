@@ -15,8 +15,9 @@ from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters.local_chunks import Chunk, OwnOffsets, chunk_from_leaf
 from headrace.data_plane.adapters.local_partition import Partition
 from headrace.data_plane.adapters.local_store import LocalStore, RowFacts
+from headrace.data_plane.adapters.partition_lengths import said_lengths
 from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags, id_list
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, meta_of_checked
 from headrace.data_plane.leaves import wire_tensordict
 from headrace.errors import DataPlaneError
 
@@ -121,6 +122,8 @@ class LocalDataPlaneClient(DataPlaneClient):
         partition_id: str,
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        brief: bool = False,
     ) -> KVBatchMeta:
         """Write columns and tags of rows; a tag written twice keeps the last value, others stay."""
         store = self._open()
@@ -128,15 +131,17 @@ class LocalDataPlaneClient(DataPlaneClient):
         copied_tags = checked_tags(tags, len(ids))
         leaves = checked_leaves(fields, len(ids))
         shared = OwnOffsets()
-        chunks = {name: [chunk_from_leaf(name, leaf, ids).copy(shared)] for name, leaf in leaves.items()}
-        facts = store.put(partition_id, ids, chunks, copied_tags)
+        copies = {name: chunk_from_leaf(name, leaf, ids).copy(shared) for name, leaf in leaves.items()}
+        chunks, lengths = {name: [chunk] for name, chunk in copies.items()}, said_lengths(copies)
+        facts = store.put(partition_id, ids, chunks, copied_tags, lengths, brief=brief)
         return _meta(partition_id, "", list(chunks), facts)
 
     def get_samples(
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]
     ) -> TensorDict:
         """Read columns of rows, in the order asked, repeated ids included."""
-        ids = id_list(sample_ids)
+        # The store makes texts of ids that it has to look up, which all rows in their order are not.
+        ids = sample_ids if type(sample_ids) is list else id_list(sample_ids)
         chunks = self._open().get(partition_id, ids, list(dict.fromkeys(select_fields)))
         offsets: list[torch.Tensor] = []
         columns = {name: chunk.with_shared_offsets(offsets).leaf() for name, chunk in chunks.items()}
@@ -181,11 +186,6 @@ class LocalDataPlaneClient(DataPlaneClient):
 
 
 def _meta(partition_id: str, task_name: str, fields: list[str], facts: RowFacts) -> KVBatchMeta:
-    return KVBatchMeta(
-        partition_id=partition_id,
-        task_name=task_name,
-        sample_ids=facts.sample_ids,
-        fields=fields,
-        sequence_lengths=facts.sequence_lengths,
-        tags=facts.tags,
+    return meta_of_checked(
+        partition_id, task_name, facts.sample_ids, fields, facts.sequence_lengths, tags=facts.tags
     )

@@ -3,17 +3,20 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.data_plane.encoded_objects import messages_of
 from headrace.data_plane.leaves import Leaf, Ragged
-from headrace.data_plane.object_codec import ObjectArray, decode_column, encode_column
+from headrace.data_plane.object_codec import ObjectArray, decode_column
 from headrace.distributed.ragged import byte_view, gather_dense, gather_rows, offsets_from_lengths, own_copy
+from headrace.distributed.ragged_kernel import load_kernel
 
 Rows = NDArray[np.int64]
 
@@ -52,10 +55,6 @@ class RowBlock(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def lengths(self) -> "Chunk":
-        """Return one number per row: its length if the rows are ragged, else the rows as they are."""
-
-    @abstractmethod
     def shrunk(self, rows: Rows) -> Self | None:
         """Return only `rows`, in memory of their own; None if the block can only go as a whole."""
 
@@ -87,7 +86,14 @@ class OwnOffsets:
 
 
 class Chunk(RowBlock):
-    """Rows of one form, in memory."""
+    """Rows of one form, in memory; `kind` is that of the form."""
+
+    kind: ClassVar[str]
+
+    @property
+    def ragged_dim(self) -> int:
+        """Which dimension differs between the rows, as the form says."""
+        return 1
 
     @abstractmethod
     def buffers(self) -> Buffers:
@@ -109,13 +115,25 @@ class Chunk(RowBlock):
     def join(self, others: Sequence[Self]) -> Self:
         """Return these rows and then those of `others` (one at least), in fresh memory."""
 
+    def pick(self, others: Sequence[Self], chunk_of: Rows, row_of: Rows) -> Self | None:
+        """Return row `row_of[i]` of chunk `chunk_of[i]`, 0 being these rows and 1 the first of `others`, in one copy.
+
+        None: that takes more than one copy here.
+        """
+        return None
+
     @abstractmethod
     def leaf(self) -> torch.Tensor | ObjectArray:
         """Return the column as a TensorDict carries it; tensors share memory."""
 
-    def lengths(self) -> "Chunk":
+    @property
+    def offsets(self) -> torch.Tensor | None:
+        """Where rows of different lengths begin, and the last ends, in tokens; None: their length is not told so."""
+        return None
+
+    @abstractmethod
+    def lengths(self) -> Rows:
         """Return one number per row: its length if the rows are ragged, else the rows as they are."""
-        return self
 
     def shrunk(self, rows: Rows) -> Self | None:
         """Return only `rows`, in fresh memory."""
@@ -131,10 +149,11 @@ class _DenseChunk(Chunk):
     """Rows of one shape: (n, ...)."""
 
     values: torch.Tensor
+    kind = "dense"
 
-    @property
+    @cached_property
     def form(self) -> Form:
-        return Form("dense", self.values.dtype, tuple(self.values.shape[1:]))
+        return Form(self.kind, self.values.dtype, tuple(self.values.shape[1:]))
 
     @property
     def nbytes(self) -> int:
@@ -155,8 +174,20 @@ class _DenseChunk(Chunk):
     def join(self, others: Sequence[Self]) -> "_DenseChunk":
         return _DenseChunk(torch.cat([self.values, *(other.values for other in others)]))
 
+    def pick(self, others: Sequence[Self], chunk_of: Rows, row_of: Rows) -> "_DenseChunk | None":
+        unit = prod(self.values.shape[1:]) * self.values.element_size()
+        sources = [chunk.values for chunk in (self, *others)]
+        picked = _picked(sources, chunk_of, row_of * unit, np.full(len(row_of), unit))
+        if picked is None:
+            return None
+        return _DenseChunk(picked.view(self.values.dtype).view(len(row_of), *self.values.shape[1:]))
+
     def leaf(self) -> torch.Tensor:
         return self.values
+
+    def lengths(self) -> Rows:
+        numbers: Rows = self.values.detach().cpu().reshape(-1).numpy()
+        return numbers
 
     def buffers(self) -> Buffers:
         unit = prod(self.values.shape[1:]) * self.values.element_size()
@@ -168,11 +199,16 @@ class _RaggedChunk(Chunk):
     """Rows of different lengths."""
 
     rows: Ragged
+    kind = "ragged"
 
     @property
+    def ragged_dim(self) -> int:
+        return self.rows.ragged_dim
+
+    @cached_property
     def form(self) -> Form:
         values = self.rows.values
-        return Form("ragged", values.dtype, tuple(values.shape[1:]), self.rows.ragged_dim)
+        return Form(self.kind, values.dtype, tuple(values.shape[1:]), self.rows.ragged_dim)
 
     @property
     def nbytes(self) -> int:
@@ -199,6 +235,19 @@ class _RaggedChunk(Chunk):
         lengths = torch.cat([chunk.rows.offsets.diff() for chunk in (self, *others)])
         return self._with(values, offsets_from_lengths(lengths))
 
+    def pick(self, others: Sequence[Self], chunk_of: Rows, row_of: Rows) -> "_RaggedChunk | None":
+        values, chunks = self.rows.values, (self, *others)
+        unit = prod(values.shape[1:]) * values.element_size()
+        bounds = np.concatenate([chunk.rows.offsets.numpy() for chunk in chunks])
+        first = np.cumsum([0, *(len(chunk) + 1 for chunk in chunks[:-1])])
+        at = first[chunk_of] + row_of
+        starts, lengths = bounds[at], bounds[at + 1] - bounds[at]
+        picked = _picked([chunk.rows.values for chunk in chunks], chunk_of, starts * unit, lengths * unit)
+        if picked is None:
+            return None
+        tokens = picked.view(values.dtype).view(int(lengths.sum()), *values.shape[1:])
+        return self._with(tokens, offsets_from_lengths(torch.from_numpy(lengths)))
+
     def leaf(self) -> torch.Tensor:
         return self.rows.nested()
 
@@ -206,8 +255,13 @@ class _RaggedChunk(Chunk):
         values = self.rows.values
         return Buffers(_as_bytes(values), self.rows.offsets, prod(values.shape[1:]) * values.element_size())
 
-    def lengths(self) -> Chunk:
-        return _DenseChunk(self.rows.offsets.diff())
+    @property
+    def offsets(self) -> torch.Tensor:
+        return self.rows.offsets
+
+    def lengths(self) -> Rows:
+        bounds: Rows = self.rows.offsets.numpy()
+        return bounds[1:] - bounds[:-1]
 
     def with_shared_offsets(self, known: list[torch.Tensor]) -> "_RaggedChunk":
         for offsets in known:
@@ -227,10 +281,11 @@ class _ObjectChunk(Chunk):
     """Objects, one msgpack message per row."""
 
     messages: tuple[bytes, ...]
+    kind = "objects"
 
     @property
     def form(self) -> Form:
-        return Form("objects")
+        return Form(self.kind)
 
     @property
     def nbytes(self) -> int:
@@ -254,6 +309,9 @@ class _ObjectChunk(Chunk):
     def leaf(self) -> ObjectArray:
         return decode_column(self.messages)
 
+    def lengths(self) -> Rows:
+        return np.array(list(map(len, self.messages)), np.int64)
+
     def buffers(self) -> Buffers:
         lengths = torch.tensor(list(map(len, self.messages)), dtype=torch.int64)
         joined = torch.frombuffer(bytearray(b"".join((*self.messages, b"\0"))), dtype=torch.uint8)
@@ -270,7 +328,7 @@ def chunk_from_leaf(name: str, leaf: Leaf, sample_ids: Sequence[str]) -> Chunk:
         return _RaggedChunk(leaf)
     if isinstance(leaf, torch.Tensor):
         return _DenseChunk(leaf)
-    return _ObjectChunk(tuple(encode_column(name, leaf, sample_ids)))
+    return _ObjectChunk(messages_of(name, leaf, sample_ids))
 
 
 def chunk_from_buffers(form: Form, rows: int, values: torch.Tensor, offsets: torch.Tensor | None) -> Chunk:
@@ -302,6 +360,9 @@ def read_rows(
         return only if is_fresh else only.copy(shared)
     turns = np.flatnonzero(chunk_of[1:] != chunk_of[:-1]) + 1
     if len(turns) > 2 * len(chunks):
+        picked = chunks[0].pick(chunks[1:], chunk_of, row_of)
+        if picked is not None:
+            return picked
         order = np.argsort(chunk_of, kind="stable")
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
@@ -326,3 +387,19 @@ def _part(chunk: Chunk, rows: Rows) -> tuple[Chunk, bool]:
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(byte_view(values.detach().cpu()))
+
+
+def _picked(
+    sources: Sequence[torch.Tensor], source_of: Rows, starts: Rows, lengths: Rows
+) -> torch.Tensor | None:
+    """Return byte spans of several CPU tensors back to back; None: there is no kernel, or nothing to copy."""
+    kernel, total = load_kernel(), int(lengths.sum())
+    if kernel is None or not total:
+        return None
+    held = [source.detach().contiguous() for source in sources]
+    addresses = np.array([source.data_ptr() for source in held], np.int64)
+    # The kernel counts from one address; spans of the other tensors lie at their distance from it.
+    spans = starts + (addresses - addresses[0])[source_of]
+    out = torch.from_numpy(np.empty(total, np.uint8))
+    kernel.gather(held[0].data_ptr(), spans.ctypes.data, lengths.ctypes.data, len(spans), 1, out.data_ptr())
+    return out

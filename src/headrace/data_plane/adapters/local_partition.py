@@ -4,17 +4,19 @@ Not thread-safe by itself: the store calls it under its lock.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data_plane.adapters.local_chunks import Chunk, Rows
+from headrace.data_plane.adapters.local_chunks import Rows
 from headrace.data_plane.adapters.local_column import Block, Column, Selection
-from headrace.data_plane.adapters.partition_lengths import PartitionLengths, says_length
+from headrace.data_plane.adapters.partition_lengths import PartitionLengths, Said, says_length
 from headrace.data_plane.checks import shown
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS
 from headrace.errors import DataPlaneError, SampleNotFound, SchemaError
+
+Kind = TypeVar("Kind", bound=np.generic)
 
 _FEW_SLOTS = 1024
 
@@ -33,8 +35,11 @@ class Partition(Generic[Block]):
         self.name = name
         self._group_size = group_size or 1
         self._enums = {tag: tuple(values) for tag, values in (enums or {}).items()}
-        self._slot_of: dict[str, int] = {}
         self._ids: list[str] = []
+        # None: slot i is that of the i-th id, and nobody has asked for a single one yet; see `_slot_of`.
+        self._slots_by_id: dict[str, int] | None = None
+        # All slots in order, where no sample has gone; one object until samples come or go, see `Column`.
+        self._everyone: Rows | None = None
         self._tags: dict[str, dict[str, Any]] = {}
         self._columns: dict[str, Column[Block]] = {}
         self._lengths = PartitionLengths()
@@ -45,7 +50,13 @@ class Partition(Generic[Block]):
         self._claimed: dict[str, NDArray[np.bool_]] = {task: np.empty(0, bool) for task in consumer_tasks}
 
     def __len__(self) -> int:
-        return len(self._slot_of)
+        return len(self._ids if self._slots_by_id is None else self._slots_by_id)
+
+    @property
+    def _slot_of(self) -> dict[str, int]:
+        if self._slots_by_id is None:
+            self._slots_by_id = {sample_id: slot for slot, sample_id in enumerate(self._ids)}
+        return self._slots_by_id
 
     @property
     def nbytes(self) -> int:
@@ -54,18 +65,26 @@ class Partition(Generic[Block]):
 
     def sample_ids(self) -> list[str]:
         """Return the ids in the order of their first puts."""
-        return list(self._slot_of)
+        return list(self._ids if self._slots_by_id is None else self._slots_by_id)
 
     # Writing.
 
-    def locate(self, ids: list[str]) -> Rows:
-        """Return each id's slot, -1 where there is none."""
-        if ids == self._ids and len(ids) == len(self._slot_of):
-            return np.arange(len(ids))
-        if not self._slot_of:
-            return np.full(len(ids), -1)
+    def locate(self, ids: Sequence[str]) -> Rows | None:
+        """Return each id's slot, -1 where there is none; None: the partition has no samples."""
+        if not len(self):
+            return None
+        if len(ids) == len(self._ids) == len(self) and ids == self._ids:
+            if self._everyone is None:
+                self._everyone = np.arange(len(ids))
+            return self._everyone
         slot_of = self._slot_of.get
-        return np.array([slot_of(sample_id, -1) for sample_id in ids], dtype=np.int64)
+        return np.array([slot_of(sample_id, -1) for sample_id in map(str, ids)], dtype=np.int64)
+
+    def count_new(self, ids: Sequence[str], slots: Rows | None) -> int:
+        """Return how many of `ids` it does not have; `slots` are what `locate` gave for them."""
+        if slots is None:
+            return len(ids)
+        return 0 if slots is self._everyone else int(np.count_nonzero(slots < 0))
 
     def check_size(self, num_samples: int) -> None:
         """Refuse a number of rows that does not make whole groups: the rest would never be handed out."""
@@ -78,21 +97,21 @@ class Partition(Generic[Block]):
     def check_put(
         self,
         ids: Sequence[str],
-        slots: Rows,
+        slots: Rows | None,
         chunks: Mapping[str, Sequence[Block]],
         tags: Sequence[Mapping[str, Any]] | None,
+        lengths: Said,
     ) -> None:
         """Refuse a put that would mix forms in a column, or lengths in a row, or whose tags are outside enums."""
-        known = slots[slots >= 0]
         for name, parts in chunks.items():
             column = self._columns.get(name)
             form = column.form if column else None
-            if column and form is not None and form != parts[0].form and not column.holds_only(known):
+            if column and form is not None and form != parts[0].form and not self._overwrites(column, slots):
                 raise SchemaError(
                     f"column '{name}' of partition '{self.name}' holds {form}; got {parts[0].form}. Put the same "
                     "kind, dtype and shape, overwrite all its rows at once, or use another column name"
                 )
-        self._lengths.check(ids, slots, chunks, lambda some: self._says_length(some, chunks))
+        self._lengths.check(ids, slots, lengths, lambda some: self._says_length(some, chunks))
         for tag, allowed in self._enums.items():
             for row, values in enumerate(tags or ()):
                 if tag in values and values[tag] not in allowed:
@@ -101,24 +120,37 @@ class Partition(Generic[Block]):
                         f"registered with {', '.join(map(repr, allowed))}"
                     )
 
+    @staticmethod
+    def _overwrites(column: Column[Block], slots: Rows | None) -> bool:
+        return slots is not None and column.holds_only(slots[slots >= 0])
+
     def put(
         self,
         ids: Sequence[str],
-        slots: Rows,
+        slots: Rows | None,
         chunks: Mapping[str, Sequence[Block]],
         tags: Sequence[Mapping[str, Any]] | None,
+        lengths: Said,
     ) -> Rows:
         """Write what `check_put` has let pass, and return the slots; `slots` are what `locate` gave."""
-        new = np.flatnonzero(slots < 0)
-        if len(new):
-            slots[new] = self._add(ids if len(new) == len(ids) else [ids[row] for row in new.tolist()])
+        slots = self._with_new(ids, slots)
+        everyone = self._everyone
         if len(ids):
-            self._lengths.write(slots, chunks)
+            self._lengths.write(slots, lengths, everyone=everyone, size=len(self._ids))
         for name, parts in chunks.items():
             if len(ids):
-                self._columns.setdefault(name, Column()).write(slots, parts)
+                self._columns.setdefault(name, Column()).write(slots, parts, everyone)
         for sample_id, values in zip(ids, tags or ()):
             self._tags.setdefault(sample_id, {}).update(values)
+        return slots
+
+    def _with_new(self, ids: Sequence[str], slots: Rows | None) -> Rows:
+        """Give slots to samples that have none."""
+        if slots is None:
+            return self._add(ids)
+        if self.count_new(ids, slots):
+            new = np.flatnonzero(slots < 0)
+            slots[new] = self._add([ids[row] for row in new.tolist()])
         return slots
 
     def _says_length(
@@ -127,7 +159,7 @@ class Partition(Generic[Block]):
         """Return a column, not among `besides`, that says the length of some of the slots, and of which."""
         for name, column in self._columns.items():
             form = column.form
-            if name not in besides and form and says_length(name, form):
+            if name not in besides and form and says_length(name, form.kind, form.ragged_dim):
                 held = column.held(slots)
                 if held.any():
                     return name, held
@@ -136,28 +168,30 @@ class Partition(Generic[Block]):
     def _add(self, ids: Sequence[str]) -> Rows:
         first, count = len(self._ids), len(ids)
         slots = np.arange(first, first + count)
-        self._slot_of.update(zip(ids, slots.tolist()))
+        if first:
+            self._slot_of.update(zip(ids, range(first, first + count)))
+        else:
+            self._slots_by_id = None
         self._ids.extend(ids)
+        self._everyone = slots if not first else None
         if len(self._alive) < len(self._ids):
-            more = max(count, len(self._alive))
-            self._alive = np.append(self._alive, np.zeros(more, bool))
-            self._place = np.append(self._place, np.zeros(more, np.int64))
-            for task, claimed in self._claimed.items():
-                self._claimed[task] = np.append(claimed, np.zeros(more, bool))
-        self._alive[slots] = True
-        self._lengths.forget(slots)
-        self._place[slots] = np.arange(self._next_place, self._next_place + count)
+            size = max(len(self._ids), 2 * len(self._alive))
+            self._alive, self._place = _grown(self._alive, size), _grown(self._place, size)
+            self._claimed = {task: _grown(claimed, size) for task, claimed in self._claimed.items()}
+        self._alive[first : first + count] = True
+        self._place[first : first + count] = slots + (self._next_place - first)
         self._next_place += count
         return slots
 
     def clear(self, ids: Sequence[str] | None) -> None:
         """Remove samples; ids that it does not have are ignored."""
+        self._everyone = None
         if ids is None:
-            self._slot_of, self._tags, self._columns = {}, {}, {}
+            self._slots_by_id, self._tags, self._columns = {}, {}, {}
             self._alive[:] = False
         else:
             self._clear_some([sample_id for sample_id in dict.fromkeys(ids) if sample_id in self._slot_of])
-        if not self._slot_of or len(self._ids) > max(_FEW_SLOTS, 2 * len(self._slot_of)):
+        if not len(self) or len(self._ids) > max(_FEW_SLOTS, 2 * len(self)):
             self._renumber()
 
     def _clear_some(self, ids: Sequence[str]) -> None:
@@ -175,37 +209,43 @@ class Partition(Generic[Block]):
         for column in self._columns.values():
             column.renumber(slots)
         self._ids = [self._ids[slot] for slot in slots.tolist()]
-        self._slot_of = {sample_id: slot for slot, sample_id in enumerate(self._ids)}
+        self._slots_by_id = None
         self._alive, self._place = self._alive[slots], self._place[slots]
         self._lengths.renumber(slots)
         self._claimed = {task: claimed[slots] for task, claimed in self._claimed.items()}
 
     # Reading.
 
-    def slots(self, ids: list[str], names: Sequence[str]) -> Rows:
+    def slots(self, ids: Sequence[str], names: Sequence[str]) -> Rows:
         """Return the slots of `ids`, all of which have the columns `names`.
 
         Raises:
             SampleNotFound: unknown ids, and columns that known ones lack, all in one message.
         """
         slots = self.locate(ids)
-        faults: list[str] = []
-        unknown = list(dict.fromkeys(ids[row] for row in np.flatnonzero(slots < 0).tolist()))
-        if unknown:
-            faults.append(f"unknown sample ids {shown(unknown)}")
-        known = slots[slots >= 0]
+        if slots is None:
+            slots = np.full(len(ids), -1)
+        faults = self._unknown(ids, slots)
+        known = slots if not faults else slots[slots >= 0]
         for name in names:
             column = self._columns.get(name)
             if column is None:
                 faults.append(f"no sample has column '{name}'")
-            elif not (held := column.held(known)).all():
+            elif not column.holds_all(known):
+                held = column.held(known)
                 lacking = list(dict.fromkeys(self._ids[slot] for slot in known[~held].tolist()))
                 faults.append(f"column '{name}' is not written for {shown(lacking)}")
         if faults:
             raise SampleNotFound(f"partition '{self.name}': {'; '.join(faults)}")
         return slots
 
-    def select(self, ids: list[str], names: Sequence[str]) -> dict[str, Selection[Block]]:
+    def _unknown(self, ids: Sequence[str], slots: Rows) -> list[str]:
+        if not self.count_new(ids, slots):
+            return []
+        unknown = list(dict.fromkeys(str(ids[row]) for row in np.flatnonzero(slots < 0).tolist()))
+        return [f"unknown sample ids {shown(unknown)}"]
+
+    def select(self, ids: Sequence[str], names: Sequence[str]) -> dict[str, Selection[Block]]:
         """Return how to read columns of samples; raises what `slots` raises."""
         slots = self.slots(ids, names)
         return {name: self._columns[name].select(slots) for name in names}
@@ -213,7 +253,7 @@ class Partition(Generic[Block]):
     def shared_columns(self, ids: list[str]) -> list[str]:
         """Return the columns that all of `ids` have."""
         slots = self.slots(ids, ())
-        return [name for name, column in self._columns.items() if column.held(slots).all()]
+        return [name for name, column in self._columns.items() if column.holds_all(slots)]
 
     def tags_of(self, ids: Sequence[str]) -> list[dict[str, Any]] | None:
         """Return copies of the samples' tags; None if none has any."""
@@ -222,13 +262,13 @@ class Partition(Generic[Block]):
         tags = [dict(self._tags.get(sample_id, ())) for sample_id in ids]
         return tags if any(tags) else None
 
-    def lengths_selection(self, slots: Rows) -> Selection[Chunk] | None:
-        """Return how to read the samples' lengths: a column that all have, of lengths or of ragged tokens."""
+    def lengths_of(self, slots: Rows) -> Rows | None:
+        """Return the samples' lengths if a column says them that all have: of lengths, or of tokens."""
         for name in (INPUT_LENGTHS, INPUT_IDS):
             column = self._columns.get(name)
-            kind = "dense" if name == INPUT_LENGTHS else "ragged"
-            if column and column.form and column.form.kind == kind and column.held(slots).all():
-                return column.select(slots).lengths()
+            form = column.form if column else None
+            if column and form and says_length(name, form.kind, form.ragged_dim) and column.holds_all(slots):
+                return self._lengths.of(slots)
         return None
 
     def ids_of(self, slots: Rows) -> list[str]:
@@ -292,4 +332,11 @@ class Partition(Generic[Block]):
     def is_consumed(self, tasks: Sequence[str]) -> bool:
         """Return whether each task has claimed every sample there is, and there is one."""
         done = [bool(self._claims(task)[self._alive].all()) for task in tasks]
-        return bool(self._slot_of) and all(done)
+        return len(self) > 0 and all(done)
+
+
+def _grown(array: NDArray[Kind], size: int) -> NDArray[Kind]:
+    """Return an array of `size`, zero after what was there."""
+    grown = np.zeros(size, array.dtype)
+    grown[: len(array)] = array
+    return grown

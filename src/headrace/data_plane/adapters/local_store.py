@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple
 
-import numpy as np
-
 from headrace.data_plane.adapters.local_chunks import Chunk, OwnOffsets, Rows
 from headrace.data_plane.adapters.local_column import Block, Selection, read
 from headrace.data_plane.adapters.local_partition import Partition
+from headrace.data_plane.adapters.partition_lengths import Said
 from headrace.data_plane.checks import shown
 from headrace.errors import CapacityExceeded, ClaimTimeout, DataPlaneError, SampleNotFound
 
@@ -33,6 +32,7 @@ class SampleStore(Generic[Block]):
         self._capacity = capacity
         self._partitions: dict[str, Partition[Block]] = {}
         self._changed = threading.Condition()
+        self._waiting = 0
         self._is_closed = False
 
     def register(self, partition: Partition[Block], num_samples: int) -> None:
@@ -59,10 +59,14 @@ class SampleStore(Generic[Block]):
         ids: list[str],
         chunks: Mapping[str, Sequence[Block]],
         tags: Sequence[Mapping[str, Any]] | None,
+        lengths: Said,
+        *,
+        brief: bool = False,
     ) -> RowFacts:
         """Write rows, all or nothing; a partition that was not registered appears with its first put.
 
-        The `chunks` of a column together have one row per id; no ids: one chunk at least.
+        The `chunks` of a column together have one row per id; no ids: one chunk at least. `lengths` are what
+        `said_lengths` gives for the columns. `brief`: the facts are the ids alone.
         """
         with self._changed:
             self._check_open()
@@ -70,14 +74,18 @@ class SampleStore(Generic[Block]):
             if partition is None:
                 partition = Partition(partition_id)
             slots = partition.locate(ids)
-            self._check_capacity(partition_id, int(np.count_nonzero(slots < 0)))
-            partition.check_put(ids, slots, chunks, tags)
+            self._check_capacity(partition_id, partition.count_new(ids, slots))
+            partition.check_put(ids, slots, chunks, tags, lengths)
             self._partitions[partition_id] = partition
-            facts = self._facts(partition, ids, partition.put(ids, slots, chunks, tags))
-            self._changed.notify_all()
-        return facts()
+            slots = partition.put(ids, slots, chunks, tags, lengths)
+            facts = None if brief else self._facts(partition, ids, slots)
+            if self._waiting:
+                self._changed.notify_all()
+        return RowFacts(ids, None, None) if facts is None else facts()
 
-    def select(self, partition_id: str, ids: list[str], names: Sequence[str]) -> dict[str, Selection[Block]]:
+    def select(
+        self, partition_id: str, ids: Sequence[str], names: Sequence[str]
+    ) -> dict[str, Selection[Block]]:
         """Return how to read columns of rows.
 
         Raises:
@@ -113,7 +121,11 @@ class SampleStore(Generic[Block]):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None
-                self._changed.wait(left)
+                self._waiting += 1
+                try:
+                    self._changed.wait(left)
+                finally:
+                    self._waiting -= 1
         return facts()
 
     def claim_timeout(
@@ -150,9 +162,9 @@ class SampleStore(Generic[Block]):
             self._changed.notify_all()
 
     def _facts(self, partition: Partition[Block], ids: list[str], slots: Rows) -> Callable[[], RowFacts]:
-        """Gather facts about rows under the lock; the result reads the lengths, outside it."""
-        tags, selection = partition.tags_of(ids), partition.lengths_selection(slots)
-        return lambda: RowFacts(ids, _lengths(selection), tags)
+        """Gather facts about rows under the lock; the result lists the lengths, outside it."""
+        tags, lengths = partition.tags_of(ids), partition.lengths_of(slots)
+        return lambda: RowFacts(ids, None if lengths is None else lengths.tolist(), tags)
 
     def _check_capacity(self, partition_id: str, asked: int) -> None:
         held = sum(len(partition) for partition in self._partitions.values())
@@ -187,15 +199,7 @@ class SampleStore(Generic[Block]):
 class LocalStore(SampleStore[Chunk]):
     """Partitions with their bytes, in this process."""
 
-    def get(self, partition_id: str, ids: list[str], names: Sequence[str]) -> dict[str, Chunk]:
+    def get(self, partition_id: str, ids: Sequence[str], names: Sequence[str]) -> dict[str, Chunk]:
         """Return columns of rows in memory that is fresh for this call; raises what `select` raises."""
         selections, shared = self.select(partition_id, ids, names), OwnOffsets()
         return {name: read(selection, shared) for name, selection in selections.items()}
-
-
-def _lengths(selection: Selection[Chunk] | None) -> list[int] | None:
-    if selection is None:
-        return None
-    leaf = read(selection).leaf()
-    lengths: list[int] = leaf.reshape(-1).tolist()
-    return lengths

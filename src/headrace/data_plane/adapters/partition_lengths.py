@@ -5,19 +5,38 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data_plane.adapters.local_chunks import Form, RowBlock, Rows
+from headrace.data_plane.adapters.local_chunks import Chunk, Rows
 from headrace.data_plane.schema import INPUT_LENGTHS, PER_TOKEN_FIELDS
 from headrace.errors import SchemaError
 
+Lengths = NDArray[np.int64] | NDArray[np.int32]
+Said = Mapping[str, Lengths]
+"""What the columns of a put say: tokens per row by column; columns that share their offsets share one array."""
 Keepers = Callable[[Rows], tuple[str, NDArray[np.bool_]] | None]
 _UNKNOWN = -1
 
 
-def says_length(name: str, form: Form) -> bool:
+def says_length(name: str, kind: str, ragged_dim: int) -> bool:
     """Return whether a column says how many tokens a row has: `input_lengths`, or ragged and declared per token."""
     if name == INPUT_LENGTHS:
-        return form.kind == "dense"
-    return name in PER_TOKEN_FIELDS and form.kind == "ragged" and form.ragged_dim == 1
+        return kind == "dense"
+    return name in PER_TOKEN_FIELDS and kind == "ragged" and ragged_dim == 1
+
+
+def said_lengths(chunks: Mapping[str, Chunk]) -> dict[str, Lengths]:
+    """Return what columns say about the lengths of their rows."""
+    said: dict[str, Lengths] = {}
+    known: list[tuple[object, Lengths]] = []
+    for name, chunk in chunks.items():
+        if not says_length(name, chunk.kind, chunk.ragged_dim):
+            continue
+        offsets = chunk.offsets
+        mine = next((lengths for key, lengths in known if key is offsets), None)
+        if mine is None or offsets is None:
+            mine = chunk.lengths()
+            known.append((offsets, mine))
+        said[name] = mine
+    return said
 
 
 class PartitionLengths:
@@ -26,54 +45,49 @@ class PartitionLengths:
     def __init__(self) -> None:
         self._of: Rows = np.empty(0, np.int64)
 
-    def forget(self, slots: Rows) -> None:
-        """Let nothing be known of `slots`, which may be new."""
-        if len(slots) and len(self._of) <= (last := int(slots.max())):
-            more = max(last + 1, 2 * len(self._of)) - len(self._of)
-            self._of = np.append(self._of, np.full(more, _UNKNOWN))
-        self._of[slots] = _UNKNOWN
-
     def renumber(self, slots: Rows) -> None:
         """Let what is slot `slots[i]` now be slot i."""
         self._of = self._of[slots]
 
-    def write(self, slots: Rows, blocks: Mapping[str, Sequence[RowBlock]]) -> None:
-        """Take over the lengths of a put that `check` has let pass."""
-        for name, parts in blocks.items():
-            if says_length(name, parts[0].form):
-                self._of[slots] = _read(parts)
-                return
+    def of(self, slots: Rows) -> Rows:
+        """Return the tokens of rows, -1 where nothing has been said."""
+        return self._of[slots]
 
-    def check(
-        self,
-        ids: Sequence[str],
-        slots: Rows,
-        blocks: Mapping[str, Sequence[RowBlock]],
-        keepers: Keepers,
-    ) -> None:
+    def write(self, slots: Rows, said: Said, *, everyone: Rows | None, size: int) -> None:
+        """Take over the lengths of a put that `check` has let pass; `everyone`: see `Column`; `size`: of all slots."""
+        lengths = next(iter(said.values()), None)
+        if lengths is not None and slots is everyone:
+            self._of = lengths.astype(np.int64)
+            return
+        known = len(self._of)
+        if known < size:
+            grown = np.full(max(size, 2 * known), _UNKNOWN, np.int64)
+            grown[:known] = self._of
+            self._of = grown
+        if lengths is not None:
+            self._of[slots] = lengths
+
+    def check(self, ids: Sequence[str], slots: Rows | None, said: Said, keepers: Keepers) -> None:
         """Hold the columns of a put to one length per row, and to the rows that are there; slot -1 is a new row.
 
         `keepers` gives a column outside the put that says the length of some of these slots, and of which, if there
-        is one.
+        is one. Without `slots` all rows are new.
 
         Raises:
             SchemaError: two lengths of one row, with the sample, the columns and both lengths.
         """
-        first: tuple[str, Rows] | None = None
-        for name, parts in blocks.items():
-            if not says_length(name, parts[0].form):
-                continue
-            lengths = _read(parts)
-            if first is None:
-                first = name, lengths
-            elif len(rows := np.flatnonzero(lengths != first[1])):
+        if not said:
+            return
+        (first, lengths), *others = said.items()
+        for name, other in others:
+            if other is not lengths and len(rows := np.flatnonzero(other != lengths)):
                 row = int(rows[0])
-                raise _two_lengths(name, ids[row], lengths[row], first[0], first[1][row], "of the same put")
-        if first is not None and len(self._of):
-            self._check_held(ids, slots, *first, keepers)
+                raise _two_lengths(name, ids[row], other[row], first, lengths[row], "of the same put")
+        if slots is not None and len(self._of):
+            self._check_held(ids, slots, first, lengths, keepers)
 
     def _check_held(
-        self, ids: Sequence[str], slots: Rows, name: str, lengths: Rows, keepers: Keepers
+        self, ids: Sequence[str], slots: Rows, name: str, lengths: Lengths, keepers: Keepers
     ) -> None:
         held = self._of[slots]
         differs = np.flatnonzero((held != lengths) & (held != _UNKNOWN) & (slots >= 0))
@@ -81,11 +95,6 @@ class PartitionLengths:
             keeper, keeps = found
             row = int(differs[int(keeps.argmax())])
             raise _two_lengths(name, ids[row], lengths[row], keeper, held[row], "that the store holds")
-
-
-def _read(parts: Sequence[RowBlock]) -> Rows:
-    numbers = [np.asarray(part.lengths().leaf()).reshape(-1) for part in parts]
-    return numbers[0] if len(numbers) == 1 else np.concatenate(numbers)
 
 
 def _two_lengths(name: str, sample: str, got: int, other: str, held: int, where: str) -> SchemaError:

@@ -29,17 +29,17 @@ from headrace.data_plane.adapters.local_chunks import (
     read_rows,
 )
 from headrace.data_plane.adapters.local_store import RowFacts
+from headrace.data_plane.adapters.partition_lengths import Said
 from headrace.data_plane.adapters.transfer_queue_cluster import Deadline, ask
 from headrace.data_plane.adapters.transfer_queue_index import Located
 from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags, id_list
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, meta_of_checked
 from headrace.data_plane.leaves import wire_tensordict
 from headrace.data_plane.packed_payload import (
     MAX_BLOCK_BYTES,
     MIN_BLOCK_BYTES,
     BlockError,
     BlockInfo,
-    Lengths,
     PackedColumns,
     pack,
     unpack,
@@ -169,6 +169,8 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         partition_id: str,
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        brief: bool = False,
     ) -> KVBatchMeta:
         """Write columns and tags of rows; a tag written twice keeps the last value, others stay.
 
@@ -185,7 +187,8 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         packed = pack(chunks if ids else {}, f"{self._prefix}.{next(self._puts)}", size)
         deadline = Deadline(self._config.timeout_s)
         columns = packed.placed(self._store_blocks(packed, deadline))
-        facts = self._commit(partition_id, ids, columns, copied_tags, packed.lengths, deadline)
+        put = _Put(partition_id, ids, columns, copied_tags, packed.lengths, brief)
+        facts = self._commit(put, deadline)
         return _meta(partition_id, "", list(chunks), facts)
 
     def _store_blocks(self, packed: PackedColumns, deadline: Deadline) -> list[int]:
@@ -199,24 +202,16 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
             self._drop_later(keys)
             raise
 
-    def _commit(
-        self,
-        partition_id: str,
-        ids: list[str],
-        columns: Mapping[str, Sequence[BlockInfo]],
-        tags: list[dict[str, Any]] | None,
-        lengths: Mapping[str, Lengths],
-        deadline: Deadline,
-    ) -> RowFacts:
+    def _commit(self, put: "_Put", deadline: Deadline) -> RowFacts:
         try:
-            facts: RowFacts = self._ask("put", partition_id, ids, columns, tags, lengths, deadline=deadline)
+            facts: RowFacts = self._ask("put", *put, deadline=deadline)
         except TransportError as error:
             # Nobody knows whether the index has the rows, so their blocks stay.
             raise TransportError(f"{error} The rows may have been written") from error
         except HeadraceError:
-            self._drop_later([block.key for blocks in columns.values() for block in blocks])
+            self._drop_later([block.key for blocks in put.columns.values() for block in blocks])
             raise
-        return facts._replace(sample_ids=ids)
+        return facts._replace(sample_ids=put.ids)
 
     def get_samples(
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]
@@ -339,6 +334,17 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         self._open().payloads.drop_later(self._queue_partition, keys, self._config.timeout_s)
 
 
+class _Put(NamedTuple):
+    """What the index is told of a put; see `SampleIndex.put`."""
+
+    partition_id: str
+    ids: list[str]
+    columns: Mapping[str, Sequence[BlockInfo]]
+    tags: list[dict[str, Any]] | None
+    lengths: Said
+    brief: bool
+
+
 class _Read(NamedTuple):
     """How to read rows of a column: of each block all rows, or some; None in `places`: all, in order.
 
@@ -377,11 +383,6 @@ class _Read(NamedTuple):
 
 
 def _meta(partition_id: str, task_name: str, fields: list[str], facts: RowFacts) -> KVBatchMeta:
-    return KVBatchMeta(
-        partition_id=partition_id,
-        task_name=task_name,
-        sample_ids=facts.sample_ids,
-        fields=fields,
-        sequence_lengths=facts.sequence_lengths,
-        tags=facts.tags,
+    return meta_of_checked(
+        partition_id, task_name, facts.sample_ids, fields, facts.sequence_lengths, tags=facts.tags
     )

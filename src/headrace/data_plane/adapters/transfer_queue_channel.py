@@ -20,6 +20,7 @@ from transfer_queue.utils.zmq_utils import (
     format_zmq_address,
 )
 
+from headrace.distributed.worker_groups.failures import Capture
 from headrace.errors import DataPlaneError, HeadraceError, TransportError
 
 _log = logging.getLogger(__name__)
@@ -28,17 +29,6 @@ _SOCKET = "index"
 _BACKLOG = 4096
 # After this long without an answer, a caller asks Ray whether the other end is alive.
 _PATIENCE_S = 1.0
-# What a store operation may raise through a mistake in its arguments; the thread that serves must survive it.
-_MISTAKES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass(frozen=True)
@@ -65,19 +55,22 @@ class Server:
         while True:
             identity, *frames = self._socket.recv_multipart()
             try:
-                request = _open(self._secret, frames)
+                body = _verified(self._secret, frames)
             except TransportError as error:
                 _log.warning("dropped a request to the index: %s", error)
                 continue
-            self._socket.send_multipart([identity, *_sealed(self._secret, self._outcome(request))])
+            self._socket.send_multipart([identity, *self._reply(body)])
 
-    def _outcome(self, request: Any) -> tuple[bool, Any]:
-        try:
-            return True, self._answer(request)
-        except HeadraceError as error:
-            return False, error
-        except _MISTAKES as error:
-            return False, DataPlaneError(f"{type(error).__name__}: {error}")
+    def _reply(self, body: bytes) -> list[bytes]:
+        """Return the answer to a request, or the error that it ends with, whatever that is: the thread goes on."""
+        with Capture() as captured:
+            return _sealed(self._secret, (True, self._answer(pickle.loads(body))))
+        error = captured.error
+        if isinstance(error, HeadraceError):
+            with Capture():
+                return _sealed(self._secret, (False, error))
+        _log.warning("a request to the index failed", exc_info=error)
+        return _sealed(self._secret, (False, DataPlaneError(f"{type(error).__name__}: {error}")))
 
 
 class Channel:
@@ -97,7 +90,7 @@ class Channel:
 
         Raises:
             TransportError: no answer within `limit_s`, or the server is gone.
-            HeadraceError: what the server raised.
+            HeadraceError: what the server raised; a DataPlaneError for what is no HeadraceError there.
         """
         with self._pool.lease(self._server) as socket:
             socket.send_multipart(_sealed(self._secret, request))
@@ -127,6 +120,10 @@ def _sealed(secret: bytes, value: object) -> list[bytes]:
 
 
 def _open(secret: bytes, frames: list[bytes]) -> Any:
+    return pickle.loads(_verified(secret, frames))
+
+
+def _verified(secret: bytes, frames: list[bytes]) -> bytes:
     if len(frames) != 2 or not hmac.compare_digest(frames[0], hmac.digest(secret, frames[1], "sha256")):
         raise TransportError("a message that is not signed with the secret of this store")
-    return pickle.loads(frames[1])
+    return frames[1]

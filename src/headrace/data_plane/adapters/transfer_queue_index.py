@@ -8,25 +8,23 @@ key is handed to the next caller, who drops it from TransferQueue.
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from headrace.data_plane.adapters.local_chunks import Chunk, Form, RowBlock, Rows, chunk_from_leaf
+from headrace.data_plane.adapters.local_chunks import Form, RowBlock, Rows
 from headrace.data_plane.adapters.local_partition import Partition
 from headrace.data_plane.adapters.local_store import RowFacts, SampleStore
-from headrace.data_plane.packed_payload import BlockInfo, Lengths
-from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS
+from headrace.data_plane.adapters.partition_lengths import Said
+from headrace.data_plane.packed_payload import BlockInfo
 from headrace.errors import DataPlaneError
 
 
 class StoredBlock(RowBlock):
-    """A block in TransferQueue; `row_lengths` of a column that says how long samples are."""
+    """A block in TransferQueue."""
 
-    def __init__(self, info: BlockInfo, row_lengths: Lengths | None) -> None:
-        self.info, self._row_lengths = info, row_lengths
+    def __init__(self, info: BlockInfo) -> None:
+        self.info = info
 
     @property
     def form(self) -> Form:
@@ -40,16 +38,6 @@ class StoredBlock(RowBlock):
 
     def __len__(self) -> int:
         return self.info.rows
-
-    def lengths(self) -> Chunk:
-        """Return one number per row, of a column that says how long samples are."""
-        if self._row_lengths is None:
-            raise DataPlaneError(f"block '{self.info.key}' was put without row lengths")
-        return chunk_from_leaf("lengths", torch.tensor(self._row_lengths), ())
-
-    def forget_lengths(self) -> None:
-        """Keep no lengths."""
-        self._row_lengths = None
 
     def shrunk(self, rows: Rows) -> None:
         """Return None: blocks go as a whole."""
@@ -97,27 +85,27 @@ class SampleIndex:
         ids: list[str],
         columns: Mapping[str, Sequence[BlockInfo]],
         tags: Sequence[Mapping[str, Any]] | None,
-        lengths: Mapping[str, Lengths] | None = None,
+        lengths: Said | None = None,
+        brief: bool = False,
     ) -> RowFacts:
         """Commit rows whose blocks are stored; a refusal leaves the blocks to the caller.
 
-        The facts come without the ids, which the caller has.
+        The facts come without the ids, which the caller has; `brief`: without lengths and tags, too.
         """
-        blocks = {name: _stored(infos, (lengths or {}).get(name)) for name, infos in columns.items()}
-        facts = self._store.put(partition_id, ids, blocks, tags)
+        blocks = {name: list(map(StoredBlock, infos)) for name, infos in columns.items()}
+        facts = self._store.put(partition_id, ids, blocks, tags, lengths or {}, brief=brief)
         for block in (block for parts in blocks.values() for block in parts):
             weakref.finalize(block, self._garbage.append, block.info.key).atexit = False
-        for name in blocks.keys() - {INPUT_IDS, INPUT_LENGTHS}:
-            for block in blocks[name]:
-                block.forget_lengths()
         return facts._replace(sample_ids=[])
 
     def select(self, partition_id: str, ids: list[str], names: Sequence[str]) -> dict[str, Located]:
         """Return where columns of rows lie."""
         located: dict[str, Located] = {}
-        for name, (blocks, block_of, row_of) in self._store.select(partition_id, ids, names).items():
+        for name, (blocks, places) in self._store.select(partition_id, ids, names).items():
             infos = [block.info for block in blocks]
-            located[name] = Located(blocks[0].form, infos, _places(infos, block_of, row_of))
+            located[name] = Located(
+                blocks[0].form, infos, None if places is None else _places(infos, *places)
+            )
         return located
 
     def shared_columns(self, partition_id: str, ids: list[str]) -> list[str]:
@@ -151,14 +139,6 @@ class SampleIndex:
     def close(self) -> None:
         """Forget everything; later calls fail."""
         self._store.close()
-
-
-def _stored(infos: Sequence[BlockInfo], lengths: Lengths | None) -> list[StoredBlock]:
-    ends = list(accumulate(info.rows for info in infos))
-    return [
-        StoredBlock(info, None if lengths is None else lengths[end - info.rows : end])
-        for info, end in zip(infos, ends, strict=True)
-    ]
 
 
 def _places(blocks: Sequence[BlockInfo], block_of: Rows, row_of: Rows) -> tuple[Rows, Rows] | None:

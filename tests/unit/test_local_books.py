@@ -1,0 +1,91 @@
+"""The books of the local store, and what observability counts of it, against a plain account of every row."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from headrace.data_plane.adapters.local import LocalDataPlaneClient
+from headrace.data_plane.codec import nest
+from headrace.data_plane.encoded_objects import EncodedObjects, messages_of
+from headrace.data_plane.object_codec import object_array
+from headrace.data_plane.observability import MetricsDataPlaneClient
+from reference import rows_of
+
+IDS = "abcdef"
+SOME = st.lists(st.sampled_from(IDS), min_size=1, max_size=6, unique=True)
+# Whole partitions in their order are common in a run, and have a way of their own through the books.
+ROWS = st.one_of(SOME, st.just(list(IDS)), st.just(list(IDS[:4])))
+STEPS = st.tuples(
+    st.sampled_from(["put", "put", "get", "clear", "clear all"]),
+    ROWS,
+    st.sampled_from([("x",), ("input_ids",), ("x", "input_ids", "log")]),
+)
+
+
+def columns(ids: list[str], names: tuple[str, ...], number: int) -> TensorDict:
+    tokens = [torch.full((1 + IDS.index(i),), number) for i in ids]
+    made: dict[str, Any] = {
+        "x": torch.tensor([float(number * 100 + IDS.index(i)) for i in ids]),
+        "input_ids": nest(tokens),
+        "log": object_array([[{"role": i, "content": "y" * number}] for i in ids]),
+    }
+    return TensorDict({name: made[name] for name in names}, batch_size=[len(ids)])
+
+
+def plain_rows(column: Any) -> list[Any]:
+    if isinstance(column, torch.Tensor) and column.is_nested:
+        return [row.tolist() for row in rows_of(column)]
+    return list(column.tolist())
+
+
+def held_bytes(held: dict[str, dict[str, Any]]) -> int:
+    def size(name: str, value: Any) -> int:
+        if name == "log":
+            return len(messages_of("log", object_array([value]))[0])
+        return 4 if name == "x" else 8 * len(value)
+
+    return sum(size(name, value) for row in held.values() for name, value in row.items())
+
+
+@settings(deadline=None)
+@given(st.lists(STEPS, max_size=14))
+def test_every_row_is_what_was_put_last_and_every_byte_is_counted(steps: list[Any]) -> None:
+    client = MetricsDataPlaneClient(LocalDataPlaneClient(), lambda _: None)
+    held: dict[str, dict[str, Any]] = {}
+    for number, (kind, ids, names) in enumerate(steps):
+        if kind == "put":
+            fields = columns(ids, names, number)
+            meta = client.put_samples(ids, "p", fields=fields)
+            for name in names:
+                for row, value in zip(ids, plain_rows(fields[name])):
+                    held.setdefault(row, {})[name] = value
+            whole = all("input_ids" in held[row] for row in ids)
+            assert meta.sequence_lengths == ([1 + IDS.index(i) for i in ids] if whole else None)
+        elif kind == "get":
+            there = [row for row in ids if all(name in held.get(row, {}) for name in names)]
+            if there:
+                got = client.get_samples(there, "p", names)
+                for name in names:
+                    assert plain_rows(got[name]) == [held[row][name] for row in there]
+        else:
+            client.clear_samples(ids if kind == "clear" else None, "p")
+            held = {} if kind == "clear all" else {r: c for r, c in held.items() if r not in ids}
+        assert client.snapshot()["bytes_held"] == held_bytes(held)
+        known = client.inner.sample_ids("p") if steps else []
+        assert sorted(known) == sorted(held)
+    client.close()
+
+
+def test_messages_stay_with_the_very_column_they_were_made_of() -> None:
+    column = object_array([[1], {"a": 2}, "three"])
+    encoded = EncodedObjects.of("log", column)
+    assert messages_of("log", encoded) == messages_of("log", column)
+    assert list(encoded) == list(column)
+    for derived in (encoded[1:], encoded.copy(), encoded[np.array([2, 0, 1])]):
+        assert isinstance(derived, EncodedObjects)
+        assert derived.messages is None
+    assert messages_of("log", encoded[1:]) == messages_of("log", column[1:])
