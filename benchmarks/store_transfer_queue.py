@@ -6,6 +6,7 @@ anything is timed. Then 65,536 rows of a few numbers, by the adapter alone: Tran
 seconds. Targets are for the full size. `store_mooncake` asks the same of the other backend. Needs headrace[ray].
 """
 
+import cProfile
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -223,11 +224,27 @@ def one_rank(bench: Bench, client: DataPlaneClient, rows: int, *, held: bool) ->
         "an eighth": lambda: client.get_samples(some, "p", names),
     }
     times = bench.race(f"{rows} rows: one rank's eighth", ways, clock=time.perf_counter)
+    bench.notes[f"eighth.{rows}, ms per read by function"] = profile(ways["an eighth"])
     client.clear_samples(None, "p")
     limit = EIGHTHS / RANKS * times["all rows"].median_s + CONSTANT_S
     note = f"limit: {EIGHTHS} eighths of all rows' {1e3 * times['all rows'].median_s:.1f} ms + 5 ms"
     target = 1e3 * limit if held else None
     bench.figure(f"eighth.{rows}", 1e3 * times["an eighth"].median_s, "ms", at_most=target, note=note)
+
+
+def profile(read: Callable[[], object], reads: int = 20) -> dict[str, float]:
+    """Return where this thread's time goes: milliseconds per read in the functions that take most, callees apart.
+
+    `poll` is waiting: for the storage units, which gather the rows and send them over TCP, and for the index.
+    """
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(reads):
+        read()
+    profiler.disable()
+    entries = sorted(profiler.getstats(), key=lambda entry: -entry.inlinetime)[:8]
+    names = [getattr(entry.code, "co_qualname", None) or str(entry.code) for entry in entries]
+    return {name: round(1e3 * entry.inlinetime / reads, 3) for name, entry in zip(names, entries)}
 
 
 def two_of_eight(bench: Bench, client: DataPlaneClient) -> None:

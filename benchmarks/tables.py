@@ -241,7 +241,7 @@ def store_row(report: Report | None, own: str) -> list[str]:
 def local_row(report: Report) -> tuple[str, ...]:
     """Return the local store's row: its put is what the get leaves of both."""
     both = report["measurements"]["512x1500: all rows"]["put + get"]["median_ms"]
-    get = report["measurements"]["512x1500: parts of a get"]["get"]["median_ms"]
+    get = report["measurements"]["512x1500: parts of a put and a get"]["get"]["median_ms"]
     return ("`local`, in its own process", number(both - get), number(get), *([NONE] * 6))
 
 
