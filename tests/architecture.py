@@ -64,6 +64,7 @@ ONLY_IN = {
         "headrace.distributed.ray_connection",
         "headrace.distributed.virtual_cluster",
         "headrace.data_plane.adapters.transfer_queue",
+        "headrace.data_plane.adapters.transfer_queue_channel",
         "headrace.data_plane.adapters.transfer_queue_cluster",
         "headrace.data_plane.adapters.transfer_queue_mooncake",
     ),

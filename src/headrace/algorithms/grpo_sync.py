@@ -10,7 +10,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from headrace.algorithms.rollout_worker import Rollouts
 from headrace.algorithms.step import SampleTable, Traffic
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.worker_mixin import bytes_moved
-from headrace.errors import DataPlaneError
+from headrace.errors import DataPlaneError, HeadraceError
 from headrace.experience.types import Prompt
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.tq_policy import TQPolicy
@@ -41,10 +41,14 @@ class DataPlaneRows:
         self._group_size = group_size
         partition = self._policy.tq_partition_id
         self._policy.prepare_step(num_samples, group_size)
+        finished = False
         try:
             yield
+            finished = True
         finally:
-            self._policy.dp_client.clear_samples(None, partition)
+            # The error that ended the step is the one to tell: a store that is lost would add another here.
+            with nullcontext() if finished else suppress(HeadraceError):
+                self._policy.dp_client.clear_samples(None, partition)
 
     def rollout(
         self, prompts: Sequence[Prompt], *, tag: str, seed: int

@@ -69,6 +69,7 @@ class Session:
 def build_session(recipe: RecipeConfig) -> Session:
     """Build every part of a run; whatever a recipe gets wrong about them shows here, before any step."""
     hf_logging.disable_progress_bar()
+    in_actor = rolls_out_in_actor(recipe)
     if recipe.cpu_threads:
         torch.set_num_threads(recipe.cpu_threads)
     tokenizer = load_tokenizer(recipe.policy)
@@ -88,7 +89,7 @@ def build_session(recipe: RecipeConfig) -> Session:
             rollouts = RolloutWorker(recipe, tokenizer, environment)
             rows = InMemoryRows(policy, *rollouts.parts)
         else:
-            if rolls_out_in_actor(recipe):
+            if in_actor:
                 rollouts = RemoteRollouts(recipe, policy.dp_cfg)
             else:
                 rollouts = RolloutWorker(recipe, tokenizer, environment, policy.dp_client)

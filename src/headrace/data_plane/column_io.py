@@ -65,7 +65,7 @@ def write_columns(dp_client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping
         SchemaError: a column that does not fit its declaration or the meta's sequence lengths.
     """
     wire = pack_columns(fields, lengths=meta.sequence_lengths, rows=meta.size)
-    dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=wire, brief=True)
+    dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=wire)
     meta.add_fields(list(wire.keys()))
     return meta
 
@@ -115,7 +115,7 @@ def kv_first_write(
     )
     if ROUTED_EXPERTS_FIELD in final_batch_cpu and not routes_checked:
         _check_routes(wire, meta)
-    dp_client.put_samples(meta.sample_ids, partition_id, fields=wire, tags=meta.tags, brief=True)
+    dp_client.put_samples(meta.sample_ids, partition_id, fields=wire, tags=meta.tags)
     return meta
 
 

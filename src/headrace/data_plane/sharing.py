@@ -14,20 +14,20 @@ _LAYOUT = "\0layout"
 """Beside the columns; no column has such a name."""
 
 
-def share_rows(wire: TensorDict | None, *, src: int, group: dist.ProcessGroup) -> TensorDict:
+def share_rows(flat: dict[str, Any] | None, *, src: int, group: dist.ProcessGroup) -> TensorDict:
     """Send the rows that global rank `src` has fetched to every rank of `group`; each returns them.
 
-    The leader passes `wire`, its siblings None. Jagged columns go as their values, and offsets that several
-    columns share go once. On a sibling they arrive on the device of the group's backend.
+    The leader passes what `flat_rows` makes of them, its siblings None. On a sibling they arrive on the device of
+    the group's backend.
 
     Raises:
         TransportError: on the siblings of a leader that failed; see `broadcast_columns`.
     """
-    received = broadcast_columns(None if wire is None else _flat(wire), src=src, group=group)
-    return _nested(received) if wire is None else wire
+    return _nested(broadcast_columns(flat, src=src, group=group))
 
 
-def _flat(wire: TensorDict) -> dict[str, Any]:
+def flat_rows(wire: TensorDict) -> dict[str, Any]:
+    """Return dense columns, jagged ones as their values; offsets that several columns share stand there once."""
     columns: dict[str, Any] = {}
     offsets: list[torch.Tensor] = []
     places: dict[str, tuple[int, int]] = {}

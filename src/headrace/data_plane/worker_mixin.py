@@ -30,7 +30,7 @@ from headrace.data_plane.schema import (
     Layout,
     pad_values,
 )
-from headrace.data_plane.sharing import share_rows
+from headrace.data_plane.sharing import flat_rows, share_rows
 from headrace.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from headrace.distributed.collectives import broadcast_columns, broadcast_failure
 from headrace.errors import DataPlaneError
@@ -151,7 +151,9 @@ class TQWorkerMixin:
         rows: Any = None
         if self._is_replica_leader():
             try:
-                rows = self._read(meta, layout, preprocess) if preprocess else self._read_wire(meta)
+                rows = (
+                    self._read(meta, layout, preprocess) if preprocess else flat_rows(self._read_wire(meta))
+                )
             finally:
                 if rows is None:  # whatever went wrong, the siblings must not wait
                     broadcast_failure(repr(sys.exception()), src=src, group=group)
@@ -170,7 +172,7 @@ class TQWorkerMixin:
         if not self._is_replica_leader():
             return
         wire = pack_columns(fields, lengths=meta.sequence_lengths, rows=meta.size)
-        self._client().put_samples(meta.sample_ids, meta.partition_id, fields=wire, brief=True)
+        self._client().put_samples(meta.sample_ids, meta.partition_id, fields=wire)
 
     def _write_back_result_field(
         self, meta: KVBatchMeta, result: Mapping[str, Any], *, result_key: str, field: str

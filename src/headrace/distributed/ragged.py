@@ -264,6 +264,8 @@ def strip_padding(padded: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Te
 
 def gather_spans(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Return the spans `values[starts[i] : starts[i] + lengths[i]]` back to back; spans are on the CPU."""
+    starts, lengths = starts.to(torch.int64), lengths.to(torch.int64)
+    _check_spans(starts, lengths, values.shape[0])
     shape = (int(lengths.sum()), *values.shape[1:])
     if not _plain(values):
         return _gather_elsewhere(values, starts, lengths)
@@ -279,6 +281,22 @@ def gather_spans(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tens
         return out
     gathered = ragged_cpu.gather_spans(byte_view(values), starts.numpy(), lengths.numpy(), step)
     return _tensor(gathered, values.dtype, shape)
+
+
+def _check_spans(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> None:
+    """Refuse spans that do not lie within `total` tokens.
+
+    Raises:
+        SchemaError: the first such span, by its row.
+    """
+    first, sizes = starts.numpy(), lengths.numpy()
+    if not len(sizes) or (first.min() >= 0 and sizes.min() >= 0 and (first + sizes).max() <= total):
+        return
+    row = int(np.flatnonzero((first < 0) | (sizes < 0) | (first + sizes > total))[0])
+    raise SchemaError(
+        f"row {row} begins at token {int(first[row])} and has {int(sizes[row])} tokens; there are {total} tokens, so "
+        "the offsets do not fit the values"
+    )
 
 
 def _gather_elsewhere(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -432,11 +450,13 @@ def take_apart(nested: torch.Tensor, read: OffsetsReader) -> RaggedParts:
         values = values.movedim(ragged_dim - 1, 0)
     held, lengths = jagged._offsets, jagged._lengths
     offsets = read(held)
+    sizes = offsets.diff() if lengths is None else read(lengths)
+    # torch takes any offsets, and copies by address would follow them out of the values.
+    _check_spans(offsets[: len(sizes)], sizes, values.shape[0])
     bounds = offsets.numpy()
     if lengths is None and bounds[0] == 0 and bounds[-1] == values.shape[0]:
         shared = None if held.is_cpu or held.dtype != torch.int64 else held
         return RaggedParts(values, offsets, ragged_dim, shared)
-    sizes = offsets.diff() if lengths is None else read(lengths)
     gathered = gather_spans(values, offsets[: len(sizes)], sizes)
     return RaggedParts(gathered, offsets_from_lengths(sizes), ragged_dim, None)
 

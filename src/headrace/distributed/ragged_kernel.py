@@ -77,7 +77,7 @@ def load_kernel() -> RaggedKernel | None:
         return None
     try:
         return RaggedKernel(ctypes.CDLL(str(_built())))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (AttributeError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         _log.info("no compiled copies of ragged rows, NumPy copies them: %s", error)
         return None
 
@@ -115,6 +115,7 @@ def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(base) if base else Path.home() / ".cache") / "headrace"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
-        raise OSError(f"{folder} belongs to another user")
+    state = folder.stat()
+    if hasattr(os, "getuid") and (state.st_uid != os.getuid() or state.st_mode & 0o022):
+        raise OSError(f"{folder} belongs to another user, or others may write there (chmod go-w)")
     return folder

@@ -7,11 +7,13 @@ import hmac
 import logging
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
+from ray import cloudpickle
 from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.zmq_utils import (
     ZMQServerInfo,
@@ -94,10 +96,9 @@ class Channel:
         """
         with self._pool.lease(self._server) as socket:
             socket.send_multipart(_sealed(self._secret, request))
-            left = limit_s
-            while not socket.poll(1000 * min(left, _PATIENCE_S)):
-                left -= _PATIENCE_S
-                if left <= 0:
+            end = time.monotonic() + limit_s
+            while not socket.poll(1000 * max(0.0, min(end - time.monotonic(), _PATIENCE_S))):
+                if time.monotonic() >= end:
                     raise TransportError(
                         f"{what}: no answer within {limit_s:.3g} s; if the cluster is only slow, raise "
                         "data_plane.timeout_s"
@@ -115,7 +116,8 @@ class Channel:
 
 
 def _sealed(secret: bytes, value: object) -> list[bytes]:
-    body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    # By value, where a class is of the caller's own script, which the index does not have.
+    body: bytes = cloudpickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     return [hmac.digest(secret, body, "sha256"), body]
 
 
