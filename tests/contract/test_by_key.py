@@ -207,10 +207,10 @@ def test_lengths_are_known_from_jagged_tokens_alone(client: DataPlaneClient) -> 
     assert put_numbers(client, ["b", "a"], x=0).sequence_lengths == [1, 2]
 
 
-def test_a_brief_put_writes_the_same_and_tells_ids_and_columns_only(client: DataPlaneClient) -> None:
+def test_a_put_tells_lengths_and_tags_as_all_puts_have_left_them(client: DataPlaneClient) -> None:
     fields = wire(2, input_ids=tokens([1, 2], [3]))
-    meta = client.put_samples(["a", "b"], "p", fields=fields, tags=[{"r": 1}, {"r": 2}], brief=True)
+    meta = client.put_samples(["a", "b"], "p", fields=fields, tags=[{"r": 1}, {"r": 2}])
     assert (meta.sample_ids, meta.fields) == (["a", "b"], ["input_ids"])
-    assert (meta.sequence_lengths, meta.tags) == (None, None)
+    assert (meta.sequence_lengths, meta.tags) == ([2, 1], [{"r": 1}, {"r": 2}])
     full = client.put_samples(["b", "a"], "p")
     assert (full.sequence_lengths, full.tags) == ([1, 2], [{"r": 2}, {"r": 1}])

@@ -323,13 +323,10 @@ class DataPlaneClient(ABC):
         partition_id: str,
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        brief: bool = False,
     ) -> KVBatchMeta:
         """Write columns and tags of rows, all or nothing; rows that exist get the new columns added.
 
-        The meta has the rows' lengths and tags, as all puts together have left them; `brief` leaves both out, which
-        spares a remote store the answer.
+        The meta has the rows' lengths and tags, as all puts together have left them.
 
         A column written twice keeps the last value. `fields` is what `codec.pack_jagged_fields` returns: dense
         (N, ...) tensors, jagged nested tensors, and object arrays.

@@ -162,13 +162,11 @@ class MetricsDataPlaneClient(DataPlaneClient):
         partition_id: str,
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        brief: bool = False,
     ) -> KVBatchMeta:
         """Measure `put_samples`."""
         with self._measure("put_samples", partition_id, len(sample_ids)) as record:
             encoded, columns = _encoded(fields, sample_ids)
-            meta = self.inner.put_samples(sample_ids, partition_id, encoded, tags, brief=brief)
+            meta = self.inner.put_samples(sample_ids, partition_id, encoded, tags)
             by_row = {name: _row_bytes(name, leaf) for name, leaf in columns.items()}
             record.columns = {name: int(sizes.sum()) for name, sizes in by_row.items()}
             with self._lock:

@@ -122,8 +122,6 @@ class LocalDataPlaneClient(DataPlaneClient):
         partition_id: str,
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        brief: bool = False,
     ) -> KVBatchMeta:
         """Write columns and tags of rows; a tag written twice keeps the last value, others stay."""
         store = self._open()
@@ -133,7 +131,7 @@ class LocalDataPlaneClient(DataPlaneClient):
         shared = OwnOffsets()
         copies = {name: chunk_from_leaf(name, leaf, ids).copy(shared) for name, leaf in leaves.items()}
         chunks, lengths = {name: [chunk] for name, chunk in copies.items()}, said_lengths(copies)
-        facts = store.put(partition_id, ids, chunks, copied_tags, lengths, brief=brief)
+        facts = store.put(partition_id, ids, chunks, copied_tags, lengths)
         return _meta(partition_id, "", list(chunks), facts)
 
     def get_samples(

@@ -60,13 +60,11 @@ class SampleStore(Generic[Block]):
         chunks: Mapping[str, Sequence[Block]],
         tags: Sequence[Mapping[str, Any]] | None,
         lengths: Said,
-        *,
-        brief: bool = False,
     ) -> RowFacts:
         """Write rows, all or nothing; a partition that was not registered appears with its first put.
 
         The `chunks` of a column together have one row per id; no ids: one chunk at least. `lengths` are what
-        `said_lengths` gives for the columns. `brief`: the facts are the ids alone.
+        `said_lengths` gives for the columns.
         """
         with self._changed:
             self._check_open()
@@ -78,10 +76,10 @@ class SampleStore(Generic[Block]):
             partition.check_put(ids, slots, chunks, tags, lengths)
             self._partitions[partition_id] = partition
             slots = partition.put(ids, slots, chunks, tags, lengths)
-            facts = None if brief else self._facts(partition, ids, slots)
+            facts = self._facts(partition, ids, slots)
             if self._waiting:
                 self._changed.notify_all()
-        return RowFacts(ids, None, None) if facts is None else facts()
+        return facts()
 
     def select(
         self, partition_id: str, ids: Sequence[str], names: Sequence[str]

@@ -169,8 +169,6 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         partition_id: str,
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        brief: bool = False,
     ) -> KVBatchMeta:
         """Write columns and tags of rows; a tag written twice keeps the last value, others stay.
 
@@ -187,7 +185,7 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         packed = pack(chunks if ids else {}, f"{self._prefix}.{next(self._puts)}", size)
         deadline = Deadline(self._config.timeout_s)
         columns = packed.placed(self._store_blocks(packed, deadline))
-        put = _Put(partition_id, ids, columns, copied_tags, packed.lengths, brief)
+        put = _Put(partition_id, ids, columns, copied_tags, packed.lengths)
         facts = self._commit(put, deadline)
         return _meta(partition_id, "", list(chunks), facts)
 
@@ -342,7 +340,6 @@ class _Put(NamedTuple):
     columns: Mapping[str, Sequence[BlockInfo]]
     tags: list[dict[str, Any]] | None
     lengths: Said
-    brief: bool
 
 
 class _Read(NamedTuple):

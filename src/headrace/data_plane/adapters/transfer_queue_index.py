@@ -86,14 +86,13 @@ class SampleIndex:
         columns: Mapping[str, Sequence[BlockInfo]],
         tags: Sequence[Mapping[str, Any]] | None,
         lengths: Said | None = None,
-        brief: bool = False,
     ) -> RowFacts:
         """Commit rows whose blocks are stored; a refusal leaves the blocks to the caller.
 
-        The facts come without the ids, which the caller has; `brief`: without lengths and tags, too.
+        The facts come without the ids, which the caller has.
         """
         blocks = {name: list(map(StoredBlock, infos)) for name, infos in columns.items()}
-        facts = self._store.put(partition_id, ids, blocks, tags, lengths or {}, brief=brief)
+        facts = self._store.put(partition_id, ids, blocks, tags, lengths or {})
         for block in (block for parts in blocks.values() for block in parts):
             weakref.finalize(block, self._garbage.append, block.info.key).atexit = False
         return facts._replace(sample_ids=[])
