@@ -5,6 +5,7 @@ Both ends hold a secret that Ray has carried; what is not signed with it is drop
 
 import hmac
 import logging
+import math
 import pickle
 import threading
 import time
@@ -96,18 +97,23 @@ class Channel:
         """
         with self._pool.lease(self._server) as socket:
             socket.send_multipart(_sealed(self._secret, request))
-            end = time.monotonic() + limit_s
-            while not socket.poll(1000 * max(0.0, min(end - time.monotonic(), _PATIENCE_S))):
-                if time.monotonic() >= end:
-                    raise TransportError(
-                        f"{what}: no answer within {limit_s:.3g} s; if the cluster is only slow, raise "
-                        "data_plane.timeout_s"
-                    )
-                self._check_alive(what)
+            self._await_answer(socket, what, limit_s)
             is_answer, value = _open(self._secret, socket.recv_multipart())
         if not is_answer:
             raise value
         return value
+
+    def _await_answer(self, socket: zmq.Socket[bytes], what: str, limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while (left := end - time.monotonic()) > 0:
+            # In whole milliseconds, rounded up: a poll that ends before its time would ask after the server early.
+            if socket.poll(math.ceil(1000 * min(left, _PATIENCE_S))):
+                return
+            if left > _PATIENCE_S:
+                self._check_alive(what)
+        raise TransportError(
+            f"{what}: no answer within {limit_s:.3g} s; if the cluster is only slow, raise data_plane.timeout_s"
+        )
 
     def close(self) -> None:
         """Disconnect."""
