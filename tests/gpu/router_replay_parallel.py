@@ -296,7 +296,7 @@ class Worker:
         if self.worker._sharded is None:
             self.model.load_state_dict(weights)
         else:
-            self.worker._sharded.copy_full_weights(weights)
+            self.worker._sharded.take_full_weights(weights if dist.get_rank() == 0 else None)
 
     def recompute(self) -> None:
         enable_activation_checkpointing(self.model)

@@ -1,17 +1,41 @@
-"""Collectives over columns: a few flat buffers in place of one message per column.
+"""Collectives over columns, a few flat buffers in place of one message per column, and what rank 0 does for all.
 
 Source: torch.distributed's broadcast_object_list and broadcast.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from headrace.distributed.worker_groups.failures import Capture, describe_error
 from headrace.errors import TransportError
 
 Columns = Mapping[str, Any]
+T = TypeVar("T")
+
+
+def from_first_rank(call: Callable[[], T]) -> T:
+    """Return on every rank what `call`, which rank 0 alone runs, returns there: something small that pickles.
+
+    Raises:
+        HeadraceError: on every rank, what `call` raises on rank 0, so that nobody waits; rank 0 raises it as it is.
+    """
+    answer: list[Any] = [None]
+    with Capture() as caught:
+        if dist.get_rank() == 0:
+            answer = [(call(), None)]
+    if caught.error is not None:
+        answer = [(None, describe_error(0, caught.error))]
+    dist.broadcast_object_list(answer, src=0)
+    if caught.error is not None:
+        raise caught.error
+    value, failure = answer[0]
+    if failure is not None:
+        raise failure.kind(failure.summary)
+    result: T = value
+    return result
 
 
 def broadcast_failure(reason: str, *, src: int, group: dist.ProcessGroup) -> None:

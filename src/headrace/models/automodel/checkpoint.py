@@ -10,7 +10,7 @@ Nothing is pickled. Hyperparameters come from the recipe, not from here.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from headrace.distributed.collectives import from_first_rank
 from headrace.errors import ConfigError
 from headrace.models.automodel.setup import load_pretrained, no_progress_bars
 from headrace.models.automodel.sharding import ShardedModel, part_like
@@ -48,18 +49,31 @@ def save_model(directory: Path, model: Any, tokenizer: Any) -> None:
 
 
 def load_weights(directory: Path, model: Any, sharded: ShardedModel | None = None) -> None:
-    """Copy the weights of a Hugging Face model directory into `model`, bit for bit; of `sharded`, this rank's part.
+    """Copy the weights of a Hugging Face model directory into `model`, bit for bit.
+
+    Of a `sharded` model rank 0 reads them, and every rank gets its part; all ranks call this together.
 
     Raises:
         ConfigError: nothing there that can be read, or weights of another shape or architecture.
     """
+    if sharded is None:
+        _read_weights(directory, model.load_state_dict)
+        return
+    kept: list[Mapping[str, torch.Tensor]] = []
+
+    def keep(weights: Mapping[str, torch.Tensor]) -> None:
+        sharded.check_weights(weights)
+        kept.append(weights)
+
+    from_first_rank(lambda: _read_weights(directory, keep))
+    sharded.take_full_weights(kept[0] if kept else None)
+
+
+def _read_weights(directory: Path, use: Callable[[Mapping[str, torch.Tensor]], object]) -> None:
     try:
         with no_progress_bars():
             saved = load_pretrained(directory, dtype=torch.float32)
-        if sharded is None:
-            model.load_state_dict(saved.state_dict())
-        else:
-            sharded.copy_full_weights(saved.state_dict())
+        use(saved.state_dict())
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"{directory}: cannot load these weights ({' '.join(str(error).split())[:300]}); the checkpoint must "

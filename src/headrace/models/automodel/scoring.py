@@ -85,7 +85,10 @@ class Autocast:
 class TokenScorer:
     """A model with its output head, and how its tokens are scored."""
 
-    def __init__(self, model: Any, scoring: Scoring, autocast: Autocast) -> None:
+    def __init__(
+        self, model: Any, scoring: Scoring, autocast: Autocast, *, has_head: bool | None = None
+    ) -> None:
+        """`has_head`: whether `output_head` finds one; None: run the model to find out."""
         self.model = model
         self.autocast = autocast
         self.sharded: ShardedModel | None = None
@@ -93,7 +96,12 @@ class TokenScorer:
         self._scoring = scoring
         self._replica: Replica | None = None
         with autocast():
-            self._head = output_head(model)
+            self._head = output_head(model) if has_head is None else model_head(model) if has_head else None
+
+    @property
+    def has_head(self) -> bool:
+        """Whether tokens are scored in chunks."""
+        return self._head is not None
 
     def shard(self, sharded: ShardedModel, replica: Replica | None) -> None:
         """From now on score with the model's sharded form; `replica` None: every rank scores rows of its own.
@@ -144,9 +152,7 @@ def output_head(model: Any) -> OutputHead | None:
 
     Without a head, `token_logprobs` lets the model compute all logits of a microbatch at once.
     """
-    config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-    head = OutputHead(model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None))
+    head = model_head(model)
     ids = torch.tensor([[0, 1]], device=model.device)
     mask = torch.ones_like(ids, dtype=torch.bool)
     with torch.no_grad():
@@ -162,6 +168,13 @@ def output_head(model: Any) -> OutputHead | None:
         type(model).__name__,
     )
     return None
+
+
+def model_head(model: Any) -> OutputHead:
+    """Return the head that the model's config describes; `output_head` holds it to the model's own logits."""
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    return OutputHead(model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None))
 
 
 def token_logprobs(

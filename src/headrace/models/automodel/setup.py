@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
@@ -95,34 +96,65 @@ def load_model(
     """
     device = device or resolve_device(cfg)
     directory = _model_directory(cfg.model)
+    options = _model_options(cfg, directory, device, tokenizer)
+    with _building(options), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "model"))
+        model = (
+            load_pretrained(directory, **options)
+            if directory
+            else AutoModelForCausalLM.from_config(**options)
+        )
+    model = model.eval().to(device)
+    if directory is None:
+        _check_runs(model, COMPUTE_DTYPES[cfg.precision])
+    return model
+
+
+def build_skeleton(cfg: PolicyConfig, *, tokenizer: Any = None) -> Any:
+    """Return the model of `load_model` with its weights on the meta device: no memory, no values.
+
+    Buffers are on the CPU, and have values where the model computes them by itself.
+
+    Raises:
+        ConfigError: as `load_model`, as far as files are not read.
+    """
+    directory = _model_directory(cfg.model)
+    options = _model_options(cfg, directory, torch.device("cpu"), tokenizer)
+    with _building(options), torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(**options)
+    # Each place of a tied weight has got an empty one of its own.
+    model.tie_weights()
+    return model.eval()
+
+
+def _model_options(
+    cfg: PolicyConfig, directory: Path | None, device: torch.device, tokenizer: Any
+) -> dict[str, Any]:
+    """Return what transformers builds the model from: its config, held to the recipe, and implementations."""
     tokenizer = load_tokenizer(cfg) if tokenizer is None else tokenizer
     config = _read_config(directory) if directory else _build_config(cfg.model.config or {}, tokenizer)
     check_fit(cfg, config, tokenizer)
     _switch_off_noise(config)
-    options: dict[str, Any] = {
+    return {
         "config": config,
         "dtype": torch.float32,
         "attn_implementation": _first_attention(cfg, config, device),
         "experts_implementation": cfg.model.experts_implementation,
     }
+
+
+@contextmanager
+def _building(options: Mapping[str, Any]) -> Iterator[None]:
+    """Tell what transformers refuses as a mistake in the recipe."""
     try:
-        with no_progress_bars(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(seed, "model"))
-            model = (
-                load_pretrained(directory, **options)
-                if directory
-                else AutoModelForCausalLM.from_config(**options)
-            )
+        with no_progress_bars():
+            yield
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"policy.model: transformers cannot build this model with attn_implementation="
             f"{options['attn_implementation']} (eager works for most) and experts_implementation="
             f"{options['experts_implementation']}: {_first_line(error)}"
         ) from error
-    model = model.eval().to(device)
-    if directory is None:
-        _check_runs(model, COMPUTE_DTYPES[cfg.precision])
-    return model
 
 
 @torch.no_grad()

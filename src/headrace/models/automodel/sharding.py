@@ -95,31 +95,36 @@ class ShardedModel:
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight and persistent buffer once, whole, on the device, by its name; one is whole at a time."""
-        seen: set[int] = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
+        for name, tensor in self._tensors():
             yield name, whole_tensor(tensor.detach(), self._device)
 
-    @torch.no_grad()
-    def copy_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's part of whole weights, which are given under their names; no collective.
+    def check_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Hold whole weights, given under their names, to the model's; no collective.
 
         Raises:
             ConfigError: a weight that is not given, or of another shape.
         """
-        for name, target in self.model.state_dict(keep_vars=True).items():
+        for name, target in self._tensors():
             given = weights.get(name)
             if given is None or given.shape != target.shape:
                 raise ConfigError(
                     f"{name}: expected {tuple(target.shape)}, got {None if given is None else tuple(given.shape)}; "
                     "the weights must be of the recipe's policy.model"
                 )
-            if isinstance(target, DTensor):
-                target.to_local().copy_(own_part(given, target))
-            else:
-                target.copy_(given)
+
+    @torch.no_grad()
+    def take_full_weights(self, weights: Mapping[str, torch.Tensor] | None) -> None:
+        """Give every rank its part of whole weights, which rank 0 holds under their names (None elsewhere).
+
+        One weight after the other is whole on the ranks' devices.
+        """
+        for name, target in self._tensors():
+            whole = torch.empty(target.shape, dtype=target.dtype, device=self._device)
+            if weights is not None:
+                whole.copy_(weights[name])
+            # As bytes: not every backend has every dtype.
+            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+            _local(target).copy_(own_part(whole, target) if isinstance(target, DTensor) else whole)
 
     @torch.no_grad()
     def copy_weights_of(self, other: "ShardedModel") -> None:
@@ -128,9 +133,17 @@ class ShardedModel:
         for name, target in self.model.state_dict(keep_vars=True).items():
             _local(target).copy_(_local(theirs[name]))
 
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield parameters and persistent buffers, tied ones once."""
+        seen: set[int] = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
 
 def shard_model(model: Any, topology: Topology, cfg: PolicyConfig, device: torch.device) -> ShardedModel:
-    """Split `model`, which every rank holds whole and alike, over all ranks and move it to `device`.
+    """Split a skeleton over all ranks; its weights are then on `device`, or the CPU, and have no values yet.
 
     Raises:
         ConfigError: a model that cannot be split as `policy.parallel` says.
@@ -152,7 +165,13 @@ def shard_model(model: Any, topology: Topology, cfg: PolicyConfig, device: torch
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    _allocate(model, torch.device("cpu") if offload else device)
     return ShardedModel(model, topology, partial, device)
+
+
+def _allocate(model: Any, device: torch.device) -> None:
+    """Give the split weights memory, as `Module.to_empty` does; buffers, which have values already, stay."""
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
 def _precision(compute: torch.dtype) -> MixedPrecisionPolicy:

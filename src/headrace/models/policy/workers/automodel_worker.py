@@ -4,7 +4,6 @@ In one process it needs no process group and holds the model whole. Where torch.
 sharded over all of them as `policy.parallel` says; ranks of one replica then get the same rows and return the same.
 """
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,23 +18,17 @@ from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.topology import Topology, build_topology
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.automodel import checkpoint, flops
-from headrace.models.automodel.attention import PACKED_ATTENTION, check_isolation, choose_attention
+from headrace.models.automodel.build import ModelBuilder
 from headrace.models.automodel.data import get_microbatch_iterator, process_global_batch
-from headrace.models.automodel.experts import GROUPED_EXPERTS
-from headrace.models.automodel.plan_check import check_split, probe_scores
-from headrace.models.automodel.replay import PREV_LOGPROBS, TRAIN, RouteReplayer, install_replay
-from headrace.models.automodel.replica import Replica
-from headrace.models.automodel.scoring import Autocast, Scoring, TokenScorer
+from headrace.models.automodel.replay import PREV_LOGPROBS, TRAIN, RouteReplayer
+from headrace.models.automodel.scoring import Scoring, TokenScorer
 from headrace.models.automodel.setup import (
     build_optimizer,
     build_scheduler,
-    enable_activation_checkpointing,
-    load_model,
     resolve_device,
 )
 from headrace.models.automodel.sharded_checkpoint import SHARDED, export_model, load_shards, save_shards
-from headrace.models.automodel.sharding import ShardedModel, shard_model
-from headrace.models.automodel.tensor_parallel import is_family
+from headrace.models.automodel.sharding import ShardedModel
 from headrace.models.automodel.train import (
     StepResult,
     TrainStep,
@@ -70,53 +63,20 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         self._pad_token_id = int(tokenizer.pad_token_id)
         self.device = resolve_device(cfg)
         self.topology = topology or _topology(cfg, self.device)
-        self._autocast = Autocast(self.device, cfg.precision)
-        self._scoring = Scoring(
-            generation.temperature, generation.top_k, generation.top_p, cfg.logprob_chunk_tokens
-        )
-        # Sharding moves a model to the device layer by layer; before it, every rank holds the model on its host.
-        host = self.device if self.topology is None else torch.device("cpu")
-        self.model = load_model(cfg, seed=seed, device=host, tokenizer=tokenizer)
-        self._prepare_model(host)
-        self._replay_handle = install_replay(self.model) if cfg.router_replay.enabled else None
-        reference = copy.deepcopy(self.model).requires_grad_(False) if with_reference else None
-        self._scorer = self._make_scorer(self.model)
+        built = ModelBuilder(
+            cfg,
+            Scoring(generation.temperature, generation.top_k, generation.top_p, cfg.logprob_chunk_tokens),
+            device=self.device,
+            topology=self.topology,
+            tokenizer=tokenizer,
+            seed=seed,
+        ).build(with_reference=with_reference)
+        self._scorer, self._reference, self._replay_handle = built.policy, built.reference, built.replay
+        self.model = self._scorer.model
         self._scorer.replayer = self._make_replayer()
-        self._reference = None if reference is None else self._make_scorer(reference)
         self.weight_version = 0
         self._step: TrainStep | None = None
         self.reset_optimizer(cfg.optimizer, cfg.scheduler)
-
-    def _prepare_model(self, host: torch.device) -> None:
-        packed = self.cfg.sequence_packing.enabled or self._replica_size > 1
-        wanted = self.cfg.model.attn_implementation
-        name = choose_attention(host, self._autocast.dtype, packed, wanted)
-        if self.topology is not None and self.topology.context_size > 1 and name != PACKED_ATTENTION:
-            raise ConfigError(
-                f"policy.parallel.context={self.topology.context_size} with policy.model.attn_implementation="
-                f"{wanted}: only sdpa can exchange heads between context ranks; set it"
-            )
-        self.model.set_attn_implementation(name)
-        if self.model.config._experts_implementation == "grouped_mm":
-            self.model.set_experts_implementation(GROUPED_EXPERTS)
-        if packed:
-            check_isolation(self.model)
-        if self.cfg.activation_checkpointing:
-            enable_activation_checkpointing(self.model)
-
-    def _make_scorer(self, model: Any) -> TokenScorer:
-        scorer = TokenScorer(model, self._scoring, self._autocast)
-        if self.topology is None:
-            return scorer
-        size = self._replica_size
-        replica = Replica(self.topology, self.cfg.parallel.sequence_parallel) if size > 1 else None
-        unproven = self.topology.tensor_size > 1 and not is_family(model)
-        whole = probe_scores(scorer, model.device, multiple=size) if unproven else None
-        scorer.shard(shard_model(model, self.topology, self.cfg, self.device), replica)
-        if whole is not None:
-            split = probe_scores(scorer, self.device, multiple=size)
-            check_split(model, whole, split, self.cfg.precision)
-        return scorer
 
     def _make_replayer(self) -> RouteReplayer | None:
         if self._replay_handle is None:

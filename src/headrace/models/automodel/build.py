@@ -1,0 +1,149 @@
+"""From a recipe to what a rank trains and scores with.
+
+One process loads the model as it is. Of several, rank 0 alone holds the model whole, on its host; the others build
+a skeleton without weights. All split the skeleton, and rank 0 sends the weights, one after the other. What has to be
+seen of the whole model is seen on rank 0.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace.config import PolicyConfig
+from headrace.distributed.collectives import from_first_rank
+from headrace.distributed.topology import Topology
+from headrace.errors import ConfigError
+from headrace.models.automodel.attention import PACKED_ATTENTION, check_isolation, choose_attention
+from headrace.models.automodel.experts import GROUPED_EXPERTS
+from headrace.models.automodel.plan_check import check_split, probe_scores
+from headrace.models.automodel.replay import install_replay
+from headrace.models.automodel.replica import Replica
+from headrace.models.automodel.scoring import Autocast, Scoring, TokenScorer
+from headrace.models.automodel.setup import build_skeleton, enable_activation_checkpointing, load_model
+from headrace.models.automodel.sharding import ShardedModel, shard_model
+from headrace.models.automodel.tensor_parallel import is_family
+from headrace.models.router_replay import RouterReplay
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class BuiltModels:
+    """A policy, its frozen reference if wanted, and the handle of the policy's router replay if that is on."""
+
+    policy: TokenScorer
+    reference: TokenScorer | None
+    replay: RouterReplay | None
+
+
+@dataclass(frozen=True)
+class _WholeFacts:
+    """What rank 0 has seen of the whole model: `scores` (1, 16) are of a fixed row, where a plan has to be proven."""
+
+    has_head: bool
+    scores: torch.Tensor | None
+    generation_config: Any
+
+
+class ModelBuilder:
+    """Builds the models of one rank; of several, all ranks do so together."""
+
+    def __init__(
+        self,
+        cfg: PolicyConfig,
+        scoring: Scoring,
+        *,
+        device: torch.device,
+        topology: Topology | None,
+        tokenizer: Any,
+        seed: int,
+    ) -> None:
+        self._cfg, self._scoring, self._device = cfg, scoring, device
+        self._topology, self._tokenizer, self._seed = topology, tokenizer, seed
+        self._autocast = Autocast(device, cfg.precision)
+        self._replica_size = 1 if topology is None else topology.replica_size
+
+    def build(self, *, with_reference: bool) -> BuiltModels:
+        """Return the models, the reference with the weights of the policy.
+
+        Raises:
+            ConfigError: a model that cannot be loaded, packed, split or replayed as the recipe says; on every rank.
+        """
+        if self._topology is None:
+            model = self._load_whole(self._device)
+            replay, reference = self._finish(model, with_reference)
+            policy = self._scorer(model)
+            return BuiltModels(policy, None if reference is None else self._scorer(reference), replay)
+        return self._build_split(self._topology, with_reference)
+
+    def _build_split(self, topology: Topology, with_reference: bool) -> BuiltModels:
+        whole: list[Any] = []
+        facts = from_first_rank(lambda: self._inspect(whole))
+        model = self._prepare(build_skeleton(self._cfg, tokenizer=self._tokenizer), _HOST)
+        model.generation_config = facts.generation_config
+        replay, reference = self._finish(model, with_reference)
+        policy, sharded = self._split(model, topology, facts)
+        sharded.take_full_weights(whole.pop().state_dict() if whole else None)
+        if facts.scores is not None:
+            split = probe_scores(policy, self._device, multiple=self._replica_size)
+            check_split(model, facts.scores, split, self._cfg.precision)
+        if reference is None:
+            return BuiltModels(policy, None, replay)
+        frozen, frozen_sharded = self._split(reference, topology, facts)
+        frozen_sharded.copy_weights_of(sharded)
+        return BuiltModels(policy, frozen, replay)
+
+    def _inspect(self, whole: list[Any]) -> _WholeFacts:
+        """Load the whole model into `whole`, and return what has to be known of it."""
+        model = self._load_whole(_HOST)
+        whole.append(model)
+        scorer = self._scorer(model)
+        unproven = self._topology is not None and self._topology.tensor_size > 1 and not is_family(model)
+        scores = probe_scores(scorer, _HOST, multiple=self._replica_size) if unproven else None
+        return _WholeFacts(scorer.has_head, scores, model.generation_config)
+
+    def _split(self, model: Any, topology: Topology, facts: _WholeFacts) -> tuple[TokenScorer, ShardedModel]:
+        scorer = TokenScorer(model, self._scoring, self._autocast, has_head=facts.has_head)
+        sequence = self._cfg.parallel.sequence_parallel
+        replica = Replica(topology, sequence) if self._replica_size > 1 else None
+        sharded = shard_model(model, topology, self._cfg, self._device)
+        scorer.shard(sharded, replica)
+        return scorer, sharded
+
+    def _load_whole(self, device: torch.device) -> Any:
+        model = load_model(self._cfg, seed=self._seed, device=device, tokenizer=self._tokenizer)
+        self._prepare(model, device)
+        if self._is_packed:
+            check_isolation(model)
+        return model
+
+    def _scorer(self, model: Any) -> TokenScorer:
+        return TokenScorer(model, self._scoring, self._autocast)
+
+    def _finish(self, model: Any, with_reference: bool) -> tuple[RouterReplay | None, Any]:
+        """Install router replay, if it is on, and return its handle and the frozen copy, if one is wanted."""
+        replay = install_replay(model) if self._cfg.router_replay.enabled else None
+        return replay, copy.deepcopy(model).requires_grad_(False) if with_reference else None
+
+    @property
+    def _is_packed(self) -> bool:
+        return self._cfg.sequence_packing.enabled or self._replica_size > 1
+
+    def _prepare(self, model: Any, device: torch.device) -> Any:
+        """Set the model's implementations, for a forward on `device`, and return it."""
+        wanted = self._cfg.model.attn_implementation
+        name = choose_attention(device, self._autocast.dtype, self._is_packed, wanted)
+        context = 1 if self._topology is None else self._topology.context_size
+        if context > 1 and name != PACKED_ATTENTION:
+            raise ConfigError(
+                f"policy.parallel.context={context} with policy.model.attn_implementation={wanted}: only sdpa can "
+                "exchange heads between context ranks; set it"
+            )
+        model.set_attn_implementation(name)
+        if model.config._experts_implementation == "grouped_mm":
+            model.set_experts_implementation(GROUPED_EXPERTS)
+        if self._cfg.activation_checkpointing:
+            enable_activation_checkpointing(model)
+        return model
