@@ -57,18 +57,24 @@ def test_narrowing_gives_what_a_cast_gives_and_finds_every_id_out_of_range(
     assert kernel is not None
     ids = torch.randint(-1, experts, (5001,), dtype=dtype, generator=torch.Generator().manual_seed(experts))
     ids[0], ids[-1] = -1, experts - 1
+    row = (len(ids), 1)
     out = torch.empty(len(ids), dtype=torch.uint8 if experts <= 256 else torch.int16)
     sizes = ids.element_size(), out.element_size()
-    if not kernel.can_narrow(*sizes):
+    if not kernel.can_narrow(*sizes, 1):
         pytest.skip("nothing to narrow")
-    for wrong, place in ((None, 0), (-2, 0), (-2, 5000), (experts, 17), (torch.iinfo(dtype).min, 4999)):
+    for wrong, place in (
+        (None, 0),
+        (-2, 0),
+        (-2, 5000),
+        (experts, 17),
+        (torch.iinfo(dtype).min, 4999),
+        (torch.iinfo(dtype).max, 1),
+    ):
         given = ids.clone()
         if wrong is not None and wrong <= torch.iinfo(dtype).max:
             given[place] = wrong
         fits = bool(((given >= -1) & (given < experts)).all())
-        assert (
-            kernel.narrow(given.data_ptr(), sizes[0], len(given), experts, out.data_ptr(), sizes[1]) is fits
-        )
+        assert kernel.narrow(given.data_ptr(), sizes[0], *row, experts, out.data_ptr(), sizes[1]) is fits
         if fits:
             assert torch.equal(out, given.to(out.dtype))
 
@@ -81,3 +87,23 @@ def test_missing_rows_keep_their_mark_when_routes_are_narrowed(dtype: torch.dtyp
         [[255, 255]],
         [[0, 255]],
     ]
+
+
+@needs_compiler
+@pytest.mark.parametrize("width", [2, 3, 8, 2048])
+def test_narrowing_finds_every_row_that_is_partly_missing(width: int) -> None:
+    kernel = load_kernel()
+    assert kernel is not None
+    rows = 3 + 6000 // width
+    ids = torch.arange(rows * width, dtype=torch.int32).remainder_(250).view(rows, width)
+    ids[1] = ids[-1] = -1
+    out = torch.empty(rows, width, dtype=torch.uint8)
+    sizes = (rows, width, 256, out.data_ptr(), 1)
+    assert kernel.can_narrow(4, 1, width)
+    assert not kernel.can_narrow(4, 1, 2049)
+    assert kernel.narrow(ids.data_ptr(), 4, *sizes)
+    assert torch.equal(out, ids.to(torch.uint8))
+    for row, place in ((0, 0), (0, width - 1), (1, 0), (rows - 2, width // 2), (rows - 1, width - 1)):
+        given = ids.clone()
+        given[row, place] = 7 if given[row, place] < 0 else -1
+        assert not kernel.narrow(given.data_ptr(), 4, *sizes)

@@ -19,6 +19,7 @@ from headrace.data_plane.routes_codec import (
     unpack_routes,
     wire_dtype,
 )
+from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
 
 INTEGERS = [torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64]
@@ -104,6 +105,28 @@ def test_an_id_that_would_wrap_is_refused_when_packed(dtype: torch.dtype, bad: i
     ids = torch.tensor([[[1, bad]]], dtype=dtype)
     with pytest.raises(SchemaError, match=f"sample 1: expert id {bad}; expected -1 or 0..127"):
         pack_routes([torch.tensor([[[1, 2]]], dtype=dtype), ids], num_experts=128)
+
+
+@pytest.mark.parametrize("compiled", ["0", "1"])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize(("num_experts", "row"), [(256, [-1, 3]), (256, [3, -1]), (128, [-1, 3])])
+def test_a_row_that_is_partly_missing_is_refused_when_packed(
+    num_experts: int, row: list[int], dtype: torch.dtype, compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.arange(24).view(4, 3, 2).to(dtype)
+    ids[1] = -1
+    bad = ids.clone()
+    bad[2, 1] = torch.tensor(row, dtype=dtype)
+    monkeypatch.setenv("HEADRACE_KERNEL", compiled)
+    load_kernel.cache_clear()
+    try:
+        with pytest.raises(
+            SchemaError, match=r"sample 1, token 2, layer 1: experts .*partly missing"
+        ) as caught:
+            pack_routes([ids, bad], num_experts=num_experts)
+    finally:
+        load_kernel.cache_clear()
+    assert str(row) in str(caught.value)
 
 
 def test_packing_refuses_samples_that_do_not_belong_together() -> None:

@@ -90,11 +90,12 @@ def pack_routes(rows: Sequence[torch.Tensor], *, num_experts: int) -> torch.Tens
     """Join the routes of samples, (T_i, L, k) each of any integer dtype, into one wire tensor (sum T_i, L, k).
 
     Missing rows get the mark of the wire dtype. Rows that have the wire dtype already are copied once and not looked
-    at (`check_routes` does that); the others are held to their range, so that no id wraps.
+    at (`check_routes` does that); the others are held to their range, so that no id wraps, and must not be partly
+    missing, since the mark beside an id may be an id of the wire dtype: 255 is the last of 256 experts.
 
     Raises:
         SchemaError: no sample, shapes that differ after the token axis, or, where the dtype changes, an id out of
-            range.
+            range, or a row that is partly missing, with its sample, token and layer.
     """
     if not rows or any(r.dim() != 3 or r.shape[1:] != rows[0].shape[1:] for r in rows):
         shapes = sorted({tuple(r.shape[1:]) for r in rows})
@@ -218,12 +219,18 @@ def _describe(
     lengths: Sequence[int] | None,
     sample_ids: Sequence[str] | None,
 ) -> str:
-    row, layer = divmod(flat, ids.shape[1])
-    values = ids[row, layer].tolist()
+    row = flat // ids.shape[1]
     ends = torch.tensor(list(lengths) if lengths is not None else [len(ids)]).cumsum(0)
     sample = int(torch.searchsorted(ends, row, right=True))
-    token = row - (int(ends[sample - 1]) if sample else 0)
+    first = int(ends[sample - 1]) if sample else 0
     name = repr(sample_ids[sample]) if sample_ids is not None else str(sample)
+    return _describe_row(ids[first:], flat - first * ids.shape[1], num_experts, name)
+
+
+def _describe_row(ids: torch.Tensor, flat: int, num_experts: int, sample: str) -> str:
+    """Say what is wrong with the (token, layer) row at place `flat` of a sample's routes."""
+    token, layer = divmod(flat, ids.shape[1])
+    values = ids[token, layer].tolist()
     mark = missing_mark(ids.dtype)
     if any(v == mark for v in values) and not 0 <= mark < num_experts:
         reason = f"partly missing ({mark} marks a missing row, and then fills it)"
@@ -231,7 +238,7 @@ def _describe(
         reason = f"outside 0..{num_experts - 1}"
     else:
         reason = "with an expert twice; a router chooses k different ones"
-    return f"routes of sample {name}, token {token}, layer {layer}: experts {values}, {reason}"
+    return f"routes of sample {sample}, token {token}, layer {layer}: experts {values}, {reason}"
 
 
 def _narrow_into(target: torch.Tensor, rows: torch.Tensor, num_experts: int, sample: int) -> None:
@@ -245,17 +252,31 @@ def _narrow_into(target: torch.Tensor, rows: torch.Tensor, num_experts: int, sam
     if low < -1 or high >= num_experts:
         bad = low if low < -1 else high
         raise SchemaError(f"routes of sample {sample}: expert id {bad}; expected -1 or 0..{num_experts - 1}")
+    if low < 0 and (partly := _first_partly_missing(signed)) is not None:
+        raise SchemaError(_describe_row(signed, partly, num_experts, str(sample)))
     target.copy_(signed)
 
 
+def _first_partly_missing(signed: torch.Tensor) -> int | None:
+    """Return the place of the first (token, layer) row that has both ids and -1."""
+    width, flat = signed.shape[-1], signed.flatten()
+    # Signs of neighbours in one row differ; flat, since torch is slow over a short last axis.
+    differ = flat[1:] ^ flat[:-1]
+    differ[width - 1 :: width] = 0
+    if not differ.numel() or int(differ.amin()) >= 0:
+        return None
+    return int((differ < 0).nonzero()[0]) // width
+
+
 def _narrowed_at_once(target: torch.Tensor, rows: torch.Tensor, num_experts: int) -> bool:
-    """Copy and check in one pass, where there is a kernel for it; false if not, or if an id is out of range."""
-    sizes, kernel = (rows.element_size(), target.element_size()), load_kernel()
+    """Copy and check in one pass, where there is a kernel for it; false if not, or if a row is to be refused."""
+    sizes, width, kernel = (rows.element_size(), target.element_size()), rows.shape[-1], load_kernel()
     on_host = rows.device.type == "cpu" and target.device.type == "cpu" and target.is_contiguous()
-    if kernel is None or not on_host or rows.dtype in _UNSIGNED or not kernel.can_narrow(*sizes):
+    if kernel is None or not on_host or rows.dtype in _UNSIGNED or not kernel.can_narrow(*sizes, width):
         return False
     given = rows.contiguous()
-    return kernel.narrow(given.data_ptr(), sizes[0], given.numel(), num_experts, target.data_ptr(), sizes[1])
+    source, out = (given.data_ptr(), sizes[0]), (target.data_ptr(), sizes[1])
+    return kernel.narrow(*source, given.numel() // width, width, num_experts, *out)
 
 
 def _columns(ids: torch.Tensor) -> torch.Tensor:

@@ -65,18 +65,37 @@ void headrace_gather(const char *values, const int64_t *starts, const int64_t *l
     }
 }
 
-/* Integers in another width: returns 0 if all are in -1 .. limit - 1, for which -1 becomes the highest pattern. */
+/* Entries that are looked at together: they stay in the fastest cache. */
+enum { BLOCK_ENTRIES = 2048 };
+
+/* Integers in another width, in rows of `width` entries, BLOCK_ENTRIES at most. Returns 0 if all are in -1 .. limit - 1,
+ * for which -1 becomes the highest pattern, and each row is -1 throughout or nowhere. Few blocks have a -1, and only in
+ * those neighbours are compared: `inner` has all bits set but at the last entry of each row. */
 #define NARROW(from, to)                                                                                       \
-    FOR_NEWER_TOO int headrace_narrow_##from##_##to(const int##from##_t *given, int64_t count, int64_t limit,  \
-                                                    uint##to##_t *out)                                         \
+    FOR_NEWER_TOO int headrace_narrow_##from##_##to(const int##from##_t *given, int64_t rows, int64_t width,   \
+                                                    int64_t limit, uint##to##_t *out)                          \
     {                                                                                                          \
         const uint##from##_t most = (uint##from##_t)limit;                                                     \
+        const int64_t step = BLOCK_ENTRIES / width * width;                                                    \
         uint##from##_t outside = 0;                                                                            \
-        for (int64_t i = 0; i < count; i++) {                                                                  \
-            outside |= (uint##from##_t)((uint##from##_t)(given[i] + 1) > most);                                \
-            out[i] = (uint##to##_t)given[i];                                                                   \
+        int##from##_t mixed = 0, inner[BLOCK_ENTRIES];                                                         \
+        for (int64_t i = 0; i < step; i++)                                                                     \
+            inner[i] = -1;                                                                                     \
+        for (int64_t i = width - 1; i < step; i += width)                                                      \
+            inner[i] = 0;                                                                                      \
+        for (int64_t count = rows * width; count > 0; count -= step, given += step, out += step) {             \
+            const int64_t block = count < step ? count : step;                                                 \
+            int##from##_t signs = 0;                                                                           \
+            for (int64_t i = 0; i < block; i++) {                                                              \
+                outside |= (uint##from##_t)((uint##from##_t)((uint##from##_t)given[i] + 1) > most);            \
+                signs |= given[i];                                                                             \
+                out[i] = (uint##to##_t)given[i];                                                               \
+            }                                                                                                  \
+            if (signs < 0)                                                                                     \
+                for (int64_t i = 0; i + 1 < block; i++)                                                        \
+                    mixed |= (given[i] ^ given[i + 1]) & inner[i];                                             \
         }                                                                                                      \
-        return outside != 0;                                                                                   \
+        return outside || mixed < 0;                                                                           \
     }
 
 NARROW(16, 8)

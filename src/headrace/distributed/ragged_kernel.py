@@ -20,6 +20,8 @@ _FLAGS = ("-O3", "-shared", "-fPIC")
 _BUILD_TIMEOUT_S = 30.0
 _NARROWED = ((2, 1), (4, 1), (8, 1), (4, 2), (8, 2))
 """Bytes of the integers that can be made narrower, before and after."""
+_WIDEST = 2048
+"""Entries of a row of them at most, as the source has it."""
 _ADDRESS, _COUNT = ctypes.c_void_p, ctypes.c_int64
 
 _log = logging.getLogger(__name__)
@@ -40,7 +42,8 @@ class RaggedKernel:
         self._narrow = {}
         for wide, small in _NARROWED:
             narrow = library[f"headrace_narrow_{8 * wide}_{8 * small}"]
-            narrow.argtypes, narrow.restype = (_ADDRESS, _COUNT, _COUNT, _ADDRESS), ctypes.c_int
+            narrow.argtypes = (_ADDRESS, _COUNT, _COUNT, _COUNT, _ADDRESS)
+            narrow.restype = ctypes.c_int
             self._narrow[wide, small] = narrow
 
     def strip(self, padded: int, row_step: int, offsets: int, rows: int, step: int, out: int) -> None:
@@ -57,17 +60,20 @@ class RaggedKernel:
         """Write the spans of `lengths[i]` tokens from token `starts[i]` on back to back."""
         self._gather(values, starts, lengths, spans, step, out)
 
-    def can_narrow(self, item_bytes: int, out_bytes: int) -> bool:
-        """Return whether `narrow` takes integers of these sizes."""
-        return (item_bytes, out_bytes) in self._narrow
+    def can_narrow(self, item_bytes: int, out_bytes: int, width: int) -> bool:
+        """Return whether `narrow` takes integers of these sizes in rows of `width`."""
+        return (item_bytes, out_bytes) in self._narrow and 0 < width <= _WIDEST
 
-    def narrow(self, given: int, item_bytes: int, count: int, limit: int, out: int, out_bytes: int) -> bool:
-        """Write signed integers as ones of fewer bytes, -1 as the pattern of all ones.
+    def narrow(
+        self, given: int, item_bytes: int, rows: int, width: int, limit: int, out: int, out_bytes: int
+    ) -> bool:
+        """Write rows of `width` signed integers as ones of fewer bytes, -1 as the pattern of all ones.
 
-        Returns whether all are in -1 .. `limit` - 1; else what was written is of no use. `limit` fits in the integers.
+        Returns whether all are in -1 .. `limit` - 1, and every row is -1 throughout or nowhere; else what was written
+        is of no use. `limit` fits in the integers.
         """
-        outside: int = self._narrow[item_bytes, out_bytes](given, count, limit, out)
-        return not outside
+        refused: int = self._narrow[item_bytes, out_bytes](given, rows, width, limit, out)
+        return not refused
 
 
 @cache
