@@ -1,8 +1,12 @@
 """Where the compiled copies come from, and what happens where they cannot be built."""
 
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -20,13 +24,17 @@ print(load_kernel() is not None, pad_ragged(torch.tensor([1, 2, 3]), torch.tenso
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
-def pad_elsewhere(**environment: str) -> str:
-    """Pad rows in a fresh process and return whether it had the kernel, and the rows."""
-    given = {"PATH": "/usr/bin:/bin", **environment}
+def run(code: str, environment: dict[str, str]) -> str:
+    here = {"PATH": "/usr/bin:/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     done = subprocess.run(
-        [sys.executable, "-c", PROBE], env=given, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], env={**here, **environment}, capture_output=True, text=True, check=True
     )
     return done.stdout.strip()
+
+
+def pad_elsewhere(**environment: str) -> str:
+    """Pad rows in a fresh process and return whether it had the kernel, and the rows."""
+    return run(PROBE, environment)
 
 
 @needs_compiler
@@ -35,6 +43,71 @@ def test_the_kernel_is_built_once_into_the_cache_folder(tmp_path: Path) -> None:
         assert pad_elsewhere(XDG_CACHE_HOME=str(tmp_path)) == "True [[1, 9], [2, 3]]"
     (library,) = (tmp_path / "headrace").iterdir()
     assert library.suffix == ".so"
+
+
+def loads(**environment: str) -> bool:
+    """Return whether a fresh process has the kernel."""
+    code = "from headrace.distributed.ragged_kernel import load_kernel; print(load_kernel() is not None)"
+    return run(code, environment) == "True"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that was built here."""
+    folder = tmp_path_factory.mktemp("cache")
+    assert loads(XDG_CACHE_HOME=str(folder))
+    (library,) = (folder / "headrace").iterdir()
+    return library
+
+
+def put_library(folder: Path, name: str, content: bytes) -> Path:
+    library = folder / "headrace" / name
+    library.parent.mkdir(mode=0o700)
+    library.write_bytes(content)
+    return library
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda whole: b"",
+    "cut short": lambda whole: whole[:4096],
+    "a page less": lambda whole: whole[:-4096],
+    "zeros within": lambda whole: whole[:4096] + bytes(4096) + whole[8192:],
+    "no library": lambda whole: b"#!/bin/sh\n" * 1000,
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_built_again(damage: str, whole: Path, tmp_path: Path) -> None:
+    content = whole.read_bytes()
+    library = put_library(tmp_path, whole.name, DAMAGES[damage](content))
+    assert loads(XDG_CACHE_HOME=str(tmp_path))
+    assert [file.read_bytes() for file in library.parent.iterdir()] == [content]
+    library.write_bytes(DAMAGES[damage](content))
+    assert not loads(XDG_CACHE_HOME=str(tmp_path), PATH="/nowhere")
+
+
+@needs_compiler
+def test_a_library_of_another_system_is_passed_over(whole: Path, tmp_path: Path) -> None:
+    content = bytearray(whole.read_bytes())
+    content[18:20] = b"\xff\xff"  # The machine in an ELF header.
+    source = whole.name.split(".")[1]
+    foreign = put_library(tmp_path, f"ragged_kernel.{source}.{sha256(content).hexdigest()[:16]}.so", content)
+    assert not loads(XDG_CACHE_HOME=str(tmp_path), PATH="/nowhere")
+    for _ in range(2):
+        assert loads(XDG_CACHE_HOME=str(tmp_path))
+        assert {file.name for file in foreign.parent.iterdir()} == {foreign.name, whole.name}
+    assert loads(XDG_CACHE_HOME=str(tmp_path), PATH="/nowhere")
+
+
+@needs_compiler
+@pytest.mark.parametrize("damaged", [False, True])
+def test_processes_that_build_at_once_all_get_the_kernel(damaged: bool, whole: Path, tmp_path: Path) -> None:
+    if damaged:
+        put_library(tmp_path, whole.name, whole.read_bytes()[:4096])
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(lambda _: loads(XDG_CACHE_HOME=str(tmp_path)), range(6)))
+    assert [file.read_bytes() for file in (tmp_path / "headrace").iterdir()] == [whole.read_bytes()]
 
 
 @pytest.mark.parametrize("environment", [{"HEADRACE_KERNEL": "0"}, {"PATH": "/nowhere"}], ids=str)

@@ -1,7 +1,8 @@
 """A few lines of C for ragged rows, built on first use with the system's compiler; without one there is no kernel.
 
-The library lies in the user's cache folder under the hash of its source, so that it is built once per machine.
-`HEADRACE_KERNEL=0` in the environment leaves it out. Every caller has a NumPy way with the same result.
+The library lies in the user's cache folder under the hashes of its source and of itself, so that it is built once per
+machine, and a damaged one, which may end the process that loads it, is built again instead. `HEADRACE_KERNEL=0` in the
+environment leaves it out. Every caller has a NumPy way with the same result.
 """
 
 import ctypes
@@ -82,36 +83,60 @@ def load_kernel() -> RaggedKernel | None:
     if os.environ.get("HEADRACE_KERNEL") == "0":
         return None
     try:
-        return RaggedKernel(ctypes.CDLL(str(_built())))
+        folder, key = _cache_folder(), _source_key()
+        return _cached(folder, key) or _loaded(_built(folder, key))
     except (AttributeError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         _log.info("no compiled copies of ragged rows, NumPy copies them: %s", error)
         return None
 
 
-def _built() -> Path:
-    """Return the library's file.
+def _cached(folder: Path, key: str) -> RaggedKernel | None:
+    """Return the first whole library of this source that loads here; there may be those of other systems."""
+    for library in sorted(folder.glob(f"ragged_kernel.{key}.*.so")):
+        try:
+            if _name(key, library.read_bytes()) == library.name:
+                return _loaded(library)
+            # It stays until it is replaced: its name may be another process's whole one by now.
+            _log.warning("%s is damaged and not loaded", library)
+        except (AttributeError, OSError) as error:
+            _log.info("%s does not load here: %s", library, error)
+    return None
+
+
+def _loaded(library: Path) -> RaggedKernel:
+    return RaggedKernel(ctypes.CDLL(str(library)))
+
+
+def _source_key() -> str:
+    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join((*_FLAGS, platform.machine())).encode())
+    return key.hexdigest()[:16]
+
+
+def _name(key: str, content: bytes) -> str:
+    return f"ragged_kernel.{key}.{hashlib.sha256(content).hexdigest()[:16]}.so"
+
+
+def _built(folder: Path, key: str) -> Path:
+    """Build the library and return its file.
 
     Raises:
-        OSError: no compiler, or no folder of the user's own to build in.
-        RuntimeError: no home folder.
+        OSError: no compiler, or a disk that is full.
         subprocess.SubprocessError: the compiler failed or hung.
     """
-    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join((*_FLAGS, platform.machine())).encode())
-    folder = _cache_folder()
-    library = folder / f"ragged_kernel.{key.hexdigest()[:16]}.so"
-    if library.is_file():
-        return library
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
     if compiler is None:
         raise OSError("there is no C compiler")
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        fresh = Path(scratch) / library.name
+        fresh = Path(scratch) / "ragged_kernel.so"
         subprocess.run(
             [compiler, *_FLAGS, "-o", str(fresh), str(_SOURCE)],
             check=True,
             capture_output=True,
             timeout=_BUILD_TIMEOUT_S,
         )
+        with fresh.open("rb+") as file:
+            library = folder / _name(key, file.read())
+            os.fsync(file.fileno())
         # Processes that build at once each replace the file by an equal one.
         fresh.replace(library)
     return library
