@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,6 +13,8 @@ import torch
 from contract_batches import numbers, put_numbers, tokens, wire
 
 from headrace.data_plane import build_data_plane_client
+from headrace.data_plane.adapters.local_chunks import chunk_from_leaf
+from headrace.data_plane.packed_payload import BlockError, pack
 from headrace.errors import CapacityExceeded, ConfigError, DataPlaneError, SchemaError, TransportError
 from ray_session import MOONCAKE, SIMPLE, fresh_store
 
@@ -84,6 +86,20 @@ def test_lost_blocks_are_an_error_and_never_fewer_rows(client: Any) -> None:
     with pytest.raises(TransportError, match="block"):
         client.get_samples(["a", "b", "c", "d"], "p", ["x"])
     assert numbers(client, ["d", "c"], "x") == [6, 5]
+
+
+@pytest.mark.parametrize("store", ["simple"], indirect=True)
+def test_a_slot_that_holds_another_block_by_now_is_a_lost_block(client: Any) -> None:
+    ids = [f"s{i}" for i in range(8)]
+    put_numbers(client, ids, x=0)
+    (block,) = client._ask("select", "p", ids, ["x"])["x"].blocks
+    taken: Future[list[int]] = Future()
+    taken.set_result([block.slot])
+    fewer = pack({"x": chunk_from_leaf("x", torch.zeros(2), ["a", "b"])}, "other")
+    client._link.payloads.put(client._queue_partition, taken, fewer, 10)
+    for asked in (["s7", "s0"], ["s1", "s0"], ids):
+        with pytest.raises(BlockError, match="block"):
+            client.get_samples(asked, "p", ["x"])
 
 
 def test_a_second_store_of_the_same_name_is_refused(client: Any, store: dict[str, Any]) -> None:

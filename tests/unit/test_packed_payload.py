@@ -207,6 +207,14 @@ def test_more_or_fewer_rows_than_asked_for_are_refused() -> None:
         unpack(packed.blocks[0], some, 1)
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+def test_rows_that_a_block_does_not_have_are_those_of_another_block(ragged: bool) -> None:
+    rows = nest([torch.arange(n) for n in (2, 0, 1)]) if ragged else torch.arange(3)
+    frames = pack(chunks_of(3, x=rows), "k").frames[0]
+    with pytest.raises(BlockError, match="a block of 3 rows is asked for others"):
+        select_rows(frames, np.array([0, 3]))
+
+
 def test_a_message_without_the_secret_is_not_read() -> None:
     pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
     from headrace.data_plane.adapters.transfer_queue_channel import Channel, Endpoint, Server

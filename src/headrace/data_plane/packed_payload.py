@@ -170,10 +170,13 @@ def select_rows(frames: Frames, rows: Ints) -> Frames:
     """Return a block of the same number with only `rows` of it, in that order.
 
     Raises:
-        BlockError: bytes that are none of a block.
+        BlockError: bytes that are none of a block, or of one that does not have these rows.
     """
     head = _Head.read(frames.head)
-    taken, offsets = _taken(frames.values.numpy(), head, head.offsets(frames.head), rows)
+    try:
+        taken, offsets = _taken(frames.values.numpy(), head, head.offsets(frames.head), rows)
+    except IndexError as error:
+        raise BlockError(f"a block of {head.rows} rows is asked for others: {error}") from error
     new_head = _head(len(rows), len(taken), head.number, head.unit, offsets)
     return Frames(torch.from_numpy(new_head), torch.from_numpy(taken))
 

@@ -11,7 +11,11 @@ from typing import Any
 
 import numpy as np
 import zmq
-from transfer_queue.storage.simple_storage import KEY_NOT_FOUND_MARKER, StorageUnitData
+from transfer_queue.storage.simple_storage import (
+    KEY_NOT_FOUND_MARKER,
+    StorageKeyNotFoundError,
+    StorageUnitData,
+)
 from transfer_queue.utils.zmq_utils import (
     STORAGE_MANAGER_IDENTITY_PREFIX,
     ZMQMessage,
@@ -40,15 +44,23 @@ class BlockTable(StorageUnitData):  # type: ignore[misc]
     """
 
     def get_data(self, fields: Any, global_indexes: list[int]) -> dict[str, list[Any]]:
-        """Return blocks, or some of their rows."""
+        """Return blocks, or some of their rows.
+
+        Raises:
+            StorageKeyNotFoundError: a block that is not there, or a slot that holds another one, without these rows.
+        """
         blocks: dict[str, list[Any]] = super().get_data(list(fields), global_indexes)
         if isinstance(fields, dict):
             for name, (counts, rows) in fields.items():
                 wanted = iter(np.split(np.array(rows), np.cumsum([n for n in counts if n is not None])))
-                blocks[name] = [
-                    block if count is None else list(select_rows(Frames(*block), next(wanted)))
-                    for block, count in zip(blocks[name], counts, strict=True)
-                ]
+                try:
+                    blocks[name] = [
+                        block if count is None else list(select_rows(Frames(*block), next(wanted)))
+                        for block, count in zip(blocks[name], counts, strict=True)
+                    ]
+                except BlockError as error:
+                    # A slot that has been used again; the kind of error that a reader takes for a lost block.
+                    raise StorageKeyNotFoundError(str(error)) from error
         return blocks
 
 
