@@ -5,19 +5,22 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.algorithms.loss import NLLLoss
 from headrace.config import OptimizerConfig, SchedulerConfig
 from headrace.models.automodel.data import get_microbatch_iterator, process_global_batch
 from headrace.models.automodel.scoring import Autocast, Scoring, TokenScorer
 from headrace.models.automodel.setup import build_optimizer, build_scheduler
 from headrace.models.automodel.train import TrainStep, apply_gradients, run_microbatches
+from headrace.models.interfaces import LossFn
+from headrace.models.policy.results import combine_metrics
 from reference_training import PolicyGradient, gradients, largest_gap, naive_loss
 from tiny_models import tiny_batch, tiny_model
 
 LENGTHS = [9, 4, 12, 7, 5, 3, 11, 8]
 
 
-def _accumulate(model: Any, mbs: int, *, backward: bool = True) -> TrainStep:
-    data, loss = tiny_batch(LENGTHS), PolicyGradient()
+def _accumulate(model: Any, mbs: int, *, backward: bool = True, loss: LossFn | None = None) -> TrainStep:
+    data, loss = tiny_batch(LENGTHS), loss or PolicyGradient()
     counted = process_global_batch(data, loss, None, batch_idx=0, batch_size=len(LENGTHS))
     step = TrainStep(counted["global_valid_seqs"], counted["global_valid_toks"])
     microbatches, _ = get_microbatch_iterator(counted["batch"], {}, mbs, None, None)
@@ -44,6 +47,23 @@ def test_metrics_are_summed_or_are_extremes_by_their_names() -> None:
     for name in ("logprob_min", "logprob_max", "entropy"):
         assert parts[name] == pytest.approx(whole[name], rel=1e-5)
     assert parts["logprob_min"] < parts["logprob_max"] < 0 < parts["entropy"]
+
+
+def test_metrics_fetched_at_the_end_are_bit_for_bit_those_fetched_at_every_microbatch() -> None:
+    step = _accumulate(tiny_model("llama"), 2, loss=NLLLoss())
+    assert all(isinstance(value, torch.Tensor) for metrics in step.metrics for value in metrics.values())
+    expected = combine_metrics([{n: float(v) for n, v in metrics.items()} for metrics in step.metrics])
+    shares = combine_metrics([{"entropy": float(share)} for share in step.entropies])
+    step.metrics.append({"plain": 0.1})
+    result = step.result()
+    assert result.metrics == {**shares, **expected, "plain": 0.1}
+    assert result.loss == float(torch.stack(step.losses).sum())
+    assert len(step.metrics) == 5
+
+
+def test_a_step_without_microbatches_has_a_loss_of_zero_and_no_metrics() -> None:
+    result = TrainStep(torch.tensor(0.0), torch.tensor(0.0)).result()
+    assert (result.loss, result.metrics, result.num_microbatches) == (0.0, {}, 0)
 
 
 def test_without_backward_no_gradient_is_made() -> None:

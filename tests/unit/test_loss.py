@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import reference_algorithms as reference
 from headrace.algorithms.loss import NLLLoss, PolicyGradientLoss, build_loss
@@ -47,7 +48,14 @@ def run(rows: list[Row], cfg: LossConfig, counts=None, dtype=torch.float64):
         logprobs, data, global_valid_seqs=torch.tensor(seqs), global_valid_toks=torch.tensor(toks)
     )
     loss.backward()
-    return loss.detach().item(), logprobs.grad, metrics
+    return loss.detach().item(), logprobs.grad, numbers(metrics)
+
+
+def numbers(metrics) -> dict[str, float]:
+    """Metrics as a step fetches them: 0-D float32 tensors without gradient."""
+    kinds = {(value.shape, value.dtype, value.requires_grad) for value in metrics.values()}
+    assert kinds == {(torch.Size(), torch.float32, False)}
+    return {name: value.item() for name, value in metrics.items()}
 
 
 def batch(seed: int, size: int = 6) -> list[Row]:
@@ -343,6 +351,20 @@ def test_a_lower_bound_that_is_not_used_is_not_checked():
     build_loss(LossConfig(importance_correction="tis", importance_low=3.0))
 
 
+@EVERY
+def test_nothing_of_a_loss_is_read_before_its_caller_reads_it(cfg):
+    # Fake tensors have no values: an operation that waits for the device fails on them.
+    with FakeTensorMode() as mode:
+        logprobs, data = columns(batch(0), torch.float32)
+        given = {name: mode.from_tensor(value) for name, value in data.items()}
+        counts = mode.from_tensor(torch.tensor(3.0))
+        scores = mode.from_tensor(logprobs.detach()).requires_grad_()
+        for loss_fn in (build_loss(cfg), NLLLoss()):
+            loss, metrics = loss_fn(scores, given, global_valid_seqs=counts, global_valid_toks=counts)
+            loss.backward()
+            assert all(isinstance(value, torch.Tensor) for value in metrics.values())
+
+
 def test_nll_is_the_mean_over_counting_tokens():
     logprobs = torch.tensor([[math.nan, -1.0, math.nan], [0.0, math.nan, -3.0], [0.0, -7.0, -7.0]])
     logprobs.requires_grad_()
@@ -355,7 +377,7 @@ def test_nll_is_the_mean_over_counting_tokens():
     )
     loss.backward()
     assert loss.item() == 2.0
-    assert metrics == {"nll": 2.0}
+    assert numbers(metrics) == {"nll": 2.0}
     assert logprobs.grad.tolist() == [[0.0, -0.5, 0.0], [0.0, 0.0, -0.5], [0.0, 0.0, 0.0]]
 
 

@@ -43,7 +43,7 @@ def loss_of(ratios, advantages, cfg, *, generation_ratios=None, reference_ratios
         global_valid_toks=torch.tensor(float(size - 1)),
     )
     loss.backward()
-    return loss.item(), logprobs.grad[0, 1:].tolist(), metrics
+    return loss.item(), logprobs.grad[0, 1:].tolist(), {name: value.item() for name, value in metrics.items()}
 
 
 PPO = LossConfig(clip_low=0.2, clip_high=0.28)

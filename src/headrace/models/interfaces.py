@@ -36,8 +36,10 @@ class LossFn(Protocol):
         *,
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the loss (0-D, float32, with gradient) and metrics.
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]:
+        """Return the loss (0-D, float32, with gradient) and metrics: numbers, or 0-D tensors where `logprobs` are.
+
+        Tensors are fetched once per step, as float32; reading one here would wait for the device at every microbatch.
 
         Args:
             logprobs: (b, S) float32; position t scores token t, position 0 is 0 and never counts.

@@ -1,4 +1,4 @@
-"""From values per token to one number: the two aggregations, and metrics with a single device sync."""
+"""From values per token to one number: the two aggregations, and metrics that stay on the device."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -45,7 +45,6 @@ def greatest(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return -least(-values, counts)
 
 
-def to_floats(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Return 0-D tensors as Python floats, with one device sync for all of them."""
-    stacked = torch.stack([value.detach().to(torch.float32) for value in metrics.values()])
-    return dict(zip(metrics, stacked.tolist()))
+def detached(metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return 0-D tensors as float32 without gradient, where they are: whoever reads them waits for the device."""
+    return {name: value.detach().to(torch.float32) for name, value in metrics.items()}

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from headrace.algorithms.loss.aggregate import aggregation_weights, to_floats, weighted_sum
+from headrace.algorithms.loss.aggregate import aggregation_weights, detached, weighted_sum
 from headrace.algorithms.loss.inputs import read_mask
 from headrace.models.interfaces import LossType
 
@@ -27,8 +27,8 @@ class NLLLoss:
         *,
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the loss (0-D, with gradient) and its metrics; see `LossFn` for the arguments.
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss (0-D, with gradient) and its metrics (0-D float32 each); see `LossFn` for the arguments.
 
         Raises:
             SchemaError: a mask is missing or has another shape than `logprobs`.
@@ -36,4 +36,4 @@ class NLLLoss:
         mask = read_mask(data, logprobs)
         weights = aggregation_weights(mask, "token_mean", global_valid_seqs, global_valid_toks)
         loss = -weighted_sum(logprobs[:, 1:], weights, mask.counts)
-        return loss, to_floats({"nll": loss})
+        return loss, detached({"nll": loss})

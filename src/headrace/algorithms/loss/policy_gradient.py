@@ -8,9 +8,9 @@ import torch
 
 from headrace.algorithms.loss.aggregate import (
     aggregation_weights,
+    detached,
     greatest,
     least,
-    to_floats,
     weighted_sum,
 )
 from headrace.algorithms.loss.importance import Correction, importance_correction
@@ -93,8 +93,8 @@ class PolicyGradientLoss:
         *,
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return the loss (0-D, with gradient) and its metrics; see `LossFn` for the arguments.
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss (0-D, with gradient) and its metrics (0-D float32 each); see `LossFn` for the arguments.
 
         Raises:
             SchemaError: a column of `required_columns` is missing or has another shape.
@@ -118,7 +118,7 @@ class PolicyGradientLoss:
             metrics["impossible_fraction"] = (per_token * ~measured.mask.counts).sum()
             masked = (valid.mask.samples * ~correction.keep).sum()
             metrics["masked_sequence_fraction"] = masked / safe_divisor(global_valid_seqs)
-        return loss, to_floats(metrics)
+        return loss, detached(metrics)
 
     def _read(self, logprobs: torch.Tensor, data: Mapping[str, Any]) -> _Tokens:
         cfg = self.cfg

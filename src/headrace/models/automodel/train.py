@@ -6,7 +6,7 @@ logprobs before and during training are of the same function.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,10 @@ from headrace.models.policy.results import combine_metrics
 
 # As torch.nn.utils.clip_grads_with_norm_ has it.
 _CLIP_EPSILON = 1e-6
+
+
+Metrics = Mapping[str, torch.Tensor | float]
+"""As a loss returns them: tensors are 0-D, where the logprobs are."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +49,19 @@ class TrainStep:
     global_valid_seqs: torch.Tensor
     global_valid_toks: torch.Tensor
     losses: list[torch.Tensor] = field(default_factory=list)
-    metrics: list[dict[str, float]] = field(default_factory=list)
+    metrics: list[Metrics] = field(default_factory=list)
     entropies: list[torch.Tensor] = field(default_factory=list)
     """This step's share of the entropy per token, one 0-D tensor per microbatch that has it."""
     tokens: int = 0
 
     def result(self, grad_norm: float = 0.0, *, updated: bool = False) -> StepResult:
-        """Return the sums over microbatches, with how the step ended."""
-        loss = float(torch.stack(self.losses).sum()) if self.losses else 0.0
-        # One device sync for all microbatches; a loss's own entropy goes before this one.
-        entropies = torch.stack(self.entropies).tolist() if self.entropies else []
-        metrics = {**combine_metrics([{"entropy": e} for e in entropies]), **combine_metrics(self.metrics)}
-        return StepResult(loss, grad_norm, metrics, len(self.losses), self.tokens, updated)
+        """Return the sums over microbatches, with how the step ended. Waits for the device once."""
+        loss = torch.stack(self.losses).sum() if self.losses else 0.0
+        shares = [{"entropy": share} for share in self.entropies]
+        (total,), entropies, own = _fetched([{"loss": loss}], shares, self.metrics)
+        # A loss's own entropy goes before the scorer's.
+        metrics = {**combine_metrics(entropies), **combine_metrics(own)}
+        return StepResult(total["loss"], grad_norm, metrics, len(self.losses), self.tokens, updated)
 
 
 def run_microbatches(
@@ -84,7 +89,7 @@ def run_microbatches(
         if backward:
             loss.backward()  # type: ignore[no-untyped-call]
         step.losses.append(loss.detach().float())
-        step.metrics.append(dict(metrics))
+        step.metrics.append({n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in metrics.items()})
         if scores.entropy is not None and TOKEN_MASK in data:
             step.entropies.append(_entropy_share(scores.entropy, data, step))
 
@@ -118,6 +123,18 @@ def apply_gradients(
         scheduler.step()
     optimizer.zero_grad(set_to_none=True)
     return norm, updated
+
+
+def _fetched(*groups: Sequence[Metrics]) -> list[list[dict[str, float]]]:
+    """Return groups of metrics as numbers, those on the device by way of float32 and in one copy for all."""
+    values = [value for group in groups for metrics in group for value in metrics.values()]
+    tensors = [value.to(torch.float32) for value in values if isinstance(value, torch.Tensor)]
+    numbers = iter(torch.stack(tensors).tolist() if tensors else [])
+
+    def fetch(metrics: Metrics) -> dict[str, float]:
+        return {n: next(numbers) if isinstance(v, torch.Tensor) else v for n, v in metrics.items()}
+
+    return [[fetch(metrics) for metrics in group] for group in groups]
 
 
 def _entropy_share(entropy: torch.Tensor, data: BatchedDataDict, step: TrainStep) -> torch.Tensor:
