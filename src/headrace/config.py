@@ -205,7 +205,11 @@ class PolicyConfig(Section):
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     activation_checkpointing: bool = False
     logprob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose [tokens, vocabulary] float32 scores are in memory at once."""
+    """Tokens whose [tokens, vocabulary] float32 scores are in memory at once.
+
+    On CUDA with Triton, a head that is a plain matrix, without top-k and top-p, takes four times as many: it keeps one
+    copy of the scores, in the compute dtype, where the plain path keeps several in float32.
+    """
     max_grad_norm: PositiveFloat | None = 1.0
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

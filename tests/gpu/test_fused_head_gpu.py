@@ -1,9 +1,10 @@
-"""The fused output head on a CUDA device: its kernels, and whether the scorer takes it."""
+"""The fused output head on a CUDA device: its kernels, and that the scorer takes it by itself."""
 
 import pytest
 import torch
 
-from headrace.models.automodel.fused_head import fused_scores, fusible_matrix
+from headrace.models.automodel.fused_head import chunks_at_once, fused_scores
+from headrace.models.automodel.scoring import OutputHead, Scoring, fused_matrix
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,9 +33,14 @@ def test_the_kernels_give_what_log_softmax_gives(dtype: torch.dtype, vocabulary:
         assert float((a.double() - b.double()).norm() / b.double().norm()) < tolerance
 
 
-def test_a_plain_matrix_on_cuda_is_fused_and_one_with_a_bias_or_a_hook_is_not() -> None:
-    head = torch.nn.Linear(8, 16, bias=False).cuda()
-    assert fusible_matrix(head) is head.weight
-    assert fusible_matrix(torch.nn.Linear(8, 16).cuda()) is None
-    head.register_forward_hook(lambda *_: None)
-    assert fusible_matrix(head) is None
+def test_a_plain_matrix_on_cuda_is_fused_unless_that_is_switched_off() -> None:
+    projection = torch.nn.Linear(8, 16, bias=False).cuda()
+    head = OutputHead(projection)
+    assert fused_matrix(head, Scoring()) is projection.weight
+    assert fused_matrix(head, Scoring(fused=False)) is None
+    assert fused_matrix(OutputHead(torch.nn.Linear(8, 16).cuda()), Scoring()) is None
+
+
+def test_with_triton_the_fused_head_takes_four_chunks_at_once() -> None:
+    pytest.importorskip("triton")
+    assert chunks_at_once(torch.device("cuda")) == 4

@@ -111,12 +111,13 @@ class _LargestOutput(TorchDispatchMode):
         return out
 
 
-def test_no_more_than_a_chunk_of_scores_is_ever_held_forward_or_backward() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_more_than_a_chunk_of_scores_is_ever_held_forward_or_backward(fused: bool) -> None:
     # Of hidden size 32, so that no weight or its gradient looks like scores.
     model, microbatch, chunk = tiny_model("llama"), _microbatch([40] * 8), 16
     head = output_head(model)
     with _LargestOutput() as seen:
-        scores = _scores(model, microbatch, head=head, chunk_tokens=chunk).logprobs
+        scores = _scores(model, microbatch, head=head, chunk_tokens=chunk, fused=fused).logprobs
     forward_rows = seen.rows
     with _LargestOutput() as seen:
         scores.sum().backward()

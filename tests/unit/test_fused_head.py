@@ -1,11 +1,21 @@
-"""The fused output head against log-softmax over whole scores."""
+"""The fused output head: which heads it takes, and its numbers against log-softmax and the plain path."""
 
 from itertools import product
 
 import pytest
 import torch
 
-from headrace.models.automodel.fused_head import fused_scores, fusible_matrix
+from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
+from headrace.models.automodel.fused_head import chunks_at_once, fused_scores
+from headrace.models.automodel.scoring import (
+    OutputHead,
+    Scoring,
+    fused_matrix,
+    output_head,
+    token_logprobs,
+)
+from reference_training import gradients, largest_gap
+from tiny_models import tiny_batch, tiny_model
 
 TOKENS, WIDTH, VOCABULARY = 11, 6, 37
 
@@ -77,8 +87,66 @@ def test_a_score_that_is_not_a_number_makes_that_tokens_numbers_nan() -> None:
     assert entropies[[0, 1, 2, 4]].isfinite().all()
 
 
-def test_heads_on_the_cpu_with_a_bias_or_with_hooks_take_the_plain_path() -> None:
-    head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
-    assert fusible_matrix(head) is None
-    assert fusible_matrix(torch.nn.Linear(WIDTH, VOCABULARY)) is None
-    assert fusible_matrix(torch.nn.Identity()) is None
+def _hooked(projection: torch.nn.Linear, register: str) -> torch.nn.Linear:
+    getattr(projection, register)(lambda *_: None)
+    return projection
+
+
+class _Louder(torch.nn.Linear):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(given)
+
+
+def matrix(bias: bool = False) -> torch.nn.Linear:
+    return torch.nn.Linear(WIDTH, VOCABULARY, bias=bias)
+
+
+PLAIN = {
+    "bias": OutputHead(matrix(bias=True)),
+    "hook": OutputHead(_hooked(matrix(), "register_forward_hook")),
+    "hook before": OutputHead(_hooked(matrix(), "register_forward_pre_hook")),
+    "another module": OutputHead(torch.nn.Identity()),
+    "subclass": OutputHead(_Louder(WIDTH, VOCABULARY, bias=False)),
+    "softcap": OutputHead(matrix(), softcap=30.0),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("head", PLAIN.values(), ids=PLAIN)
+def test_heads_that_do_more_than_a_product_take_the_plain_path(head: OutputHead | None) -> None:
+    assert fused_matrix(head, Scoring(fused=True)) is None
+
+
+def test_a_head_that_is_a_matrix_is_fused_where_that_is_wanted_and_every_token_is_kept() -> None:
+    head = OutputHead(matrix(), scale=0.5)
+    assert fused_matrix(head, Scoring(fused=True, temperature=0.7)) is head.projection.weight
+    for scoring in (Scoring(fused=True, top_k=5), Scoring(fused=True, top_p=0.9), Scoring(fused=False)):
+        assert fused_matrix(head, scoring) is None
+    # On a CPU, kernels would have nothing to gain.
+    assert fused_matrix(head, Scoring()) is None
+
+
+@pytest.mark.parametrize("name", ["llama", "granite", "cohere"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_model_scores_alike_with_the_fused_head_and_without(name: str, temperature: float) -> None:
+    data = tiny_batch([9, 4, 12, 7])
+    inputs = process_microbatch(data, None, False, {}, 1)
+    microbatch = ProcessedMicrobatch(data, inputs, data.size, data["input_ids"].shape[1])
+    found = {}
+    for fused in (False, True):
+        model = tiny_model(name)
+        scoring, head = Scoring(temperature=temperature, chunk_tokens=5, fused=fused), output_head(model)
+        assert (fused_matrix(head, scoring) is not None) is fused
+        scores = token_logprobs(model, microbatch, scoring, head=head, with_entropy=True)
+        (scores.logprobs * torch.linspace(-1, 2, scores.logprobs.shape[1])).sum().backward()
+        assert scores.entropy is not None
+        found[fused] = scores.logprobs.detach(), scores.entropy, gradients(model)
+    (plain, plain_entropy, plain_gradients), (ours, entropy, our_gradients) = found[False], found[True]
+    assert plain.any()
+    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy, plain_entropy, rtol=0, atol=1e-5)
+    assert largest_gap(our_gradients, plain_gradients) < 1e-4
+
+
+def test_without_kernels_a_chunk_is_no_larger_than_asked_for() -> None:
+    assert chunks_at_once(torch.device("cpu")) == 1

@@ -13,19 +13,26 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-CHUNKS_AT_ONCE = 4
-"""Chunks of the plain path whose float32 copies take the memory that one chunk of this path takes."""
+_CHUNKS_AT_ONCE = 4
+
+
+def chunks_at_once(device: torch.device) -> int:
+    """Return how many chunks of the plain path take as much memory as one chunk of this path.
+
+    4 with kernels, which keep no float32 copies; 1 without, as PyTorch's operations make the same ones.
+    """
+    return 1 if _kernels(device.type) is None else _CHUNKS_AT_ONCE
 
 
 def fusible_matrix(projection: torch.nn.Module) -> torch.Tensor | None:
-    """Return the matrix (V, H) of an output head on CUDA that does nothing but multiply by it, or None."""
+    """Return the matrix (V, H) of an output head that does nothing but multiply by it, or None."""
     if type(projection) is not torch.nn.Linear or projection.bias is not None:
         return None
     if projection._forward_hooks or projection._forward_pre_hooks:
         return None
     weight = projection.weight
     # Sharded matrices are tensors of other types.
-    return weight if weight.is_cuda and type(weight) in (torch.nn.Parameter, torch.Tensor) else None
+    return weight if type(weight) in (torch.nn.Parameter, torch.Tensor) else None
 
 
 def fused_scores(

@@ -17,7 +17,7 @@ from headrace.data_plane.schema import INPUT_LENGTHS
 from headrace.distributed.ragged import offsets_from_lengths, ragged_indices, row_lengths
 from headrace.errors import ConfigError
 from headrace.models.automodel.data import ProcessedMicrobatch
-from headrace.models.automodel.fused_head import CHUNKS_AT_ONCE, fused_scores, fusible_matrix
+from headrace.models.automodel.fused_head import chunks_at_once, fused_scores, fusible_matrix
 from headrace.models.automodel.replay import RouteReplayer
 from headrace.models.automodel.replica import Replica
 from headrace.models.automodel.sharding import ShardedModel
@@ -29,12 +29,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Scoring:
-    """The distribution that tokens are scored under, as the generator samples them, and the chunk size."""
+    """The distribution that tokens are scored under, as the generator samples them, and how.
+
+    `chunk_tokens` tokens have their scores in memory at once; a fused head with kernels keeps fewer copies, of
+    proportionally more tokens (`fused_head.chunks_at_once`). `fused`: whether heads that allow it go through
+    `fused_head`; None: those on CUDA.
+    """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
     chunk_tokens: int = 1024
+    fused: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -261,9 +267,10 @@ def _score(
     with_entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     size = scoring.chunk_tokens
-    matrix = _fusible(head, scoring)
+    matrix = fused_matrix(head, scoring)
     if head is not None and matrix is not None:
-        options: Any = {"scale": head.scale / scoring.temperature, "chunk_tokens": CHUNKS_AT_ONCE * size}
+        together = chunks_at_once(matrix.device) * size
+        options: Any = {"scale": head.scale / scoring.temperature, "chunk_tokens": together}
         fused = fused_scores(hidden, matrix, targets, **options)
         return fused[0], fused[1] if with_entropy else None
     recompute = torch.is_grad_enabled() and len(targets) > size
@@ -281,11 +288,18 @@ def _score(
     return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
 
 
-def _fusible(head: OutputHead | None, scoring: Scoring) -> torch.Tensor | None:
-    """Return the head's matrix, if a product with it and a softmax of all tokens is all that scoring takes."""
+def fused_matrix(head: OutputHead | None, scoring: Scoring) -> torch.Tensor | None:
+    """Return the matrix of a head that is to be fused, or None.
+
+    A product with it and a softmax of all tokens must be all that scoring takes.
+    """
     if head is None or head.softcap is not None or scoring.top_k is not None or scoring.top_p != 1:
         return None
-    return fusible_matrix(head.projection)
+    matrix = fusible_matrix(head.projection)
+    if matrix is None:
+        return None
+    wanted = matrix.is_cuda if scoring.fused is None else scoring.fused
+    return matrix if wanted else None
 
 
 def _score_chunk(
