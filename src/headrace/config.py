@@ -272,6 +272,7 @@ class GenerationConfig(Section):
     backend: Literal["hf"] = "hf"
     precision: Literal["float32", "bfloat16"] = "float32"
     max_new_tokens: PositiveInt = 256
+    """Tokens of a turn at most; `policy.max_total_sequence_length` bounds all turns and the prompt together."""
     batch_size: PositiveInt = 256
     """Sequences that decode together."""
     temperature: PositiveFloat = 1.0
@@ -301,7 +302,9 @@ class RewardConfig(Section):
     overlong_filtering: bool = False
     """Mask samples that were cut at the length limit out of the loss."""
     overlong_penalty: NonNegativeFloat = 0.0
-    """DAPO soft penalty: rises linearly to this over the last `overlong_buffer_tokens` tokens of a response."""
+    """DAPO soft penalty: rises linearly to this over the last `overlong_buffer_tokens` tokens that
+    `generation.max_new_tokens` allows a turn. The longest turn of a sample counts; one that was cut pays all of it.
+    """
     overlong_buffer_tokens: NonNegativeInt = 0
     kl_coefficient: NonNegativeFloat = 0.0
     """KL to the reference policy, summed over a response's tokens, taken from its reward."""

@@ -158,6 +158,7 @@ def test_per_sample_values_are_those_of_the_samples() -> None:
     assert values["group_index"].tolist() == [0, 1, 0, 1]
     assert values["prompt_tokens"].tolist() == [2, 2, 5, 2]
     assert values["response_tokens"].tolist() == [3, 1, 0, 3]
+    assert values["longest_turn_tokens"].tolist() == [3, 1, 0, 2]
     assert values["total_tokens"].tolist() == [5, 3, 5, 7]
     assert values["turns"].tolist() == [1, 1, 1, 2]
     assert values["weight_version"].tolist() == [4, 4, 4, 4]

@@ -1,11 +1,19 @@
 import math
+from itertools import groupby
+from pathlib import Path
 
 import pytest
 import torch
 
 from headrace.algorithms.rewards import check_rewards, overlong_mask, shape_rewards, subtract_kl
+from headrace.algorithms.step import SampleTable, score
 from headrace.config import RewardConfig
 from headrace.errors import ConfigError, RewardError
+from headrace.experience.flatten import per_sample_values
+from headrace.experience.rollouts import RolloutSettings, run_rollouts
+from headrace.models.interfaces import SamplingParams
+from reference_experience import BigramGenerator, GuessingGame, character_tokenizer
+from tiny_recipe import tiny_recipe
 
 IDS = [f"p{i}_g0" for i in range(8)]
 
@@ -78,6 +86,35 @@ def test_the_overlong_penalty_follows_equation_13_of_dapo():
     cfg = RewardConfig(overlong_penalty=1.0, overlong_buffer_tokens=4)
     tokens = [0, 12, 13, 14, 16, 20]
     assert shape([1.0] * 6, tokens, [True] * 6, cfg).tolist() == [1.0, 1.0, 0.75, 0.5, 0.0, 0.0]
+
+
+def test_over_several_turns_the_longest_one_is_held_against_the_limit_of_a_turn(tmp_path: Path):
+    tokenizer, game = character_tokenizer(), GuessingGame()
+    rollouts = run_rollouts(
+        game.prompts("train"),
+        generator=BigramGenerator(tokenizer),
+        tokenizer=tokenizer,
+        environment=game,
+        settings=RolloutSettings(SamplingParams(max_new_tokens=5), max_total_tokens=64, max_turns=4),
+        group_size=4,
+        seed=7,
+    ).rollouts
+    recipe = tiny_recipe(
+        tmp_path,
+        generation={"max_new_tokens": 5},
+        grpo={
+            "num_prompts_per_step": 4,
+            "num_generations_per_prompt": 4,
+            "reward": {"overlong_penalty": 1.0, "overlong_buffer_tokens": 3},
+        },
+    )
+    table = SampleTable.from_values(per_sample_values(rollouts))
+    rewards = score(recipe, table, {}, torch.ones(len(rollouts))).rewards
+    for rollout, reward in zip(rollouts, rewards.tolist(), strict=True):
+        turns = [len(list(run)) for kind, run in groupby(rollout.token_mask) if kind]
+        penalty = min(max((max(turns, default=0) - 2) / 3, 0), 1) if rollout.finished else 1
+        assert reward == pytest.approx(rollout.reward - penalty)
+    assert any(r.finished and r.longest_turn_tokens < 5 < r.response_tokens for r in rollouts)
 
 
 def test_a_cut_response_pays_the_whole_penalty_however_short():

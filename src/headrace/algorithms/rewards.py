@@ -41,7 +41,7 @@ def check_rewards(
 
 def shape_rewards(
     rewards: torch.Tensor,
-    response_tokens: torch.Tensor,
+    turn_tokens: torch.Tensor,
     finished: torch.Tensor,
     cfg: RewardConfig,
     *,
@@ -49,19 +49,19 @@ def shape_rewards(
 ) -> torch.Tensor:
     """Return clip(scale * reward + offset) less the soft overlong penalty, (N,) float32.
 
-    The penalty is 0 up to `max_new_tokens - overlong_buffer_tokens` response tokens, rises linearly to
-    `overlong_penalty` at `max_new_tokens`, and stays there. A response that was cut (`finished` is False)
-    pays all of it, whichever limit cut it. The clip comes first, so it never hides the penalty.
+    The penalty is 0 up to `max_new_tokens - overlong_buffer_tokens` tokens, rises linearly to `overlong_penalty` at
+    `max_new_tokens`, and stays there. A sample of several turns pays for its longest one. One that was cut
+    (`finished` is False) pays all of it, whichever limit cut it. The clip comes first, so it never hides the penalty.
 
     With scale 1, penalty 1, a buffer of 4 and at most 16 tokens, rewards of 1 for responses of 12, 14 and
     16 tokens become 1.0, 0.5 and 0.0.
 
     Args:
         rewards: (N,) from `check_rewards`.
-        response_tokens: (N,) integers; generated tokens that are held against `max_new_tokens`.
+        turn_tokens: (N,) integers; generated tokens of a sample's longest turn.
         finished: (N,) bool; False where a token limit cut the response.
         cfg: The recipe's `grpo.reward`.
-        max_new_tokens: The limit on a response, in tokens.
+        max_new_tokens: The limit on a turn, in tokens.
 
     Source: DAPO, arXiv:2503.14476, equation 13 (times `overlong_penalty`).
 
@@ -72,7 +72,7 @@ def shape_rewards(
     if cfg.clip is not None:
         shaped = shaped.clamp(*cfg.clip)
     if cfg.overlong_penalty:
-        share = _overlong_share(response_tokens, finished, cfg, max_new_tokens)
+        share = _overlong_share(turn_tokens, finished, cfg, max_new_tokens)
         shaped = shaped - cfg.overlong_penalty * share
     return shaped.to(torch.float32)
 
@@ -121,7 +121,7 @@ def subtract_kl(
 
 
 def _overlong_share(
-    response_tokens: torch.Tensor, finished: torch.Tensor, cfg: RewardConfig, max_new_tokens: int
+    turn_tokens: torch.Tensor, finished: torch.Tensor, cfg: RewardConfig, max_new_tokens: int
 ) -> torch.Tensor:
     buffer = cfg.overlong_buffer_tokens
     if buffer > max_new_tokens:
@@ -129,7 +129,7 @@ def _overlong_share(
             f"grpo.reward.overlong_buffer_tokens={buffer} is more than generation.max_new_tokens="
             f"{max_new_tokens}; lower the first or raise the second"
         )
-    over = (response_tokens.to(torch.float64) - (max_new_tokens - buffer)) / buffer
+    over = (turn_tokens.to(torch.float64) - (max_new_tokens - buffer)) / buffer
     return torch.where(finished.bool(), over.clamp(0.0, 1.0), 1.0)
 
 

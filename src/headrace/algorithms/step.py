@@ -54,6 +54,8 @@ class SampleTable:
     finished: torch.Tensor
     """(N,) bool; False where the token limit cut the answer."""
     response_tokens: torch.Tensor
+    """(N,) int64, of all turns."""
+    longest_turn_tokens: torch.Tensor
     """(N,) int64."""
     total_tokens: torch.Tensor
     """(N,) int64, prompt included."""
@@ -80,6 +82,7 @@ class SampleTable:
             values["reward"],
             values["finished"],
             values["response_tokens"],
+            values["longest_turn_tokens"],
             values["total_tokens"],
             values["routes_missing"],
             values["routes_digest"],
@@ -94,6 +97,7 @@ class SampleTable:
             self.rewards[at],
             self.finished[at],
             self.response_tokens[at],
+            self.longest_turn_tokens[at],
             self.total_tokens[at],
             self.routes_missing[at],
             self.routes_digest[at],
@@ -108,6 +112,7 @@ class SampleTable:
             torch.cat([p.rewards for p in parts]),
             torch.cat([p.finished for p in parts]),
             torch.cat([p.response_tokens for p in parts]),
+            torch.cat([p.longest_turn_tokens for p in parts]),
             torch.cat([p.total_tokens for p in parts]),
             torch.cat([p.routes_missing for p in parts]),
             torch.cat([p.routes_digest for p in parts]),
@@ -392,7 +397,7 @@ def score(
     grpo = recipe.grpo
     rewards = shape_rewards(
         table.rewards,
-        table.response_tokens,
+        table.longest_turn_tokens,
         table.finished,
         grpo.reward,
         max_new_tokens=recipe.generation.max_new_tokens,

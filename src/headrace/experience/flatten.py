@@ -33,6 +33,7 @@ PER_SAMPLE_KEYS = (
     "group_index",
     "prompt_tokens",
     "response_tokens",
+    "longest_turn_tokens",
     "total_tokens",
     "turns",
     "weight_version",
@@ -123,9 +124,9 @@ def per_sample_values(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor | l
 
     The keys are `PER_SAMPLE_KEYS`. `uid` names the sample's group in this step, `prompt_uid` its prompt in
     the dataset; `group` numbers the groups from 0 by first appearance. `prompt_tokens` counts the tokens
-    before the first generated one, `response_tokens` the generated ones of all turns, `total_tokens` the
-    whole row. `correct` is None where there is no verdict. `routes_missing` and `routes_digest` are those of
-    `rollout_routes.route_facts`.
+    before the first generated one, `response_tokens` the generated ones of all turns,
+    `longest_turn_tokens` those of the longest, `total_tokens` the whole row. `correct` is None where there is no
+    verdict. `routes_missing` and `routes_digest` are those of `rollout_routes.route_facts`.
     """
     uids = [group_uid(r) for r in rollouts]
     numbers = {uid: number for number, uid in enumerate(dict.fromkeys(uids))}
@@ -141,6 +142,7 @@ def per_sample_values(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor | l
         "group_index": _int64(r.group_index for r in rollouts),
         "prompt_tokens": _int64(_prompt_tokens(r) for r in rollouts),
         "response_tokens": _int64(r.response_tokens for r in rollouts),
+        "longest_turn_tokens": _int64(r.longest_turn_tokens for r in rollouts),
         "total_tokens": _int64(len(r.token_ids) for r in rollouts),
         "turns": _int64(r.turns for r in rollouts),
         "weight_version": _int64(r.weight_version for r in rollouts),

@@ -61,3 +61,8 @@ class Rollout:
     def response_tokens(self) -> int:
         """Generated tokens over all turns."""
         return sum(self.token_mask)
+
+    @property
+    def longest_turn_tokens(self) -> int:
+        """Generated tokens of the longest turn; tokens of the environment stand between turns."""
+        return max(map(len, bytes(self.token_mask).split(b"\0")))
