@@ -32,6 +32,17 @@ def test_dense_stays_dense_and_nested_stays_nested(client: DataPlaneClient) -> N
     assert (got["dense"].shape, got["flat"].shape) == ((2, 3), (2,))
 
 
+def test_nested_columns_come_back_with_their_longest_row(client: DataPlaneClient) -> None:
+    columns = {"x": tokens([1, 2], [], [3, 4, 5]), "y": tokens([1], [2], [3])}
+    client.put_samples(["a", "b", "c"], "p", fields=wire(3, **columns))
+    for ids in (["a", "b", "c"], ["b", "a"], ["b"]):
+        got = client.get_samples(ids, "p", ["x", "y"])
+        for name in ("x", "y"):
+            rows = got[name].unbind()
+            padded = torch.nested.to_padded_tensor(got[name], 0)
+            assert padded.shape == (len(ids), max(len(row) for row in rows))
+
+
 def test_objects_come_back_as_object_arrays(client: DataPlaneClient) -> None:
     column = object_array([[{"role": "user", "ids": torch.tensor([1])}], None, "text"])
     client.put_samples(["a", "b", "c"], "p", fields=wire(3, log=column))

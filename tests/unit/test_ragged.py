@@ -200,6 +200,20 @@ def test_nested_tensors_come_apart_and_together_without_a_copy() -> None:
     assert (back_offsets.tolist(), dim) == ([0, 2, 2, 5], 1)
 
 
+def test_nested_tensors_know_their_longest_row_so_that_torch_pads_to_it() -> None:
+    values, offsets = torch.arange(12).view(6, 2), torch.tensor([0, 2, 2, 6])
+    nested = nested_from_ragged(values, offsets)
+    assert torch.equal(torch.nested.to_padded_tensor(nested, 9), pad_ragged(values, offsets, None, 9))
+    shorter = nested_from_ragged(values[:2], torch.tensor([0, 1, 2]))
+    assert torch.nested.to_padded_tensor(shorter, 0).shape == (2, 1, 2)
+    empty = nested_from_ragged(values[:0], torch.zeros(3, dtype=torch.int64))
+    assert torch.nested.to_padded_tensor(empty, 0).shape == (2, 0, 2)
+    wanted = nested_from_ragged(values.float().requires_grad_(), offsets)
+    assert torch.nested.to_padded_tensor(wanted, 0).shape == (3, 4, 2)
+    later = nested_from_ragged(values, offsets, ragged_dim=2)
+    assert later._max_seqlen == 4  # type: ignore[attr-defined]
+
+
 def test_nested_tensors_around_one_offsets_object_can_be_added() -> None:
     offsets = torch.tensor([0, 2, 5])
     total = nested_from_ragged(torch.ones(5), offsets) + nested_from_ragged(torch.arange(5.0), offsets)

@@ -64,7 +64,8 @@ def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor) -> torch.Te
     if len(checked) != padded.shape[0]:
         raise SchemaError(f"{len(checked)} lengths for {padded.shape[0]} rows; expected one per row")
     layout = RowLayout(checked, padded.shape[1])
-    return nested_from_ragged(layout.strip(padded), layout.offsets_on(padded.device))
+    offsets = layout.offsets_on(padded.device)
+    return nested_from_ragged(layout.strip(padded), offsets, host_offsets=layout.offsets)
 
 
 def stack_or_nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -253,7 +254,8 @@ class RowPacker:
             )
         if width != self._layout.width:
             self._layout = self._layout.with_width(width)
-        return nested_from_ragged(self._layout.strip(column), self._layout.offsets_on(column.device))
+        offsets = self._layout.offsets_on(column.device)
+        return nested_from_ragged(self._layout.strip(column), offsets, host_offsets=self._layout.offsets)
 
     def _pack_nested(self, name: str, column: torch.Tensor) -> torch.Tensor:
         values, offsets, ragged_dim, device_offsets = take_apart(column, self._read)
@@ -268,7 +270,9 @@ class RowPacker:
             )
         self._layout.keep(offsets, device_offsets)
         shared = self._layout.offsets_on(values.device)
-        return column if wraps(column, values, shared) else nested_from_ragged(values, shared)
+        if wraps(column, values, shared):
+            return column
+        return nested_from_ragged(values, shared, host_offsets=self._layout.offsets)
 
 
 def check_trailing_dims(name: str, dims: int, spec: FieldSpec | None) -> None:

@@ -15,6 +15,7 @@ from functools import cache
 from importlib.util import find_spec
 from math import copysign, prod
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -359,20 +360,52 @@ def wraps(nested: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> 
     return isinstance(nested, NestedTensor) and nested._values is values and nested._offsets is offsets
 
 
-def nested_from_ragged(values: torch.Tensor, offsets: torch.Tensor, ragged_dim: int = 1) -> torch.Tensor:
+class _LongestRow:
+    """Finds the longest row in offsets on the CPU; columns of a call share theirs, so that the last is remembered."""
+
+    def __init__(self) -> None:
+        self._last: tuple[ReferenceType[torch.Tensor] | None, torch.Tensor] = None, torch.empty(0, 0)
+
+    def __call__(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Return its length as torch keeps it with a nested tensor: the first size of an empty tensor."""
+        known, length = self._last
+        if known is None or known() is not offsets:
+            bounds: Ints = offsets.numpy()
+            length = torch.empty(int((bounds[1:] - bounds[:-1]).max(initial=0)), 0)
+            self._last = ref(offsets), length
+        return length
+
+
+_longest_row = _LongestRow()
+
+
+def nested_from_ragged(
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    ragged_dim: int = 1,
+    host_offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return a jagged nested tensor around `values` and `offsets`, without a copy.
 
     torch can add and compare nested tensors around the same `offsets` object. With `ragged_dim` d > 1 the
-    tokens of `values` (first dimension) become dimension d of the result.
+    tokens of `values` (first dimension) become dimension d of the result. The result knows its longest row, unless all
+    offsets given lie on a device: `host_offsets` are the same on the CPU. `torch.nested.to_padded_tensor` without a
+    size pads to that row, and to the tokens of all rows where it is not known.
     """
+    host_offsets = offsets if host_offsets is None else host_offsets
+    longest = _longest_row(host_offsets) if host_offsets.is_cpu else None
     if offsets.device != values.device:
         offsets = moved(offsets, values.device)
     if ragged_dim != 1:
         values = values.movedim(0, ragged_dim - 1)
     if values.requires_grad:
-        return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged_dim)
+        most = None if longest is None else longest.shape[0]
+        return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged_dim, max_seqlen=most)
     # The public constructor logs a warning about tracing, once per process, and takes three times as long.
-    nested: torch.Tensor = NestedTensor(values, offsets=offsets, _ragged_idx=ragged_dim)
+    nested = NestedTensor(values, offsets=offsets, _ragged_idx=ragged_dim)
+    if longest is not None:
+        # Not by the constructor, which imports torch's compiler then.
+        nested._metadata_cache["max_seqlen"] = longest
     return nested
 
 
