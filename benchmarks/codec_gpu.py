@@ -9,20 +9,16 @@ device waited for at the end; other bytes pass through its cache before each rou
     python benchmarks/codec_gpu.py --tiny              # every line on a CPU; says nothing about speed
 """
 
-import argparse
-import json
-import os
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from codec import cases
 from columns import Batch
-from run import QUICK_REPEATS, REPEATS, Bench, where
+from run import Bench, gpu_options, gpu_parser, write_report
 from tensordict import TensorDict
 
 from headrace.data_plane import materialize, pack_columns
@@ -154,40 +150,17 @@ def cache_filler(device: torch.device) -> torch.Tensor:
     return torch.zeros(_CACHE_BYTES if device.type == "cuda" else 1024, dtype=torch.uint8, device=device)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--tiny", "--quick", dest="quick", action="store_true", help="a tiny batch on the CPU"
-    )
-    parser.add_argument("--repeats", type=int, help="rounds that count")
-    parser.add_argument("--target", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--out", type=Path, help="write the report to this file")
-    options = parser.parse_args()
-    if not options.quick and not torch.cuda.is_available():
-        parser.error("there is no CUDA device; --tiny runs every line on the CPU")
-    return options
-
-
 def main() -> int:
     """Run all batches, print the table, write the report; 1 if a figure misses its target."""
-    options = parse()
-    device = torch.device("cpu") if options.quick else torch.device("cuda", 0)
-    repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
-    targets = {name: float(value) for name, _, value in (t.rpartition("=") for t in options.target)}
-    bench = Bench(options.quick, repeats, targets)
+    options = gpu_options(gpu_parser(__doc__, tiny="a tiny batch"))
+    device = options.device
+    bench = Bench(options.quick, options.repeats, dict(options.target))
     for case, batch in cases(options.quick).items():
         measure_case(bench, case, batch, device)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     bench.notes["hardware"] = {"device": str(device), "gpu": gpu, "cuda": torch.version.cuda}
     report = bench.report("codec_gpu", (__doc__ or "").splitlines()[0])
-    report["where"] = {**where(), "commit": where()["commit"] or os.environ.get("HEADRACE_COMMIT", "")}
-    text = json.dumps(report, indent=1) + "\n"
-    if options.out is None:
-        print(text)
-    else:
-        options.out.write_text(text)
+    write_report(report, options.out)
     for figure in bench.figures:
         bound = "" if figure.target is None else f"{'>=' if figure.at_least else '<='} {figure.target:g}"
         verdict = "" if figure.target is None else ("ok" if figure.ok else "MISSED")

@@ -205,7 +205,8 @@ def where() -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
-        "commit": _git("rev-parse", "HEAD"),
+        # A copy without its history is told its commit.
+        "commit": _git("rev-parse", "HEAD") or os.environ.get("HEADRACE_COMMIT", ""),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "command": shlex.join(["python", *sys.argv]),
     }
@@ -219,25 +220,56 @@ def main(measure: Callable[[Bench], None], question: str | None, *, threads: int
     bench = Bench(options.quick, options.repeats, dict(options.target))
     measure(bench)
     report = bench.report(name, (question or "").strip().splitlines()[0])
-    text = json.dumps(report, indent=1) + "\n"
-    if options.out is None:
-        print(text)
-    else:
-        options.out.write_text(text)
+    write_report(report, options.out)
     sys.exit(0 if report["ok"] else 1)
 
 
+def write_report(report: Mapping[str, Any], out: Path | None) -> None:
+    """Write a report to a file; None: print it."""
+    text = json.dumps(report, indent=1) + "\n"
+    if out is None:
+        print(text)
+    else:
+        out.write_text(text)
+
+
 def _options(question: str | None) -> argparse.Namespace:
+    parser = _parser(question)
+    parser.add_argument("--quick", action="store_true", help="smaller inputs, fewer rounds")
+    return _with_repeats(parser.parse_args(), QUICK_REPEATS, REPEATS)
+
+
+def gpu_parser(question: str | None, *, tiny: str) -> argparse.ArgumentParser:
+    """Return a parser for a benchmark on CUDA, to which it may add; `tiny` says what it runs on a CPU."""
+    parser = _parser(question)
+    parser.add_argument("--tiny", "--quick", dest="quick", action="store_true", help=f"{tiny} on the CPU")
+    return parser
+
+
+def gpu_options(
+    parser: argparse.ArgumentParser, *, quick_repeats: int = QUICK_REPEATS, repeats: int = REPEATS
+) -> argparse.Namespace:
+    """Return the options of the command line, `device` and all rounds among them; without CUDA only --tiny will do."""
+    options = _with_repeats(parser.parse_args(), quick_repeats, repeats)
+    if not options.quick and not torch.cuda.is_available():
+        parser.error("there is no CUDA device; --tiny runs every line on the CPU")
+    options.device = torch.device("cpu") if options.quick else torch.device("cuda", 0)
+    return options
+
+
+def _parser(question: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=question, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="smaller inputs, fewer rounds")
     parser.add_argument("--repeats", type=int, help="rounds that count")
     parser.add_argument("--target", action="append", default=[], type=_target, metavar="NAME=VALUE")
     parser.add_argument("--out", type=Path, help="write the report to this file")
-    options = parser.parse_args()
+    return parser
+
+
+def _with_repeats(options: argparse.Namespace, quick: int, full: int) -> argparse.Namespace:
     if options.repeats is None:
-        options.repeats = QUICK_REPEATS if options.quick else REPEATS
+        options.repeats = quick if options.quick else full
     return options
 
 

@@ -14,8 +14,6 @@ waited for.
 
 import argparse
 import gc
-import json
-import os
 import statistics
 import sys
 import tempfile
@@ -28,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from run import Bench
+from run import Bench, gpu_options, gpu_parser, write_report
 from training.batch import LARGE, TINY, Batch, Case, Way, draw_batch, save_model, set_old_logprobs
 from training.ours import Ours
 from training.rivals import TRL, Plain
 
 PACKED, PADDED, DYNAMIC = "headrace packed", "headrace padded", "headrace dynamic"
 PLAIN, PLAIN_HALF, TRL_UPDATE = "transformers", "transformers, bf16 weights", "TRL"
-FILL, PACKED_FASTER = 0.4, 1.8
+FILL, PACKED_FASTER, REPEATS = 0.4, 1.8, 5
 LOSS_APART, NORM_APART, LOGPROB_APART = 5e-3, 0.05, 0.05
 """Absolute, relative, and absolute in the mean: what bfloat16 rounding may do."""
 
@@ -196,7 +194,6 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 def make_case(options: argparse.Namespace) -> Case:
     """Return the sizes: large on CUDA, tiny where asked for."""
-    device = torch.device("cpu") if options.quick else torch.device("cuda", 0)
     if options.quick:
         rows, longest, together, vocabulary, sizes = 8, 64, 2, 128, TINY
     else:
@@ -209,29 +206,18 @@ def make_case(options: argparse.Namespace) -> Case:
         options.vocabulary or vocabulary,
         sizes,
         recompute=options.recompute,
-        device=device,
+        device=options.device,
     )
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--tiny", "--quick", dest="quick", action="store_true", help="a tiny model on the CPU"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="rounds that count")
+    parser = gpu_parser(__doc__, tiny="a tiny model")
     parser.add_argument("--vocabulary", type=int, help="tokens of the model's vocabulary")
     parser.add_argument("--microbatch-rows", type=int, help="padded rows of a microbatch")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing, in every way")
     parser.add_argument("--only", default="", help="comma-separated parts of names, of ways to run")
     parser.add_argument("--profile", type=Path, help="write the costliest ops of every way to this file")
-    parser.add_argument("--target", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--out", type=Path, help="write the report to this file")
-    options = parser.parse_args()
-    if not options.quick and not torch.cuda.is_available():
-        parser.error("there is no CUDA device; --tiny runs every line on the CPU")
-    return options
+    return gpu_options(parser, quick_repeats=REPEATS, repeats=REPEATS)
 
 
 def chosen(only: str) -> list[str]:
@@ -245,8 +231,7 @@ def main() -> int:
     """Run all ways, print the table, write the report; 1 if a figure misses its target."""
     options = parse()
     case = make_case(options)
-    targets = {name: float(value) for name, _, value in (t.rpartition("=") for t in options.target)}
-    bench = Bench(options.quick, options.repeats, targets)
+    bench = Bench(options.quick, options.repeats, dict(options.target))
     batch = draw_batch(case)
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
@@ -277,12 +262,7 @@ def main() -> int:
     }
     report = bench.report("train", (__doc__ or "").splitlines()[0])
     report["ok"] &= not comparison.failed
-    report["where"]["commit"] = report["where"]["commit"] or os.environ.get("HEADRACE_COMMIT", "")
-    text = json.dumps(report, indent=1) + "\n"
-    if options.out is None:
-        print(text)
-    else:
-        options.out.write_text(text)
+    write_report(report, options.out)
     print(table(bench), file=sys.stderr if options.out is None else sys.stdout)
     return 0 if report["ok"] else 1
 
