@@ -10,8 +10,9 @@ from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.adapters.local_chunks import chunk_from_leaf, read_rows
 from headrace.data_plane.adapters.noop import NoOpDataPlaneClient
 from headrace.data_plane.codec import nest
-from headrace.data_plane.leaves import as_leaf
+from headrace.data_plane.leaves import as_leaf, place_of
 from headrace.data_plane.object_codec import object_array
+from headrace.data_plane.sharing import flat_rows
 from headrace.errors import ConfigError, DataPlaneError
 
 
@@ -103,6 +104,36 @@ def test_every_way_to_read_over_chunks_agrees_with_row_by_row(kind: str, pattern
     if picks:
         got = [row.tolist() for row in leaf.unbind()] if kind == "ragged" else leaf.tolist()
         assert got == expected
+
+
+@pytest.mark.parametrize("order", [["a", "b", "c"], ["c", "a"]])
+def test_columns_that_are_read_share_offsets_exactly_where_their_rows_have_equal_lengths(
+    order: list[str],
+) -> None:
+    def rows(*lengths: int) -> torch.Tensor:
+        return nest([torch.ones(n) for n in lengths])
+
+    columns = {"x": rows(1, 2, 3), "y": rows(2, 2, 2), "z": rows(1, 2, 3), "dense": torch.ones(3)}
+    client = LocalDataPlaneClient()
+    client.put_samples(["a", "b", "c"], "p", fields=TensorDict(columns, batch_size=[3]))
+    got = client.get_samples(order, "p", list(columns))
+    again = client.get_samples(order, "p", ["x"])
+    offsets = {name: got[name].offsets() for name in ("x", "y", "z")}
+    assert offsets["x"] is offsets["z"]
+    assert offsets["x"] is not offsets["y"]
+    assert again["x"].offsets() is not offsets["x"]
+    flat = flat_rows(got)
+    held, places, known = flat["\0layout"]
+    assert (held, [len(o) for o in known]) == (len(order), [len(order) + 1] * 2)
+    assert places == {"x": (0, 1), "y": (1, 1), "z": (0, 1)}
+
+
+def test_place_of_puts_new_offsets_at_the_end_and_finds_equal_ones() -> None:
+    first, second = torch.tensor([0, 1, 3]), torch.tensor([0, 2])
+    known: list[torch.Tensor] = []
+    assert [place_of(o, known) for o in (first, second, first.clone(), second)] == [0, 1, 0, 1]
+    assert known[0] is first
+    assert known[1] is second
 
 
 def test_a_store_that_is_switched_off_is_an_error() -> None:

@@ -35,6 +35,15 @@ class Ragged:
         return nested_from_ragged(self.values, offsets, self.ragged_dim, self.offsets)
 
 
+def place_of(offsets: torch.Tensor, known: list[torch.Tensor]) -> int:
+    """Return the place of equal offsets in `known`, at whose end new ones are put: columns then share one object."""
+    for place, held in enumerate(known):
+        if held is offsets or torch.equal(held, offsets):
+            return place
+    known.append(offsets)
+    return len(known) - 1
+
+
 Leaf = torch.Tensor | Ragged | ObjectArray
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from headrace.data_plane.leaves import Ragged, leaves, wire_tensordict
+from headrace.data_plane.leaves import Ragged, leaves, place_of, wire_tensordict
 from headrace.distributed.collectives import broadcast_columns
 
 _LAYOUT = "\0layout"
@@ -33,12 +33,7 @@ def flat_rows(wire: TensorDict) -> dict[str, Any]:
     places: dict[str, tuple[int, int]] = {}
     for name, leaf in leaves(wire):
         if isinstance(leaf, Ragged):
-            place = next(
-                (i for i, known in enumerate(offsets) if torch.equal(known, leaf.offsets)), len(offsets)
-            )
-            if place == len(offsets):
-                offsets.append(leaf.offsets)
-            places[name] = place, leaf.ragged_dim
+            places[name] = place_of(leaf.offsets, offsets), leaf.ragged_dim
         columns[name] = leaf.values if isinstance(leaf, Ragged) else leaf
     columns[_LAYOUT] = wire.batch_size[0], places, [o.numpy() for o in offsets]
     return columns

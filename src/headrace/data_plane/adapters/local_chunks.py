@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.data_plane.encoded_objects import messages_of
-from headrace.data_plane.leaves import Leaf, Ragged
+from headrace.data_plane.leaves import Leaf, Ragged, place_of
 from headrace.data_plane.object_codec import ObjectArray, decode_column
 from headrace.distributed.ragged import byte_view, gather_dense, gather_rows, offsets_from_lengths, own_copy
 from headrace.distributed.ragged_kernel import load_kernel
@@ -74,15 +74,15 @@ class OwnOffsets:
     """Copies of offsets that several columns have in common: each is copied once, and the copy is shared."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._given: list[torch.Tensor] = []
+        self._own: list[torch.Tensor] = []
 
     def copy_of(self, offsets: torch.Tensor) -> torch.Tensor:
         """Return offsets equal to these in fresh memory, or those that were returned for equal ones."""
-        for given, own in self._known:
-            if given is offsets or torch.equal(given, offsets):
-                return own
-        self._known.append((offsets, offsets.clone()))
-        return self._known[-1][1]
+        place = place_of(offsets, self._given)
+        if place == len(self._own):
+            self._own.append(offsets.clone())
+        return self._own[place]
 
 
 class Chunk(RowBlock):
@@ -264,13 +264,8 @@ class _RaggedChunk(Chunk):
         return bounds[1:] - bounds[:-1]
 
     def with_shared_offsets(self, known: list[torch.Tensor]) -> "_RaggedChunk":
-        for offsets in known:
-            if offsets is self.rows.offsets:
-                return self
-            if torch.equal(offsets, self.rows.offsets):
-                return self._with(self.rows.values, offsets)
-        known.append(self.rows.offsets)
-        return self
+        shared = known[place_of(self.rows.offsets, known)]
+        return self if shared is self.rows.offsets else self._with(self.rows.values, shared)
 
     def _with(self, values: torch.Tensor, offsets: torch.Tensor) -> "_RaggedChunk":
         return _RaggedChunk(Ragged(values, offsets, self.rows.ragged_dim))
