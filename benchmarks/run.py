@@ -30,6 +30,7 @@ import torch
 
 REPEATS, QUICK_REPEATS = 11, 3
 _CACHE_BYTES = 96 * 2**20
+_MEASURED = ("..", ":!results", ":!../docs")
 _PACKAGES = ("headrace", "torch", "tensordict", "numpy", "transformers", "ray", "TransferQueue")
 
 
@@ -207,9 +208,15 @@ def where() -> dict[str, Any]:
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
         # A copy without its history is told its commit.
         "commit": _git("rev-parse", "HEAD") or os.environ.get("HEADRACE_COMMIT", ""),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "command": shlex.join(["python", *sys.argv]),
+        # Results that were written before this one, and the page made of them, change nothing that is measured.
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no", "--", *_MEASURED)),
+        "command": shlex.join([*_launcher(), *sys.argv]),
     }
+
+
+def _launcher() -> list[str]:
+    ranks = os.environ.get("WORLD_SIZE")
+    return ["python"] if ranks is None else ["torchrun", "--nproc-per-node", ranks]
 
 
 def main(measure: Callable[[Bench], None], question: str | None, *, threads: int = 1) -> None:

@@ -1,5 +1,5 @@
 # ruff: noqa: E402 - the tests' folder has to be on the path first
-"""Sharded policies on several GPUs against one: torchrun --nproc-per-node 2 tests/gpu/parallel_check.py [RESULT.json]
+"""Sharded policies on several GPUs against one: torchrun --nproc-per-node 2 tests/gpu/parallel_check.py [--out FILE]
 
 Every rank first trains and scores alone on its own GPU, in float32 and in bfloat16; then all ranks do so together,
 data, tensor, sequence and context parallel. How far the single bfloat16 run is from the single float32 run is what
@@ -7,9 +7,9 @@ rounding does; a sharded bfloat16 run must be no further from it than 1.5 times 
 the single float32 run's numbers. Sequences are packed; half precision attends through torch's varlen_attn.
 """
 
+import argparse
 import json
 import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src"), str(ROOT / "benchmarks")]
+
+from run import where
 
 from headrace.config import GenerationConfig, PolicyConfig
 from headrace.distributed.batched_data_dict import BatchedDataDict
@@ -216,13 +218,17 @@ def check_checkpoint(model: str, parallel: dict[str, Any]) -> bool:
 
 def main() -> int:
     """Run every case and write the result; the exit status is 1 where a case fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    args = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
-    alone = {(m, p): run(make_worker(m, p, {}, {})) for m in MODELS for p in ("float32", "bfloat16")}
+    alone = {(m, p): run(make_worker(m, p, {}, {})) for m in args.models for p in ("float32", "bfloat16")}
     torch.cuda.empty_cache()
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     cases: list[dict[str, Any]] = []
-    for model in MODELS:
+    for model in args.models:
         truth = alone[model, "float32"]
         rounding = gaps(alone[model, "bfloat16"], truth)
         single = {k: alone[model, "bfloat16"][k] for k in ("loss", "grad_norm", "step_s")}
@@ -254,19 +260,15 @@ def main() -> int:
         report = {
             "gpus": dist.get_world_size(),
             "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "commit": os.environ.get("HEADRACE_COMMIT", "unknown"),
+            "where": where(),
             "lengths": LENGTHS,
             "mb_tokens": MB_TOKENS,
-            "models": MODELS,
+            "models": {name: MODELS[name] for name in args.models},
             "passed": passed,
             "cases": cases,
         }
-        text = json.dumps(report, indent=1)
-        if len(sys.argv) > 1:
-            Path(sys.argv[1]).write_text(text + "\n", encoding="utf-8")
+        if args.out is not None:
+            args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print("passed" if passed else "FAILED", flush=True)
     dist.destroy_process_group()
     return 0 if passed else 1

@@ -11,7 +11,6 @@ With `--device cpu` the same runs over gloo.
 import argparse
 import json
 import os
-import platform
 import sys
 import time
 import traceback
@@ -23,12 +22,14 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src"), str(ROOT / "benchmarks")]
+
+from run import where
 
 from headrace.algorithms.loss.nll import NLLLoss
 from headrace.algorithms.replay_checks import check_stage
@@ -571,10 +572,7 @@ def main() -> int:
         report = {
             "ranks": dist.get_world_size(),
             "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            "commit": os.environ.get("HEADRACE_COMMIT", "unknown"),
+            "where": where(),
             "passed": good,
             "cases": cases,
         }
