@@ -3,9 +3,11 @@
 import logging
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
@@ -14,6 +16,8 @@ from headrace.errors import TransportError
 
 NAMESPACE = "headrace"
 _CONNECT_S = 10.0
+# In a process of its own, which can be given up: Ray itself would try for minutes.
+_PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
 
 def connect(address: str | None, *, named_by: str, **local: Any) -> None:
@@ -23,12 +27,13 @@ def connect(address: str | None, *, named_by: str, **local: Any) -> None:
     errors only.
 
     Raises:
-        TransportError: no cluster there; at once where nothing listens.
+        TransportError: no cluster there; at once where nothing listens, and after 10 s where something else does.
     """
     try:
         if address:
             _check_listening(address)
-        with _sigterm_handler_kept():
+        with _sigterm_handler_kept(), ExitStack() as undo:
+            undo.callback(ray.shutdown)
             ray.init(
                 address=address or "local",
                 namespace=NAMESPACE,
@@ -36,6 +41,7 @@ def connect(address: str | None, *, named_by: str, **local: Any) -> None:
                 log_to_driver=False,
                 **({} if address else {"include_dashboard": False, **local}),
             )
+            undo.pop_all()
     except (ConnectionError, ValueError, RuntimeError) as error:
         where = f"at {named_by}={address}" if address else "on this machine"
         raise TransportError(f"cannot connect to Ray {where}: {error}") from error
@@ -45,13 +51,15 @@ def connect(address: str | None, *, named_by: str, **local: Any) -> None:
 def _sigterm_handler_kept() -> Iterator[None]:
     """Put back a handler that `ray.init` has replaced in the block, so that a run can still be stopped."""
     before = signal.getsignal(signal.SIGTERM)
-    yield
-    if callable(before) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _check_listening(address: str) -> None:
-    """Raise ConnectionError if nothing listens at `address`, a host:port; any other form of address passes.
+    """Raise ConnectionError if no Ray cluster answers at `address`, a host:port; any other form of address passes.
 
     Ray by itself tries for minutes, and then ends the process.
     """
@@ -62,3 +70,13 @@ def _check_listening(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except OSError as error:
         raise ConnectionError(f"nothing listens there ({error}); start the head node first") from error
+    probe = [sys.executable, "-c", _PROBE, address]
+    try:
+        # What it says, as of a token that is refused, Ray says better when it connects.
+        subprocess.run(probe, timeout=_CONNECT_S, capture_output=True, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ConnectionError(
+            f"something listens there, but does not answer as a Ray head node within {_CONNECT_S:.3g} s; give the "
+            "address that `ray start --head` printed (its port is 6379 by default, 8265 is the dashboard's and "
+            "10001 that of ray://)"
+        ) from error
