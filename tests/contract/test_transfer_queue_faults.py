@@ -1,6 +1,7 @@
 """What clients of a transfer_queue store see when one of its processes dies."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,9 @@ import pytest
 pytest.importorskip("ray", reason="needs headrace[ray]")
 
 TESTS = Path(__file__).parent.parent
-TIMEOUT_S = 4.0
-# On a machine with more work than cores, answers come late, but not this late.
-SLACK_S = 6.0
+# Of the script's config. A death is noticed by asking Ray, long before an operation times out.
+TIMEOUT_S = 30.0
+NOTICED_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -49,22 +50,48 @@ def test_a_call_that_needs_a_dead_process_is_a_transport_error_in_time(
 ) -> None:
     seen = report[victim]["seen"][operation]
     assert seen["outcome"] == "TransportError", seen
-    assert seen["seconds"] < TIMEOUT_S + SLACK_S
+    assert seen["seconds"] < NOTICED_S < TIMEOUT_S
 
 
-def test_the_error_names_the_operation_and_the_knob(report: dict[str, Any]) -> None:
-    assert "putting 1 blocks" in report["storage"]["seen"]["put"]["message"]
-    assert "fetching 1 blocks" in report["storage"]["seen"]["get"]["message"]
-    assert "data_plane.timeout_s" in report["storage"]["seen"]["get"]["message"]
+def test_the_error_names_the_operation_and_the_process(report: dict[str, Any]) -> None:
+    storage = report["storage"]["seen"]
+    assert re.match(r"putting 2 blocks .*: storage unit 1 of 2 at [\d.]+ has died", storage["put"]["message"])
+    assert re.match(
+        r"fetching 2 blocks .*: storage unit 1 of 2 at [\d.]+ has died", storage["get"]["message"]
+    )
+    controller = report["controller"]["seen"]["put"]["message"]
+    assert re.match(r"putting 2 blocks .*: TransferQueue's controller has died", controller)
     assert "operation 'claim'" in report["index"]["seen"]["claim"]["message"]
+
+
+@pytest.mark.parametrize("victim", ["storage", "controller"])
+def test_a_loss_that_was_told_is_remembered_and_adds_no_wait_and_no_error_to_a_clear(
+    report: dict[str, Any], victim: str
+) -> None:
+    seen = report[victim]["seen"]
+    assert seen["clear"]["outcome"] == "ok"
+    assert seen["clear"]["seconds"] < 1.0
+    assert seen["close"]["seconds"] < NOTICED_S
+    if victim == "storage":
+        assert seen["get"]["seconds"] < 1.0, "the put has found out"
 
 
 def test_reads_go_on_without_the_controller(report: dict[str, Any]) -> None:
     assert report["controller"]["seen"]["get"]["outcome"] == "ok"
 
 
+def test_a_start_that_takes_too_long_names_the_knob_that_governs_it_and_leaves_nothing(
+    report: dict[str, Any],
+) -> None:
+    seen = report["slow start"]["seen"]["start"]
+    assert seen["outcome"] == "TransportError"
+    assert "no answer within 0.5 s" in seen["message"]
+    assert seen["message"].endswith("raise data_plane.startup_timeout_s")
+    assert seen["seconds"] < NOTICED_S
+
+
 def test_nothing_hangs_at_the_end(report: dict[str, Any]) -> None:
-    for death in report.values():
+    for death in (report[victim] for victim in ("storage", "controller", "index")):
         assert all(seen["seconds"] < 30 for seen in death["seen"].values())
         assert death["seen"]["close"]["outcome"] == "ok"
 

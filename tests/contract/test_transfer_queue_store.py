@@ -172,11 +172,12 @@ def test_sixty_thousand_short_rows_take_seconds_at_most(client: Any) -> None:
 @pytest.mark.slow
 def test_a_hundred_and_twenty_eight_connections_at_once_all_work(client: Any) -> None:
     from headrace.data_plane.adapters.local_chunks import chunk_from_leaf
+    from headrace.data_plane.adapters.transfer_queue_cluster import find_lost
     from headrace.data_plane.adapters.transfer_queue_payloads import PayloadClient
     from headrace.data_plane.packed_payload import pack
 
     def work(worker: int) -> bool:
-        mine = PayloadClient(client._connection, 120)
+        mine = PayloadClient(client._connection, 120, find_lost)
         chunk = chunk_from_leaf("x", torch.full((1, 16 + worker), worker), ["a"])
         packed = pack({"x": chunk}, f"k{worker}")
         mine.put("many", mine.reserve("many", [packed.blocks[0].key]), packed, 120)

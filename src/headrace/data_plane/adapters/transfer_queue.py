@@ -10,6 +10,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
@@ -30,6 +31,7 @@ from headrace.data_plane.adapters.local_chunks import (
 )
 from headrace.data_plane.adapters.local_store import RowFacts
 from headrace.data_plane.adapters.partition_lengths import Said
+from headrace.data_plane.adapters.transfer_queue_channel import STARTUP_KNOB
 from headrace.data_plane.adapters.transfer_queue_cluster import Deadline, ask
 from headrace.data_plane.adapters.transfer_queue_index import Located
 from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags, id_list
@@ -74,16 +76,15 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         self._prefix = uuid.uuid4().hex[:12]
         self._puts = itertools.count()
         self._owns_ray = cluster.connect_ray(config, may_start=bootstrap)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             self._connect(bootstrap)
-        except HeadraceError:
-            self.close()
-            raise
+            undo.pop_all()
         if self._engine is not None:
             atexit.register(self.close)
 
     def _connect(self, bootstrap: bool) -> None:
-        config, deadline = self._config, Deadline(self._config.startup_timeout_s)
+        config, deadline = self._config, Deadline(self._config.startup_timeout_s, STARTUP_KNOB)
         index = cluster.find_index(config.backend)
         if index is None:
             if not bootstrap:
@@ -101,11 +102,11 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         self._connection = cluster.wait_for_connection(index, deadline)
         if bootstrap:
             opening = index.open_store.remote(config.store_name, config.storage_capacity)
-            ask(opening, f"opening store '{config.store_name}'", deadline.left())
+            ask(opening, f"opening store '{config.store_name}'", deadline)
             self._owns_store = True
         else:
             attaching = index.check_store.remote(config.store_name)
-            ask(attaching, f"attaching to store '{config.store_name}'", deadline.left())
+            ask(attaching, f"attaching to store '{config.store_name}'", deadline)
         self._link = cluster.shared_links.acquire(self._connection, index, deadline.left())
 
     @property
@@ -205,7 +206,7 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
             facts: RowFacts = self._ask("put", *put, deadline=deadline)
         except TransportError as error:
             # Nobody knows whether the index has the rows, so their blocks stay.
-            raise TransportError(f"{error} The rows may have been written") from error
+            raise TransportError(f"{error}. The rows may have been written") from error
         except HeadraceError:
             self._drop_later([block.key for blocks in put.columns.values() for block in blocks])
             raise
@@ -279,12 +280,13 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
             ray.shutdown()
 
     def _close_store(self) -> None:
-        if not self._owns_store or self._link is None:
+        if not self._owns_store:
             return
         limit_s = min(self._config.timeout_s, 30.0)
         try:
-            ask(self._index.close_store.remote(self._config.store_name), "closing the store", limit_s)
-            if self._engine is None:
+            closing = self._index.close_store.remote(self._config.store_name)
+            ask(closing, "closing the store", Deadline(limit_s))
+            if self._engine is None and self._link is not None:
                 self._link.payloads.drop_partition(self._queue_partition, limit_s)
         except TransportError:
             # Whoever started the engine has ended it, and the data with it.

@@ -28,10 +28,12 @@ from headrace.errors import DataPlaneError, HeadraceError, TransportError
 
 _log = logging.getLogger(__name__)
 
+KNOB, STARTUP_KNOB = "data_plane.timeout_s", "data_plane.startup_timeout_s"
+
 _SOCKET = "index"
 _BACKLOG = 4096
-# After this long without an answer, a caller asks Ray whether the other end is alive.
-_PATIENCE_S = 1.0
+PATIENCE_S = 1.0
+"""After this long without an answer, a caller asks Ray whether the other end is alive."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,12 @@ class Channel:
         end = time.monotonic() + limit_s
         while (left := end - time.monotonic()) > 0:
             # In whole milliseconds, rounded up: a poll that ends before its time would ask after the server early.
-            if socket.poll(math.ceil(1000 * min(left, _PATIENCE_S))):
+            if socket.poll(math.ceil(1000 * min(left, PATIENCE_S))):
                 return
-            if left > _PATIENCE_S:
+            if left > PATIENCE_S:
                 self._check_alive(what)
         raise TransportError(
-            f"{what}: no answer within {limit_s:.3g} s; if the cluster is only slow, raise data_plane.timeout_s"
+            f"{what}: no answer within {limit_s:.3g} s; if the cluster is only slow, raise {KNOB}"
         )
 
     def close(self) -> None:

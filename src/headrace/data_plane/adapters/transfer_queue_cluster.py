@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import ray
@@ -23,9 +24,9 @@ from transfer_queue.storage.simple_storage import SimpleStorageUnit
 
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters import transfer_queue_mooncake as mooncake
-from headrace.data_plane.adapters.transfer_queue_channel import Channel, Endpoint, Server
+from headrace.data_plane.adapters.transfer_queue_channel import KNOB, STARTUP_KNOB, Channel, Endpoint, Server
 from headrace.data_plane.adapters.transfer_queue_index import Indexes
-from headrace.data_plane.adapters.transfer_queue_payloads import Connection, PayloadClient
+from headrace.data_plane.adapters.transfer_queue_payloads import Connection, Part, PayloadClient
 from headrace.data_plane.adapters.transfer_queue_units import serve_rows
 from headrace.distributed.ray_connection import NAMESPACE, connect
 from headrace.errors import DataPlaneError, HeadraceError, TransportError
@@ -37,9 +38,10 @@ _PING_TIMEOUT_S = 1.0
 
 
 class Deadline:
-    """The moment at which an operation is given up."""
+    """The moment at which an operation is given up; `knob` is the key that moves it."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, knob: str = KNOB) -> None:
+        self.seconds, self.knob = seconds, knob
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
@@ -51,18 +53,18 @@ class Deadline:
         return time.monotonic() >= self._end
 
 
-def ask(reference: Any, what: str, limit_s: float) -> Any:
+def ask(reference: Any, what: str, deadline: Deadline) -> Any:
     """Return the value of a Ray reference, or of a list of them.
 
     Raises:
-        TransportError: no answer within `limit_s`, or the actor is gone.
+        TransportError: no answer by the deadline, or the actor is gone.
         HeadraceError: what the actor raised.
     """
     try:
-        return ray.get(reference, timeout=limit_s)
+        return ray.get(reference, timeout=deadline.left())
     except GetTimeoutError as error:
         raise TransportError(
-            f"{what}: no answer within {limit_s:.3g} s; if the cluster is only slow, raise data_plane.timeout_s"
+            f"{what}: no answer within {deadline.seconds:.3g} s; if the cluster is only slow, raise {deadline.knob}"
         ) from error
     except RayActorError as error:
         raise _gone(what) from error
@@ -131,68 +133,94 @@ class Engine:
             ConfigError: a backend that is not installed, or a port that is taken.
         """
         self._config = config
+        self._id = uuid.uuid4().hex
         self._actors: list[Any] = []
         self._graceful: list[Callable[[], Any]] = []
         self._master: mooncake.MooncakeMaster | None = None
-        deadline = Deadline(config.startup_timeout_s)
+        deadline = Deadline(config.startup_timeout_s, STARTUP_KNOB)
         if config.backend == "mooncake_cpu":
             mooncake.check_installed()
         self.index = _actor(IndexActor, name=_index_name(config.backend), namespace=NAMESPACE)
         self._actors.append(self.index)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.stop)
             connection = self._start(deadline)
             published = self.index.set_connection.remote(pickle.dumps(connection))
-            ask(published, "starting the index", deadline.left())
-        except HeadraceError:
-            self.stop()
-            raise
+            ask(published, "starting the index", deadline)
+            undo.pop_all()
 
     def _start(self, deadline: Deadline) -> Connection:
-        controller = TransferQueueController.options(num_cpus=0, max_restarts=0).remote(polling_mode=True)
+        named = self._named("controller")
+        controller = TransferQueueController.options(**named, num_cpus=0, max_restarts=0).remote(
+            polling_mode=True
+        )
         self._actors.append(controller)
         start = self._start_mooncake if self._config.backend == "mooncake_cpu" else self._start_simple
-        backend, storage = start(deadline)
-        info = ask(
-            controller.get_zmq_server_info.remote(), "starting TransferQueue's controller", deadline.left()
+        backend, storage, addresses = start(deadline)
+        info = ask(controller.get_zmq_server_info.remote(), "starting TransferQueue's controller", deadline)
+        endpoint = ask(self.index.serve.remote(), "starting the index", deadline)
+        count = len(addresses)
+        return Connection(
+            self._id,
+            backend,
+            info,
+            storage,
+            endpoint,
+            Part("TransferQueue's controller", named["name"]),
+            tuple(
+                Part(f"storage unit {i} of {count} at {address}", self._named(f"unit-{i}")["name"])
+                for i, address in enumerate(addresses)
+            ),
         )
-        endpoint = ask(self.index.serve.remote(), "starting the index", deadline.left())
-        return Connection(uuid.uuid4().hex, backend, info, storage, endpoint)
 
-    def _start_simple(self, deadline: Deadline) -> tuple[str, dict[str, Any]]:
+    def _named(self, part: str) -> dict[str, str]:
+        """Return the name of one of these processes as a Ray actor."""
+        return {"name": f"headrace-{part}-{self._id}", "namespace": NAMESPACE}
+
+    def _start_simple(self, deadline: Deadline) -> tuple[str, dict[str, Any], list[str]]:
         settings = {
             "num_data_storage_units": self._config.num_storage_units,
             "total_storage_size": None,
             "_run_id": uuid.uuid4().hex,
         }
         units = [
-            SimpleStorageUnit.options(num_cpus=0, scheduling_strategy=where).remote(config=settings)
-            for where in _spread(self._config.num_storage_units)
+            SimpleStorageUnit.options(
+                **self._named(f"unit-{i}"), num_cpus=0, scheduling_strategy=where
+            ).remote(config=settings)
+            for i, where in enumerate(_spread(self._config.num_storage_units))
         ]
         self._actors.extend(units)
-        self._graceful = [unit.shutdown.remote for unit in units]
         infos = ask(
             [unit.get_zmq_server_info.remote() for unit in units],
             f"starting {len(units)} TransferQueue storage units",
-            deadline.left(),
+            deadline,
         )
         preparing = [unit.__ray_call__.remote(serve_rows) for unit in units]
-        ask(preparing, f"preparing {len(units)} TransferQueue storage units", deadline.left())
-        return BACKENDS["simple"], {"zmq_info": {info.id: info for info in infos}}
+        ask(preparing, f"preparing {len(units)} TransferQueue storage units", deadline)
+        # Only of units that are up: others would be waited for.
+        self._graceful = [unit.shutdown.remote for unit in units]
+        return BACKENDS["simple"], {"zmq_info": {info.id: info for info in infos}}, [i.ip for i in infos]
 
-    def _start_mooncake(self, deadline: Deadline) -> tuple[str, dict[str, Any]]:
+    def _start_mooncake(self, deadline: Deadline) -> tuple[str, dict[str, Any], list[str]]:
         config = self._config
         address = mooncake.routable_address(ray.util.get_node_ip_address())
         self._master = mooncake.MooncakeMaster(address, config.mooncake_master_port, deadline.left())
         sizes = (config.global_segment_size, 16 * 1024 * 1024)
         units = [
-            _actor(mooncake.MooncakeUnit, self._master.address, *sizes, scheduling_strategy=where)
-            for where in _spread(config.num_storage_units)
+            _actor(
+                mooncake.MooncakeUnit,
+                self._master.address,
+                *sizes,
+                **self._named(f"unit-{i}"),
+                scheduling_strategy=where,
+            )
+            for i, where in enumerate(_spread(config.num_storage_units))
         ]
         self._actors.extend(units)
-        self._graceful = [unit.stop.remote for unit in units]
         starting = f"starting {len(units)} Mooncake storage units"
-        ask([unit.start.remote() for unit in units], starting, deadline.left())
-        return BACKENDS["mooncake_cpu"], mooncake.client_settings(self._master.address, config)
+        addresses = ask([unit.start.remote() for unit in units], starting, deadline)
+        self._graceful = [unit.stop.remote for unit in units]
+        return BACKENDS["mooncake_cpu"], mooncake.client_settings(self._master.address, config), addresses
 
     @property
     def actors(self) -> Sequence[Any]:
@@ -221,13 +249,13 @@ class Engine:
 def wait_for_connection(index: ActorHandle[Any], deadline: Deadline) -> Connection:
     """Return how to reach the engine's TransferQueue, once it is up."""
     while True:
-        data = ask(index.connection.remote(), "asking the index for its connection", deadline.left())
+        data = ask(index.connection.remote(), "asking the index for its connection", deadline)
         if data is not None:
             connection: Connection = pickle.loads(data)
             return connection
         if deadline.is_over():
             raise TransportError(
-                "the store's processes are still starting; raise data_plane.startup_timeout_s"
+                f"the store's processes are still starting after {deadline.seconds:.3g} s; raise {deadline.knob}"
             )
         time.sleep(_POLL_S)
 
@@ -257,7 +285,7 @@ class _SharedLinks:
             if link is None:
                 if connection.backend == BACKENDS["mooncake_cpu"]:
                     mooncake.prepare_process(ray.util.get_node_ip_address())
-                payloads = PayloadClient(connection, timeout_s)
+                payloads = PayloadClient(connection, timeout_s, find_lost)
                 link = Link(payloads, Channel(connection.index, lambda what: _check_alive(index, what)))
             self._links[connection.engine_id] = link, users + 1
             return link
@@ -279,6 +307,26 @@ def _check_alive(index: ActorHandle[Any], what: str) -> None:
         return
     except RayError as error:
         raise _gone(what) from error
+
+
+def find_lost(parts: Sequence[Part]) -> Part | None:
+    """Return the first of `parts` that Ray knows to be gone; None also where Ray does not say soon."""
+    pings: dict[Any, Part] = {}
+    for part in parts:
+        try:
+            actor = ray.get_actor(part.actor, namespace=NAMESPACE)
+        except ValueError:
+            return part
+        pings[actor.__ray_ready__.remote()] = part
+    if not pings:
+        return None
+    answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=_PING_TIMEOUT_S)
+    for ping in answered:
+        try:
+            ray.get(ping)
+        except RayError:
+            return pings[ping]
+    return None
 
 
 def _gone(what: str) -> TransportError:

@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,18 @@ class MooncakeMaster:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        with ExitStack() as undo:
+            undo.callback(self.stop)
+            self._wait_until_listening(address, port, timeout_s)
+            undo.pop_all()
+
+    def _wait_until_listening(self, address: str, port: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not _is_listening(address, port):
             if time.monotonic() > deadline:
-                self.stop()
                 raise TransportError(
-                    f"mooncake_master does not listen at {self.address} after {timeout_s:.3g} s"
+                    f"mooncake_master does not listen at {self.address} after {timeout_s:.3g} s; raise "
+                    "data_plane.startup_timeout_s"
                 )
             time.sleep(_POLL_S)
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from transfer_queue.client import AsyncTransferQueueClient
 from transfer_queue.metadata import BatchMeta
 
 from headrace.data_plane.adapters.local_chunks import Rows
-from headrace.data_plane.adapters.transfer_queue_channel import Endpoint
+from headrace.data_plane.adapters.transfer_queue_channel import KNOB, PATIENCE_S, STARTUP_KNOB, Endpoint
 from headrace.data_plane.adapters.transfer_queue_units import FIELD, StorageUnits
 from headrace.data_plane.packed_payload import BlockError, BlockInfo, Frames, PackedColumns
 from headrace.distributed.ragged import nested_from_ragged, ragged_from_nested
@@ -46,26 +47,48 @@ _CLOSE_TIMEOUT_S = 10.0
 _FAULTS = (RuntimeError, ValueError, KeyError, TypeError, AssertionError, OSError, zmq.ZMQError)
 
 
+class Part(NamedTuple):
+    """A process of the store: what a message calls it, and its name as a Ray actor."""
+
+    label: str
+    actor: str
+
+
 @dataclass(frozen=True)
 class Connection:
-    """How a process reaches TransferQueue and the index; picklable."""
+    """How a process reaches TransferQueue and the index, and which processes they are; picklable."""
 
     engine_id: str
     backend: str
     controller: Any
     storage: dict[str, Any]
     index: Endpoint
+    controller_part: Part
+    unit_parts: tuple[Part, ...]
 
 
 class PayloadClient:
-    """A process's connection to TransferQueue."""
+    """A process's connection to TransferQueue.
 
-    def __init__(self, connection: Connection, timeout_s: float) -> None:
+    While an answer is missing, `find_lost` is asked which of the processes in question is gone, if any. The
+    operation then ends with an error that names it, and so does every later one that needs it.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        timeout_s: float,
+        find_lost: Callable[[Sequence[Part]], Part | None],
+    ) -> None:
         """Connect.
 
         Raises:
-            TransportError: no answer within `timeout_s`.
+            TransportError: no answer within `timeout_s`, or a process is gone.
         """
+        self._find_lost = find_lost
+        self._lost: set[Part] = set()
+        self._unit_parts = connection.unit_parts
+        self._parts = (connection.controller_part, *connection.unit_parts)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, daemon=True, name="headrace-transfer-queue")
         self._thread.start()
@@ -73,10 +96,11 @@ class PayloadClient:
         self._units = StorageUnits(connection.storage["zmq_info"]) if connection.backend == _SIMPLE else None
         self._is_closed = False
         try:
-            self._client = self._call("connecting to TransferQueue", timeout_s, self._connect(connection))
-        except TransportError:
-            self.close()
-            raise
+            what, connecting = "connecting to TransferQueue", self._connect(connection)
+            self._client = self._call(what, timeout_s, connecting, knob=STARTUP_KNOB)
+        finally:
+            if self._client is None:
+                self.close()
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -122,13 +146,13 @@ class PayloadClient:
         """
         what = f"putting {len(packed.frames)} blocks ({packed.nbytes} bytes) into TransferQueue"
         deadline = time.monotonic() + limit_s
-        slots = _result(reserved, what, limit_s)
+        slots = self._result(reserved, what, limit_s)
         if self._units is None:
             self._call(what, deadline - time.monotonic(), self._put(partition, slots, packed))
             return slots
-        with _faults(what, limit_s):
+        with self._faults(what, limit_s, self._unit_parts) as ask_after:
             for first, last in _runs([block.nbytes for block in packed.blocks]):
-                self._units.put(slots[first:last], packed.frames[first:last], deadline)
+                self._units.put(slots[first:last], packed.frames[first:last], deadline, ask_after)
         return slots
 
     async def _put(self, partition: str, slots: list[int], packed: PackedColumns) -> None:
@@ -156,12 +180,12 @@ class PayloadClient:
         """
         what = f"fetching {len(blocks)} blocks from TransferQueue"
         if self._units is None:
-            return self._call(what, limit_s, self._get(partition, blocks))
+            return self._call(what, limit_s, self._get(partition, blocks), self._unit_parts)
         wanted = [None] * len(blocks) if rows is None else list(rows)
         deadline, got = time.monotonic() + limit_s, list[Frames]()
-        with _faults(what, limit_s):
+        with self._faults(what, limit_s, self._unit_parts) as ask_after:
             for first, last in _runs([block.nbytes for block in blocks]):
-                got += self._units.get(blocks[first:last], wanted[first:last], deadline)
+                got += self._units.get(blocks[first:last], wanted[first:last], deadline, ask_after)
         return got
 
     async def _get(self, partition: str, blocks: Sequence[BlockInfo]) -> list[torch.Tensor]:
@@ -180,8 +204,15 @@ class PayloadClient:
         return rows
 
     def drop(self, partition: str, keys: Sequence[str], limit_s: float) -> None:
-        """Remove blocks; those that are not there are ignored."""
-        self._call(f"dropping {len(keys)} blocks from TransferQueue", limit_s, self._drop(partition, keys))
+        """Remove blocks; those that are not there are ignored.
+
+        Once a process is known to be lost, nothing is done: that error has been told, and the blocks end with the
+        store.
+        """
+        if not self._lost:
+            self._call(
+                f"dropping {len(keys)} blocks from TransferQueue", limit_s, self._drop(partition, keys)
+            )
 
     def drop_later(self, partition: str, keys: Sequence[str], limit_s: float) -> None:
         """Try to remove blocks, without waiting and without an error; what a failed put has left."""
@@ -192,7 +223,7 @@ class PayloadClient:
             except (TransportError, *_FAULTS) as error:
                 _log.warning("%d blocks of %s are left in TransferQueue: %s", len(keys), partition, error)
 
-        if not self._is_closed:
+        if not self._is_closed and not self._lost:
             asyncio.run_coroutine_threadsafe(attempt(), self._loop)
 
     async def _drop(self, partition: str, keys: Sequence[str]) -> None:
@@ -240,31 +271,74 @@ class PayloadClient:
             raise TransportError("the connection to TransferQueue is closed")
         return self._client
 
-    def _call(self, what: str, limit_s: float, work: Coroutine[Any, Any, T]) -> T:
-        return _result(asyncio.run_coroutine_threadsafe(work, self._loop), what, limit_s)
+    def _call(
+        self,
+        what: str,
+        limit_s: float,
+        work: Coroutine[Any, Any, T],
+        parts: Sequence[Part] | None = None,
+        knob: str = KNOB,
+    ) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._result(future, what, limit_s, parts, knob)
 
-
-def _result(future: "Future[T]", what: str, limit_s: float) -> T:
-    with _faults(what, limit_s):
+    def _result(
+        self,
+        future: "Future[T]",
+        what: str,
+        limit_s: float,
+        parts: Sequence[Part] | None = None,
+        knob: str = KNOB,
+    ) -> T:
+        """Return a result that needs `parts` (None: all of them)."""
+        end = time.monotonic() + limit_s
+        parts = self._parts if parts is None else parts
         try:
-            return future.result(limit_s)
-        except (FutureTimeoutError, asyncio.CancelledError):
+            with self._faults(what, limit_s, parts, knob) as ask_after:
+                while (left := end - time.monotonic()) > PATIENCE_S and not future.done():
+                    with contextlib.suppress(FutureTimeoutError):
+                        return future.result(PATIENCE_S)
+                    if not future.done():
+                        ask_after()
+                return future.result(max(0.0, left))
+        finally:
             future.cancel()
-            raise
 
+    @contextlib.contextmanager
+    def _faults(
+        self, what: str, limit_s: float, parts: Sequence[Part], knob: str = KNOB
+    ) -> Iterator[Callable[[], None]]:
+        """Turn what goes wrong into a TransportError that names the operation, and the part that is lost.
 
-@contextlib.contextmanager
-def _faults(what: str, limit_s: float) -> Iterator[None]:
-    """Turn what goes wrong into a TransportError that names the operation."""
-    try:
-        yield
-    except (FutureTimeoutError, TimeoutError, asyncio.CancelledError) as error:
-        raise TransportError(
-            f"{what}: no answer within {limit_s:.3g} s. The controller or a storage unit may be gone; if it is "
-            "only slow, raise data_plane.timeout_s"
-        ) from error
-    except _FAULTS as error:
-        raise TransportError(f"{what}: {type(error).__name__}: {error}") from error
+        Gives a function that raises this error if a part is lost.
+        """
+        ask_after = partial(self._ask_after, what, parts)
+        self._raise_lost(what, self._lost.intersection(parts))
+        try:
+            yield ask_after
+        except (FutureTimeoutError, TimeoutError, asyncio.CancelledError) as error:
+            ask_after()
+            raise TransportError(
+                f"{what}: no answer within {limit_s:.3g} s, and Ray knows of no process that died; if the cluster is "
+                f"only slow, raise {knob}"
+            ) from error
+        except _FAULTS as error:
+            ask_after()
+            raise TransportError(f"{what}: {type(error).__name__}: {error}") from error
+
+    def _ask_after(self, what: str, parts: Sequence[Part]) -> None:
+        """Raise TransportError if one of `parts` is gone."""
+        found = self._find_lost(parts)
+        if found is not None:
+            self._lost.add(found)
+            self._raise_lost(what, {found})
+
+    def _raise_lost(self, what: str, lost: set[Part]) -> None:
+        for part in lost:
+            raise TransportError(
+                f"{what}: {part.label} has died. What only it held is lost: end the run and start it again, it goes "
+                "on from its newest checkpoint"
+            )
 
 
 def _meta(partition: str, slots: list[int], sizes: list[int]) -> BatchMeta:

@@ -4,8 +4,9 @@ A block is stored as its two frames, so neither side copies it into a message. T
 that also gives some rows of a block (`serve_rows`): the rows of one rank lie scattered over all blocks.
 """
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,6 +26,7 @@ from transfer_queue.utils.zmq_utils import (
 )
 
 from headrace.data_plane.adapters.local_chunks import Rows
+from headrace.data_plane.adapters.transfer_queue_channel import PATIENCE_S
 from headrace.data_plane.packed_payload import BlockError, BlockInfo, Frames, select_rows
 
 FIELD = "block"
@@ -70,7 +72,10 @@ def serve_rows(unit: Any) -> None:
 
 
 class StorageUnits:
-    """A process's connections to the storage units; safe to use from several threads."""
+    """A process's connections to the storage units; safe to use from several threads.
+
+    While a unit is silent, `ask_after` is called again and again; what it raises ends the request.
+    """
 
     def __init__(self, infos: Mapping[str, ZMQServerInfo]) -> None:
         # A slot's unit is the one that TransferQueue's own client would choose, since that one clears.
@@ -78,7 +83,13 @@ class StorageUnits:
         self._context = zmq.Context()
         self._pool = ZMQSocketPool(self._context, _NAME, "put_get_socket")
 
-    def put(self, slots: Sequence[int], frames: Sequence[Frames], deadline: float) -> None:
+    def put(
+        self,
+        slots: Sequence[int],
+        frames: Sequence[Frames],
+        deadline: float,
+        ask_after: Callable[[], None],
+    ) -> None:
         """Store blocks; their memory is read until this returns.
 
         Raises:
@@ -93,9 +104,15 @@ class StorageUnits:
             }
             for unit, mine in self._by_unit(slots).items()
         }
-        self._request(ZMQRequestType.PUT_DATA, bodies, deadline)
+        self._request(ZMQRequestType.PUT_DATA, bodies, deadline, ask_after)
 
-    def get(self, blocks: Sequence[BlockInfo], rows: Sequence[Rows | None], deadline: float) -> list[Frames]:
+    def get(
+        self,
+        blocks: Sequence[BlockInfo],
+        rows: Sequence[Rows | None],
+        deadline: float,
+        ask_after: Callable[[], None],
+    ) -> list[Frames]:
         """Return blocks, or those `rows` of them.
 
         Raises:
@@ -112,7 +129,8 @@ class StorageUnits:
             for unit, mine in groups.items()
         }
         got: list[Any] = [None] * len(blocks)
-        for unit, body in self._request(ZMQRequestType.GET_DATA, bodies, deadline).items():
+        answers = self._request(ZMQRequestType.GET_DATA, bodies, deadline, ask_after)
+        for unit, body in answers.items():
             for i, block in zip(groups[unit], body["data"][FIELD], strict=True):
                 got[i] = Frames(*block)
         return got
@@ -124,7 +142,11 @@ class StorageUnits:
         return groups
 
     def _request(
-        self, kind: ZMQRequestType, bodies: Mapping[int, dict[str, Any]], deadline: float
+        self,
+        kind: ZMQRequestType,
+        bodies: Mapping[int, dict[str, Any]],
+        deadline: float,
+        ask_after: Callable[[], None],
     ) -> dict[int, dict[str, Any]]:
         """Ask units at the same time and return what each answers."""
         answers: dict[int, dict[str, Any]] = {}
@@ -135,7 +157,7 @@ class StorageUnits:
                 request = ZMQMessage.create(kind, _NAME, body, self._units[unit].id)
                 sockets[unit].send_multipart(request.serialize(), copy=False)
             for unit, socket in sockets.items():
-                if not socket.poll(max(0, 1000 * (deadline - time.monotonic()))):
+                if not _has_answer(socket, deadline, ask_after):
                     raise TimeoutError(f"storage unit {self._units[unit]}")
                 answers[unit] = _answer(kind, ZMQMessage.deserialize(socket.recv_multipart(copy=False)))
         return answers
@@ -151,6 +173,15 @@ def _fields(rows: Sequence[Rows | None]) -> Any:
     if not some:
         return [FIELD]
     return {FIELD: [[None if mine is None else len(mine) for mine in rows], np.concatenate(some)]}
+
+
+def _has_answer(socket: Any, deadline: float, ask_after: Callable[[], None]) -> bool:
+    """Return whether an answer comes by `deadline`."""
+    while (left := deadline - time.monotonic()) > PATIENCE_S:
+        if socket.poll(1000 * PATIENCE_S):
+            return True
+        ask_after()
+    return bool(socket.poll(math.ceil(1000 * max(0.0, left))))
 
 
 def _answer(kind: ZMQRequestType, message: ZMQMessage) -> dict[str, Any]:
