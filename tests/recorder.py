@@ -1,5 +1,6 @@
 """An observer that keeps everything, and a stopper that never stops or stops after a number of questions."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,9 @@ class NeverStop:
     def is_set(self) -> bool:
         return False
 
+    def at_once(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 class StopAfter:
     """The user asks to stop after the loop has looked `questions` times."""
@@ -61,3 +65,6 @@ class StopAfter:
     def is_set(self) -> bool:
         self.left -= 1
         return self.left < 0
+
+    def at_once(self) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -22,15 +22,10 @@ from headrace.models.interfaces import GenerationOutput, Generator
 from headrace.trace_check import check_run
 from headrace.utils.run_directory import RunDirectory
 from ray_session import SIMPLE, fresh_store
-from recorder import Recorder
+from recorder import NeverStop, Recorder
 from tiny_recipe import tiny_recipe
 
 TIMES = ("_s", "seconds")
-
-
-class NoStop:
-    def is_set(self) -> bool:
-        return False
 
 
 def replay_recipe(run_dir: Path, *, batching: str = "fixed", steps: int = 2, **policy: Any) -> RecipeConfig:
@@ -50,7 +45,7 @@ def replay_recipe(run_dir: Path, *, batching: str = "fixed", steps: int = 2, **p
 
 def run(recipe: RecipeConfig) -> list[StepRecord]:
     recorder = Recorder()
-    train(recipe, Path(recipe.run_dir), recorder, NoStop())
+    train(recipe, Path(recipe.run_dir), recorder, NeverStop())
     return recorder.steps
 
 
@@ -181,7 +176,7 @@ def run_with_lost_rows(recipe: RecipeConfig) -> StepRecord:
         assert isinstance(session.rollouts, RolloutWorker)
         generator, *parts = session.rollouts.parts
         session.rows = InMemoryRows(session.policy, LosesRows(generator), *parts)
-        assert start_loop(session, recorder, NoStop()).run()
+        assert start_loop(session, recorder, NeverStop()).run()
     finally:
         session.close()
     return recorder.steps[0]

@@ -66,6 +66,23 @@ def test_handlers_are_put_back_at_the_end_also_after_an_error() -> None:
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+def test_where_nothing_can_be_lost_the_first_signal_raises_and_is_still_known_afterwards() -> None:
+    messages: list[str] = []
+    with InterruptFlag(messages.append) as interrupt:
+        with pytest.raises(KeyboardInterrupt), interrupt.at_once():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.is_set()
+        assert interrupt.exit_code == 143
+        with pytest.raises(KeyboardInterrupt), interrupt.at_once():
+            messages.append("a block that a signal from before it should have ended")
+    with InterruptFlag(messages.append) as interrupt:
+        with interrupt.at_once():
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.is_set(), "after the block it only asks"
+    assert [message.split(";")[0] for message in messages] == ["stopping", "stopping at the next safe point"]
+
+
 def test_the_message_goes_where_it_is_asked_to() -> None:
     messages: list[str] = []
     with InterruptFlag(messages.append) as interrupt:

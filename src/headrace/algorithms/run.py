@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +38,10 @@ class Stopper(Protocol):
 
     def is_set(self) -> bool:
         """Return True from the first signal on."""
+        ...
+
+    def at_once(self) -> AbstractContextManager[None]:
+        """Return a context in which the first signal raises KeyboardInterrupt."""
         ...
 
 
@@ -80,7 +84,7 @@ def build_session(recipe: RecipeConfig) -> Session:
         seed=derive_seed(recipe.seed, "prompts"),
         shuffle=recipe.data.shuffle,
     )
-    policy = _build_policy(recipe, tokenizer)
+    policy = _build_policy(recipe, tokenizer, in_actor)
     with ExitStack() as undo:
         undo.callback(policy.shutdown)
         rollouts: Rollouts
@@ -115,12 +119,12 @@ def rolls_out_in_actor(recipe: RecipeConfig) -> bool:
     return on_ray and recipe.cluster.rollout != "driver"
 
 
-def _build_policy(recipe: RecipeConfig, tokenizer: Any) -> Policy:
+def _build_policy(recipe: RecipeConfig, tokenizer: Any, in_actor: bool) -> Policy:
     common: dict[str, Any] = {
         "tokenizer": tokenizer,
         "seed": recipe.seed,
         "with_reference": recipe.needs_reference,
-        "cluster": recipe.cluster,
+        "cluster": recipe.cluster.model_copy(update={"rollout": "actor" if in_actor else "driver"}),
     }
     if not recipe.data_plane.enabled:
         return Policy(recipe.policy, recipe.generation, **common)
@@ -137,7 +141,8 @@ def _observed(cfg: DataPlaneConfig) -> DataPlaneConfig:
 def train(recipe: RecipeConfig, run_dir: Path, observer: RunObserver, stopper: Stopper) -> dict[str, Any]:
     """Run a recipe in `run_dir`, from its newest checkpoint if there is one, and return the summary.
 
-    The summary's `completed` is False if the user stopped the run; the newest checkpoint then resumes it.
+    The summary's `completed` is False if the user stopped the run; the newest checkpoint then resumes it. While the
+    parts are built, a stop is at once.
     """
     checkpoints = CheckpointManager(
         run_dir / "checkpoints",
@@ -146,7 +151,15 @@ def train(recipe: RecipeConfig, run_dir: Path, observer: RunObserver, stopper: S
         higher_is_better=recipe.checkpointing.higher_is_better,
     )
     started = time.perf_counter()
-    session = build_session(recipe)
+    try:
+        with stopper.at_once():
+            session = build_session(recipe)
+    except KeyboardInterrupt:
+        if not stopper.is_set():
+            raise
+        latest = checkpoints.latest()
+        progress = Progress() if latest is None else Progress(**latest.state)
+        return _summary(recipe, progress, False, time.perf_counter() - started)
     try:
         progress = _restore(session, checkpoints, run_dir)
         observer.on_start(

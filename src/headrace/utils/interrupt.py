@@ -3,7 +3,8 @@
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -22,13 +23,15 @@ class InterruptFlag:
     ...     while not interrupt.is_set():
     ...         train_one_step()
 
-    Handlers are installed in the main thread only (elsewhere the block changes nothing) and put back at the
-    end. `notify` gets the one line for the user; it runs inside the signal handler.
+    Where nothing can be lost yet, `at_once` lets the first signal raise, too. Handlers are installed in the main
+    thread only (elsewhere the block changes nothing) and put back at the end. `notify` gets the one line for the
+    user; it runs inside the signal handler.
     """
 
     def __init__(self, notify: Callable[[str], None] = tell_stderr) -> None:
         self._notify = notify
         self._set = False
+        self._raises = False
         self._signal = signal.SIGINT
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -39,6 +42,17 @@ class InterruptFlag:
     def set(self) -> None:
         """Ask the loop to stop, as a signal would."""
         self._set = True
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Let the first signal raise KeyboardInterrupt in the block; one that has come raises at its beginning."""
+        self._raises = True
+        try:
+            if self._set:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._raises = False
 
     @property
     def exit_code(self) -> int:
@@ -63,4 +77,7 @@ class InterruptFlag:
         if self._set:
             raise KeyboardInterrupt
         self._set = True
+        if self._raises:
+            self._notify("stopping; once more to stop without cleaning up")
+            raise KeyboardInterrupt
         self._notify("stopping at the next safe point; once more to stop at once")
