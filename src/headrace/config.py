@@ -491,6 +491,10 @@ class ClusterConfig(Section):
     """Where answers are generated; auto: in an actor of its own where the policy's workers are actors."""
     rollout_gpus: Literal[0, 1] | None = None
     """GPUs of the rollout actor, beside those of the workers; None: 1 where the workers have GPUs."""
+    startup_timeout_s: PositiveFloat = 180.0
+    """Longest wait for room on the Ray cluster: for the workers, then for the rollout actor."""
+    autoscales: bool = False
+    """The Ray cluster adds nodes by itself: wait for what it lacks, where that is otherwise an error at once."""
 
 
 class RecipeConfig(Section):

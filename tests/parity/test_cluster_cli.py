@@ -7,6 +7,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -24,7 +25,9 @@ CLUSTER = (
 )
 
 
-def start(run_dir: Path, mark: str, *overrides: str) -> "subprocess.Popen[str]":
+def start(
+    run_dir: Path, mark: str, *overrides: str, stdout: TextIO | int = subprocess.PIPE
+) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "headrace.cli", "train", "configs/demo_moe.yaml", f"run_dir={run_dir}"]
     # Every process of the run inherits the mark, whoever its parent is; a cluster elsewhere is none of its business.
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"HEADRACE_RUN_MARK": mark}
@@ -32,7 +35,7 @@ def start(run_dir: Path, mark: str, *overrides: str) -> "subprocess.Popen[str]":
         [*command, *CLUSTER, *overrides],
         cwd=ROOT,
         env=environment,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
@@ -97,3 +100,51 @@ def test_ctrl_c_saves_the_last_whole_step_and_leaves_no_process_behind(tmp_path:
     assert "Traceback" not in output
     assert any((tmp_path / "run" / "checkpoints").iterdir())
     assert survivors(mark) == {}
+
+
+# What a run waits for when it is stopped: options, and the process or the line that shows it.
+START_UPS = {
+    "the store": ((), "SimpleStorageUnit"),
+    "the workers": ((), "RankActor"),
+    "room": (("cluster.num_nodes=2", "cluster.autoscales=true"), "Ray has no room yet"),
+}
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("waits_for", START_UPS)
+def test_ctrl_c_during_start_up_ends_the_run_soon_and_leaves_no_process_behind(
+    tmp_path: Path, waits_for: str
+) -> None:
+    mark = uuid.uuid4().hex
+    options, sign = START_UPS[waits_for]
+    with (tmp_path / "output").open("w+") as output:
+        process = start(tmp_path / "run", mark, *options, stdout=output)
+        deadline = time.monotonic() + 300
+        while not (
+            sign in (tmp_path / "output").read_text() or any(sign in c for c in marked(mark).values())
+        ):
+            assert process.poll() is None, (tmp_path / "output").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        stopped = time.monotonic()
+        process.wait(timeout=120)
+    text = (tmp_path / "output").read_text()
+    assert process.returncode == 130, text
+    assert time.monotonic() - stopped < 40, text
+    assert "Traceback" not in text
+    assert "stopped after step 0; to go on: headrace train" in text
+    assert survivors(mark) == {}
+
+
+@pytest.mark.timeout(600)
+def test_a_gpu_for_the_rollouts_that_the_cluster_lacks_is_one_line_before_any_worker_starts(
+    tmp_path: Path,
+) -> None:
+    process = start(tmp_path / "run", uuid.uuid4().hex, "cluster.rollout_gpus=1")
+    output, _ = process.communicate()
+    assert process.returncode == 2, output
+    last = output.splitlines()[-1]
+    assert last.startswith("headrace: error: the run needs 1 GPUs and the Ray cluster has 0"), output
+    assert "cluster.rollout_gpus" in last

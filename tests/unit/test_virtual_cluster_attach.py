@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from ray.cluster_utils import Cluster
 
 cluster = Cluster()
 for _ in range(2):
-    cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=80 * 1024**2)
+    cluster.add_node(num_cpus=1, num_gpus=1, include_dashboard=False, object_store_memory=80 * 1024**2)
 print(cluster.address, flush=True)
 sys.stdin.read()
 cluster.shutdown()
@@ -73,9 +75,9 @@ cluster.shutdown()
 print(json.dumps(found))
 """
 
-THREE_NODES = """
+ROOM = """
 from headrace.distributed.virtual_cluster import RayVirtualCluster
-RayVirtualCluster(3, num_nodes=3)
+RayVirtualCluster({})
 """
 
 
@@ -158,10 +160,29 @@ def test_nodes_with_another_headrace_than_the_driver_get_the_drivers_environment
 
 
 def test_more_nodes_than_the_cluster_has_are_refused_with_both_numbers(two_nodes: str) -> None:
-    done = drive(THREE_NODES, two_nodes)
+    done = drive(ROOM.format("3, num_nodes=3"), two_nodes)
     assert done.returncode != 0
     assert "cluster.num_nodes=3" in done.stderr
     assert "the Ray cluster has 2 nodes" in done.stderr
+
+
+def test_gpus_for_the_rollout_actor_that_the_cluster_lacks_are_refused_at_once_with_both_numbers(
+    two_nodes: str,
+) -> None:
+    done = drive(ROOM.format("2, num_nodes=2, gpus_per_node=1, gpus_beside=1"), two_nodes)
+    last = done.stderr.splitlines()[-1]
+    assert "the run needs 3 GPUs and the Ray cluster has 2: the workers take 2 (policy.workers)" in last
+    assert "the rollout actor 1 beside them (cluster.rollout_gpus" in last
+    assert "cluster.autoscales=true" in last
+    assert "no room yet" not in done.stderr
+
+
+def test_nodes_that_an_autoscaler_may_add_are_waited_for_as_long_as_the_knob_says(two_nodes: str) -> None:
+    done = drive(ROOM.format("3, num_nodes=3, autoscales=True, startup_timeout_s=6.0"), two_nodes)
+    assert "Ray has no room yet for 3 x 1 CPU, 0 GPU (free: 2 CPU, 2 GPU); waiting up to 6 s" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "Ray found no room for 3 x 1 CPU, 0 GPU within 6 s; it has 2 CPU, 2 GPU in all" in last
+    assert "cluster.startup_timeout_s" in last
 
 
 def test_an_address_where_nothing_listens_is_named_at_once() -> None:
@@ -170,3 +191,17 @@ def test_an_address_where_nothing_listens_is_named_at_once() -> None:
     assert done.returncode != 0
     last = done.stderr.splitlines()[-1]
     assert "cannot connect to Ray at RAY_ADDRESS=127.0.0.1:1: nothing listens there" in last
+
+
+def test_an_address_where_something_else_listens_is_named_soon() -> None:
+    pytest.importorskip("ray", reason="needs headrace[ray]")
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        start = time.monotonic()
+        done = drive(ROOM_ONLY, address)
+        took_s = time.monotonic() - start
+    assert done.returncode != 0
+    last = done.stderr.splitlines()[-1]
+    assert f"cannot connect to Ray at RAY_ADDRESS={address}: something listens there, but does not" in last
+    # Ray by itself takes two minutes.
+    assert took_s < 40

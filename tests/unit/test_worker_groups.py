@@ -213,6 +213,28 @@ def test_a_killed_worker_is_noticed_and_ends_the_group(start: Start) -> None:
     group.shutdown()
 
 
+def test_an_actor_that_was_killed_is_called_by_its_name_once_and_briefly(ray_cluster: str) -> None:
+    from headrace.distributed.worker_groups.ray_group import start_ray_group
+
+    group = start_ray_group(
+        WorkerSpec(GroupWorker),
+        policy_sharding(1),
+        settings=SETTINGS,
+        alone="the rollout actor",
+        cpus_per_worker=0,
+    )
+    (pid,) = pids_of(group)
+    with pytest.raises(ConfigError, match=r"^rows that do not fit \(the rollout actor, in fail\)$"):
+        group.run_all("fail", 0)
+    os.kill(pid, signal.SIGKILL)
+    died = rf"the rollout actor has died: pid {pid} on [\d.]+ was killed or crashed, perhaps for memory \(in sleep\)"
+    with pytest.raises(HeadraceError, match=f"^{died}$"):
+        group.run_all("sleep", 60.0)
+    with pytest.raises(HeadraceError, match=f"^cannot run place: {died}$"):
+        group.run_all("place")
+    group.shutdown()
+
+
 def test_a_worker_that_cannot_be_built_leaves_nothing_behind(start: Start) -> None:
     before = running_children()
     with pytest.raises(ConfigError, match=r"nothing there \(rank 1 of 2, in start-up\)"):

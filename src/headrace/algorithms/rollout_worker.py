@@ -4,6 +4,7 @@ In the driver's process it is used as it is; as an actor of its own it is driven
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from headrace.experience.sync_rollout_actor import DriverCarry, SyncRolloutActor
 from headrace.experience.types import Prompt
 from headrace.models.automodel.setup import load_model, load_tokenizer
 from headrace.models.generation.interfaces import build_generator
-from headrace.models.policy.launch import start_on_ray
+from headrace.models.policy.launch import rollout_gpus, start_on_ray
 from headrace.models.policy.lm_policy import Policy
 
 RolledOut = tuple[KVBatchMeta, DriverCarry, dict[str, float], dict[str, float]]
@@ -165,17 +166,21 @@ class RemoteRollouts:
     """
 
     def __init__(self, recipe: RecipeConfig, dp_cfg: DataPlaneConfig | Mapping[str, Any]) -> None:
-        on_gpus = recipe.cluster.gpus_per_node > 0 and recipe.policy.device != "cpu"
-        wanted = recipe.cluster.rollout_gpus
-        gpus = int(on_gpus) if wanted is None else wanted
+        gpus = rollout_gpus(recipe.policy, recipe.cluster)
         self._group = start_on_ray(
             WorkerSpec(RolloutWorker.start, (recipe,)),
             policy_sharding(1),
             device="cuda" if gpus else "cpu",
+            alone="the rollout actor",
             gpus_per_node=gpus,
             cpus_per_worker=0,
+            startup_timeout_s=recipe.cluster.startup_timeout_s,
+            autoscales=recipe.cluster.autoscales,
         )
-        self._group.run_all("setup_data_plane", dp_cfg)
+        with ExitStack() as undo:
+            undo.callback(self._group.shutdown)
+            self._group.run_all("setup_data_plane", dp_cfg)
+            undo.pop_all()
 
     def rollout_to_tq(
         self, input_batch: Mapping[str, Any], *, partition_id: str, group_size: int = 1

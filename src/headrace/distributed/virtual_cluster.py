@@ -1,9 +1,11 @@
 """The part of a Ray cluster that a group of workers runs on."""
 
 import importlib.metadata
+import logging
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ from headrace.errors import ConfigError, HeadraceError
 
 _PACKAGE = "headrace"
 _EXTRAS = ("", "train", "ray")
+_log = logging.getLogger(__name__)
+# Room that is there is given sooner.
+_SOON_S = 5.0
 
 
 class RayVirtualCluster:
@@ -29,7 +34,11 @@ class RayVirtualCluster:
     Uses the cluster that this process is connected to, or else that of RAY_ADDRESS, or else starts a local one
     with `num_cpus` CPUs (None: those of the machine). `shutdown` ends what was started here and leaves any other
     cluster as it was. Each worker reserves a GPU where there are `gpus_per_node`, and `cpus_per_worker` (None:
-    one, or its share where there are fewer CPUs than workers).
+    one, or its share where there are fewer CPUs than workers). The cluster must have `gpus_beside` GPUs more, for the
+    run's rollout actor.
+
+    What the cluster lacks altogether is an error at once, unless it `autoscales`: then it is asked for, and waited for
+    like room that others hold, with a warning after a few seconds.
 
     Raises:
         ConfigError: a cluster with too few nodes or GPUs, or workers that the nodes cannot share evenly.
@@ -45,7 +54,9 @@ class RayVirtualCluster:
         gpus_per_node: int = 0,
         num_cpus: int | None = None,
         cpus_per_worker: float | None = None,
+        gpus_beside: int = 0,
         startup_timeout_s: float = 180.0,
+        autoscales: bool = False,
     ) -> None:
         if workers % num_nodes or (gpus_per_node and workers > num_nodes * gpus_per_node):
             raise ConfigError(
@@ -58,11 +69,11 @@ class RayVirtualCluster:
         self.placement_group: Any = None
         ready = False
         try:
-            self.cpus_per_worker = (
-                _cpu_share(self.workers_per_node, num_nodes, gpus_per_node)
-                if cpus_per_worker is None
-                else cpus_per_worker
-            )
+            if cpus_per_worker is None:
+                cpus_per_worker = _cpu_share(self.workers_per_node, num_nodes, gpus_per_node, autoscales)
+            self.cpus_per_worker = cpus_per_worker
+            if not autoscales:
+                _check_gpus(workers if gpus_per_node else 0, gpus_beside)
             # Processes of a cluster started here run this interpreter.
             self.runtime_env = None if starts_ray else _needed_runtime_env(startup_timeout_s)
             self._reserve(num_nodes, gpus_per_node, startup_timeout_s)
@@ -77,12 +88,22 @@ class RayVirtualCluster:
         if not bundle:
             return
         self.placement_group = placement_group([dict(bundle) for _ in range(num_nodes)], "STRICT_SPREAD")
+        ready, wanted = self.placement_group.ready(), f"{num_nodes} x {_listed(bundle)}"
+        soon_s = min(_SOON_S, startup_timeout_s)
+        if not ray.wait([ready], timeout=soon_s)[0]:
+            free = _listed(ray.available_resources())
+            _log.warning(
+                "Ray has no room yet for %s (free: %s); waiting up to %.3g s (cluster.startup_timeout_s)",
+                *(wanted, free, startup_timeout_s),
+            )
         try:
-            ray.get(self.placement_group.ready(), timeout=startup_timeout_s)
+            ray.get(ready, timeout=startup_timeout_s - soon_s)
         except GetTimeoutError as error:
             raise HeadraceError(
-                f"Ray found no room for {num_nodes} x {bundle} within {startup_timeout_s:.3g} s; free now: "
-                f"{ray.available_resources()}"
+                f"Ray found no room for {wanted} within {startup_timeout_s:.3g} s; it has "
+                f"{_listed(ray.cluster_resources())} in all, free: {_listed(ray.available_resources())}. End what "
+                "holds the rest, ask for less (policy.workers, cluster.rollout_gpus), or wait longer "
+                "(cluster.startup_timeout_s)"
             ) from error
 
     def place(self, rank: int) -> Any:
@@ -110,18 +131,37 @@ def _connect(num_cpus: int | None) -> bool:
     return True
 
 
-def _cpu_share(workers_per_node: int, num_nodes: int, gpus_per_node: int) -> float:
-    """Return the CPUs that each worker may reserve on the nodes that have room for it."""
+def _listed(resources: Mapping[str, float]) -> str:
+    """Return CPUs and GPUs in words, such as "2 CPU, 1 GPU"."""
+    return ", ".join(f"{resources.get(name, 0.0):.4g} {name}" for name in ("CPU", "GPU"))
+
+
+def _check_gpus(for_workers: int, beside: int) -> None:
+    """Raise ConfigError if the cluster has fewer GPUs than the run needs, whoever uses them now."""
+    needed, there = for_workers + beside, int(ray.cluster_resources().get("GPU", 0))
+    if needed > there:
+        raise ConfigError(
+            f"the run needs {needed} GPUs and the Ray cluster has {there}: the workers take {for_workers} "
+            f"(policy.workers), the rollout actor {beside} beside them (cluster.rollout_gpus). Lower one of the two, "
+            "set cluster.rollout=driver, or add nodes; where the cluster adds nodes by itself, set "
+            "cluster.autoscales=true"
+        )
+
+
+def _cpu_share(workers_per_node: int, num_nodes: int, gpus_per_node: int, autoscales: bool) -> float:
+    """Return the CPUs that each worker may reserve on the nodes that have room for it, or will come."""
     gpus_needed = workers_per_node if gpus_per_node else 0
     nodes = [node["Resources"] for node in ray.nodes() if node.get("Alive")]
     cpus = sorted(
         (n["CPU"] for n in nodes if n.get("CPU", 0) > 0 and n.get("GPU", 0) >= gpus_needed), reverse=True
     )
+    if len(cpus) < num_nodes and autoscales:
+        return 1.0
     if len(cpus) < num_nodes:
         raise ConfigError(
             f"cluster.num_nodes={num_nodes} with cluster.gpus_per_node={gpus_per_node}: the Ray cluster has "
             f"{len(cpus)} nodes with CPUs and {gpus_needed} GPUs, of {len(nodes)} in all; lower one of the two "
-            "or add nodes"
+            "or add nodes; where the cluster adds nodes by itself, set cluster.autoscales=true"
         )
     # Ray counts resources in ten-thousandths.
     share = math.floor(float(cpus[num_nodes - 1]) / workers_per_node * 1e4) / 1e4

@@ -76,10 +76,12 @@ def lost(rank: int, process: str, exit_code: int | None) -> WorkerFailure:
     return WorkerFailure(rank, HeadraceError, f"{process} {how}", is_lost=True)
 
 
-def raise_failures(failures: Sequence[WorkerFailure], *, world_size: int, doing: str) -> NoReturn:
+def raise_failures(
+    failures: Sequence[WorkerFailure], *, world_size: int, doing: str, alone: str | None = None
+) -> NoReturn:
     """Raise what explains `failures`: a lost process, else an error that no other rank caused.
 
-    The message names the rank; the cause is the traceback there.
+    The message names the rank, or `alone` where a group of one has a name; the cause is the traceback there.
 
     Raises:
         HeadraceError: the worker's own class where it is one of `headrace.errors`.
@@ -87,5 +89,8 @@ def raise_failures(failures: Sequence[WorkerFailure], *, world_size: int, doing:
     first = min(failures, key=lambda f: (not f.is_lost, f.is_echo))
     others = sorted(f.rank for f in failures if f is not first)
     also = f"; failed too: rank {', '.join(map(str, others))}" if others else ""
-    message = f"{first.summary} (rank {first.rank} of {world_size}, in {doing}{also})"
+    who = alone or f"rank {first.rank} of {world_size}"
+    # A group of one says itself who it was that died.
+    where = f"in {doing}" if alone and first.is_lost else f"{who}, in {doing}"
+    message = f"{first.summary} ({where}{also})"
     raise first.kind(message) from (WorkerTraceback(f"\n\n{first.trace}") if first.trace else None)

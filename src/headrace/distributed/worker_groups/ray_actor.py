@@ -1,5 +1,6 @@
 """One rank as a Ray actor, and the way for its stream to another actor."""
 
+import re
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -24,6 +25,20 @@ from headrace.errors import HeadraceError
 _IN_FLIGHT = 2
 _MESSAGE_BYTES = 16 << 20
 """Items are sent together up to this size: a message costs a millisecond or two, whatever it holds."""
+
+
+def briefly(error: RayError) -> str:
+    """Return what Ray knows of a process that is gone, without its advice.
+
+    Example: "pid 4711 on 10.0.0.2 was killed or crashed, perhaps for memory".
+    """
+    text = str(error)
+    facts = dict(re.findall(r"^\s*(pid|ip): (\S+)$", text, re.MULTILINE))
+    if "Worker exit type: SYSTEM_ERROR" in text and "pid" in facts:
+        return (
+            f"pid {facts['pid']} on {facts.get('ip', 'its node')} was killed or crashed, perhaps for memory"
+        )
+    return " ".join(text.split())
 
 
 class RankActor:
@@ -112,5 +127,4 @@ class ActorSink:
         try:
             return ray.get(reference)
         except RayError as error:
-            reason = " ".join(str(error).split())
-            raise HeadraceError(f"the receiver of {self._method} is lost: {reason}") from error
+            raise HeadraceError(f"the receiver of {self._method} is lost: {briefly(error)}") from error

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import ray
@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 
 from headrace.distributed.named_sharding import NamedSharding
 from headrace.distributed.virtual_cluster import RayVirtualCluster
-from headrace.distributed.worker_groups.failures import lost
+from headrace.distributed.worker_groups.failures import WorkerFailure
 from headrace.distributed.worker_groups.interfaces import WorkerGroup
 from headrace.distributed.worker_groups.rank import (
     Answer,
@@ -19,7 +19,7 @@ from headrace.distributed.worker_groups.rank import (
     RankSettings,
     WorkerSpec,
 )
-from headrace.distributed.worker_groups.ray_actor import ActorSink, RankActor
+from headrace.distributed.worker_groups.ray_actor import ActorSink, RankActor, briefly
 from headrace.distributed.worker_groups.remote import GRACE_S, RemoteWorkerGroup
 from headrace.distributed.worker_groups.wire import encode
 from headrace.errors import HeadraceError
@@ -33,7 +33,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
     """One actor per rank of `sharding`, with torch.distributed initialised between them.
 
     Consecutive ranks share a node. The actors belong to the driver's Ray job and end with it. The group owns
-    `cluster`, and shuts it down with itself.
+    `cluster`, and shuts it down with itself. `alone` is what messages call a group of one.
 
     Raises:
         HeadraceError: a worker cannot be built; its own class where it is one of `headrace.errors`.
@@ -47,14 +47,16 @@ class RayWorkerGroup(RemoteWorkerGroup):
         *,
         settings: RankSettings | None = None,
         grace_s: float = GRACE_S,
+        alone: str | None = None,
     ) -> None:
-        super().__init__(sharding, grace_s=grace_s)
+        super().__init__(sharding, grace_s=grace_s, alone=alone)
         self._cluster = cluster
         self._actors: list[Any] = []
         self._parts: dict[int, Any] = {}
         self._open(spec, settings)
 
     def _start(self, spec: WorkerSpec, settings: RankSettings) -> None:
+        self._busy = "start-up"
         per_node = self._cluster.workers_per_node
         actor_class = ray.remote(max_restarts=0, max_task_retries=0)(RankActor)
         for rank in range(self.world_size):
@@ -66,12 +68,12 @@ class RayWorkerGroup(RemoteWorkerGroup):
                 "runtime_env": self._cluster.runtime_env,
             }
             self._actors.append(actor_class.options(**options).remote())
-        self._busy = "start-up"
         encoded = ray.put(encode(spec))
         try:
             host, port = ray.get(self._actors[0].open_store.remote(self.world_size))
         except RayError as error:
-            raise HeadraceError(f"Ray could not start the first worker: {error}") from error
+            first = self._alone or "the first worker"
+            raise HeadraceError(f"Ray could not start {first}: {briefly(error)}") from error
         for rank, actor in enumerate(self._actors):
             place = RankPlace(rank, self.world_size, rank % per_node, per_node, host, port)
             self._parts[rank] = actor.start.options(**_ANSWERS).remote(place, settings, encoded, sys.path)
@@ -112,8 +114,8 @@ class RayWorkerGroup(RemoteWorkerGroup):
         try:
             answer: Answer = ray.get(next(self._parts[rank]))
         except RayError as error:
-            reason = " ".join(str(error).split())
-            return lost(rank, f"worker actor of rank {rank} ({reason})", None)
+            who = self._alone or "a worker actor"
+            return WorkerFailure(rank, HeadraceError, f"{who} has died: {briefly(error)}", is_lost=True)
         return answer
 
     def _end(self, *, gently: bool) -> None:
@@ -132,16 +134,19 @@ def start_ray_group(
     spec: WorkerSpec,
     sharding: NamedSharding,
     *,
-    num_nodes: int = 1,
-    gpus_per_node: int = 0,
-    cpus_per_worker: float | None = None,
     settings: RankSettings | None = None,
+    alone: str | None = None,
+    **room: Any,
 ) -> RayWorkerGroup:
     """Reserve a place for every rank on the running Ray cluster, or on one started here, and start the group.
 
+    `room` are the keywords of RayVirtualCluster; the rest are those of RayWorkerGroup.
+
     Raises: what RayVirtualCluster and RayWorkerGroup raise.
     """
-    cluster = RayVirtualCluster(
-        sharding.size, num_nodes=num_nodes, gpus_per_node=gpus_per_node, cpus_per_worker=cpus_per_worker
-    )
-    return RayWorkerGroup(spec, sharding, cluster, settings=settings)
+    cluster = RayVirtualCluster(sharding.size, **room)
+    with ExitStack() as undo:
+        undo.callback(cluster.shutdown)
+        group = RayWorkerGroup(spec, sharding, cluster, settings=settings, alone=alone)
+        undo.pop_all()
+    return group

@@ -25,11 +25,15 @@ class RemoteWorkerGroup(ABC):
     """A worker per rank of `sharding`, each in a process of its own; see the protocol `WorkerGroup`.
 
     A worker's error is raised on the driver with its rank; its class is kept where it is one of
-    `headrace.errors`, and its traceback is the cause.
+    `headrace.errors`, and its traceback is the cause. `alone` is what messages call a group of one, such as "the
+    rollout actor".
     """
 
-    def __init__(self, sharding: NamedSharding, *, grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self, sharding: NamedSharding, *, grace_s: float = GRACE_S, alone: str | None = None
+    ) -> None:
         self.sharding = sharding
+        self._alone = alone
         self._replicas = replicas_of(sharding)
         self._grace_s = grace_s
         self._busy: str | None = None
@@ -139,7 +143,8 @@ class RemoteWorkerGroup(ABC):
 
     def _begin(self, method: str, calls: Mapping[int, Call]) -> None:
         if self._ended is not None:
-            raise HeadraceError(f"cannot run {method}: the worker group is gone, {self._ended}")
+            gone = "" if self._alone else "the worker group is gone, "
+            raise HeadraceError(f"cannot run {method}: {gone}{self._ended}")
         if self._busy is not None:
             raise HeadraceError(
                 f"cannot run {method}: {self._busy} still streams; read it to its end or close it"
@@ -179,7 +184,7 @@ class RemoteWorkerGroup(ABC):
                 self._ended = f"{why} (in {doing})"
                 self._end(gently=False)
         if finished and failures:
-            raise_failures(failures, world_size=self.world_size, doing=doing)
+            raise_failures(failures, world_size=self.world_size, doing=doing, alone=self._alone)
 
 
 def replicas_of(sharding: NamedSharding) -> list[list[int]]:

@@ -33,7 +33,8 @@ def build_worker_group(
 ) -> WorkerGroup:
     """Return the policy's workers: one in this process, or `policy.workers` processes.
 
-    `auto_launcher` is what `policy.parallel.launcher=auto` means. A process has at most as many CPU threads as
+    `auto_launcher` is what `policy.parallel.launcher=auto` means. With `cluster.rollout=actor`, Ray has to have GPUs
+    for the rollout actor as well. A process has at most as many CPU threads as
     this one, and no more than its share of the cores.
 
     Raises:
@@ -60,7 +61,16 @@ def build_worker_group(
                 device="cuda" if on_gpus else "cpu",
                 num_nodes=cluster.num_nodes,
                 gpus_per_node=cluster.gpus_per_node if on_gpus else 0,
+                gpus_beside=rollout_gpus(cfg, cluster) if cluster.rollout == "actor" else 0,
+                startup_timeout_s=cluster.startup_timeout_s,
+                autoscales=cluster.autoscales,
             )
+
+
+def rollout_gpus(cfg: PolicyConfig, cluster: ClusterConfig) -> int:
+    """Return the GPUs of the rollout actor, if there is one."""
+    on_gpus = cluster.gpus_per_node > 0 and cfg.device != "cpu"
+    return int(on_gpus) if cluster.rollout_gpus is None else cluster.rollout_gpus
 
 
 def worker_place(cfg: PolicyConfig, auto_launcher: Launcher) -> Literal["driver", "spawn", "ray"]:
@@ -86,11 +96,10 @@ def start_on_ray(
     layout: NamedSharding,
     *,
     device: DeviceType = "cpu",
-    num_nodes: int = 1,
-    gpus_per_node: int = 0,
-    cpus_per_worker: float | None = None,
+    alone: str | None = None,
+    **room: Any,
 ) -> WorkerGroup:
-    """Start a group of Ray actors; see `worker_groups.ray_group`.
+    """Start a group of Ray actors; see `start_ray_group`.
 
     Raises:
         ConfigError: Ray is not installed, or its cluster has no room of that kind.
@@ -107,8 +116,7 @@ def start_on_ray(
     return start_ray_group(
         spec,
         layout,
-        num_nodes=num_nodes,
-        gpus_per_node=gpus_per_node,
-        cpus_per_worker=cpus_per_worker,
         settings=RankSettings(device, torch.get_num_threads()),
+        alone=alone,
+        **room,
     )
