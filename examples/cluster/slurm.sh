@@ -26,8 +26,37 @@ bin="$PWD/.venv/bin"
 cpus=${SLURM_CPUS_PER_TASK:-1}
 gpus=${SLURM_GPUS_ON_NODE:-0}
 nodes=$SLURM_JOB_NUM_NODES
-# One GPU per node less than there are: the rollout actor takes one. Without GPUs, one worker per node.
-workers=${WORKERS:-$((gpus > 1 ? nodes * (gpus - 1) : nodes))}
+settings=(
+  data_plane.impl=transfer_queue
+  data_plane.num_storage_units="$nodes"
+  cluster.num_nodes="$nodes"
+  cluster.gpus_per_node="$gpus"
+  logging.progress=off
+)
+# At most one per GPU, less one GPU per node: the rollout actor takes one. Without GPUs, one per node. A recipe may allow
+# fewer only: policy.train_global_batch_size must divide by the data-parallel part of the workers.
+most=$((gpus > 1 ? nodes * (gpus - 1) : nodes))
+workers=$("$bin/python" - "${WORKERS:-$most}" "${WORKERS:-$nodes}" "$nodes" "$1" "${settings[@]}" "${@:2}" <<'CHOOSE'
+import sys
+from headrace.errors import ConfigError
+from headrace.utils.recipe import load_recipe
+
+most, fewest, step, recipe, *settings = sys.argv[1:]
+reasons = []
+for workers in range(int(most), int(fewest) - 1, -int(step)):
+    try:
+        load_recipe(recipe, [f"policy.workers={workers}", *settings])
+    except ConfigError as error:
+        reasons.append(f"{workers} workers: {error}")
+        continue
+    if reasons:
+        print(f"slurm.sh: {workers} workers, the most that the recipe allows; {reasons[0]}", file=sys.stderr)
+    print(workers)
+    break
+else:
+    sys.exit(f"slurm.sh: {reasons[0]}")
+CHOOSE
+)
 # Jobs that share a node must not share a port.
 port=${RAY_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 
@@ -93,14 +122,7 @@ while (found := sum(node["Alive"] for node in ray.nodes())) < wanted:
     time.sleep(1)
 PY
 
-"$bin/headrace" train "$1" \
-  data_plane.impl=transfer_queue \
-  data_plane.num_storage_units="$nodes" \
-  policy.workers="$workers" \
-  cluster.num_nodes="$nodes" \
-  cluster.gpus_per_node="$gpus" \
-  logging.progress=off \
-  "${@:2}" &
+"$bin/headrace" train "$1" policy.workers="$workers" "${settings[@]}" "${@:2}" &
 driver=$!
 # A trapped signal ends `wait` early; the driver then writes its checkpoint and ends by itself.
 code=0

@@ -76,17 +76,58 @@ def test_every_recipe_key_that_the_page_names_exists() -> None:
     sections = ("cluster", "policy", "data_plane", "checkpointing")
     named = set(re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_.]+)", PAGE))
     assert {"cluster.num_nodes", "data_plane.timeout_s", "policy.parallel.tensor"} <= named
-    for key in named:
+    assert len(keys_of([f"{key}=" for key in named])) == len(named)
+
+
+def keys_of(words: list[str]) -> list[str]:
+    """Return the recipe keys among words like `policy.workers=2`, each checked to exist."""
+    keys = [word.partition("=")[0] for word in words if re.match(r"[a-z_.]+=", word)]
+    for key in keys:
         model: Any = RecipeConfig
         for part in key.split("."):
             assert part in model.model_fields, key
             model = model.model_fields[part].annotation
+    return keys
 
 
 def test_the_slurm_script_is_bash_and_asks_for_keys_that_exist() -> None:
     subprocess.run(["bash", "-n", str(SLURM)], check=True)
-    for section, name in re.findall(r"^  (\w+)\.(\w+)=", SLURM.read_text(), re.MULTILINE):
-        assert name in RecipeConfig.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+    named = re.findall(r"\b(?:policy|data_plane|cluster|logging)\.\w+=", SLURM.read_text())
+    assert {"policy.workers", "cluster.num_nodes", "data_plane.impl"} <= set(keys_of(named))
+
+
+def choose_workers(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    """Run the part of the Slurm script that chooses the number of workers: most, fewest, step, recipe, settings."""
+    match = re.search(r"<<'CHOOSE'\n(.*?)^CHOOSE$", SLURM.read_text(), re.DOTALL | re.MULTILINE)
+    assert match is not None
+    command = [sys.executable, "-c", match.group(1), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+# Nodes, GPUs of each, and workers by recipe: 256 samples in a batch, or 32 in microbatches of 8.
+ALLOWED = [(1, 8, 4, 4), (2, 8, 8, 4), (1, 4, 2, 2), (1, 3, 2, 2), (2, 2, 2, 2), (4, 0, 4, 4)]
+
+
+@pytest.mark.parametrize(("nodes", "gpus", "demo", "smollm2"), ALLOWED)
+@pytest.mark.parametrize("recipe", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_slurm_script_takes_the_most_workers_that_a_shipped_recipe_allows(
+    recipe: Path, nodes: int, gpus: int, demo: int, smollm2: int
+) -> None:
+    workers = smollm2 if recipe.stem.startswith("smollm2") else demo
+    most = nodes * (gpus - 1) if gpus > 1 else nodes
+    settings = ("data_plane.impl=transfer_queue", f"cluster.num_nodes={nodes}")
+    done = choose_workers(most, nodes, nodes, recipe, *settings)
+    assert (done.returncode, done.stdout) == (0, f"{workers}\n"), done.stderr
+    said = f"{workers} workers, the most that the recipe allows; {most} workers: "
+    assert (said in done.stderr) == (workers < most)
+
+
+def test_a_number_of_workers_that_the_recipe_does_not_allow_ends_the_job_before_ray_starts() -> None:
+    done = choose_workers(7, 7, 1, ROOT / "configs" / "demo_moe.yaml", "data_plane.impl=transfer_queue")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "train_global_batch_size=256 is not divisible by workers=7" in done.stderr
+    text = SLURM.read_text()
+    assert text.index("CHOOSE\n)") < text.index("ray_on ")
 
 
 def test_the_manifest_has_the_fields_of_a_ray_job() -> None:
@@ -103,6 +144,12 @@ def test_the_manifest_has_the_fields_of_a_ray_job() -> None:
         (container,) = group["template"]["spec"]["containers"]
         assert container["resources"]["requests"] == container["resources"]["limits"]
         assert not container["image"].endswith(":latest")
+
+
+def test_the_manifest_asks_for_keys_that_exist() -> None:
+    words = MANIFEST["spec"]["entrypoint"].split()
+    assert words[:3] == ["headrace", "train", "/shared/recipe.yaml"]
+    assert len(keys_of(words)) == len(words) - 3
 
 
 def test_the_manifest_runs_the_pinned_ray() -> None:
