@@ -1,6 +1,7 @@
 """`headrace train` with workers and rollouts on a Ray cluster of its own: it finishes, it stops, it leaves nothing."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -112,7 +113,9 @@ START_UPS = {
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("waits_for", START_UPS)
+@pytest.mark.parametrize(
+    "waits_for", ["the store", pytest.param("the workers", marks=pytest.mark.slow), "room"]
+)
 def test_ctrl_c_during_start_up_ends_the_run_soon_and_leaves_no_process_behind(
     tmp_path: Path, waits_for: str
 ) -> None:
@@ -148,3 +151,30 @@ def test_a_gpu_for_the_rollouts_that_the_cluster_lacks_is_one_line_before_any_wo
     last = output.splitlines()[-1]
     assert last.startswith("headrace: error: the run needs 1 GPUs and the Ray cluster has 0"), output
     assert "cluster.rollout_gpus" in last
+
+
+DEATHS = {
+    "SimpleStorageUnit": r"storage unit 0 of 1 at [\d.]+ has died\. What only it held is lost",
+    # The last to start.
+    "RankActor": r"the rollout actor has died: pid \d+ on [\d.]+ was killed or crashed, perhaps for memory \(in \w+\)$",
+}
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("victim", ["SimpleStorageUnit", pytest.param("RankActor", marks=pytest.mark.slow)])
+def test_a_run_that_loses_a_process_ends_soon_with_one_error_that_names_it(
+    tmp_path: Path, victim: str
+) -> None:
+    mark = uuid.uuid4().hex
+    process = start(tmp_path / "run", mark)
+    wait_for(tmp_path / "run" / "metrics.jsonl", process)
+    os.kill(max(pid for pid, command in marked(mark).items() if victim in command), signal.SIGKILL)
+    killed = time.monotonic()
+    output, _ = process.communicate(timeout=120)
+    assert time.monotonic() - killed < 60, output
+    assert process.returncode == 1, output
+    errors = [line for line in output.splitlines() if line.startswith("headrace: error")]
+    assert len(errors) == 1, output
+    assert re.search(DEATHS[victim], errors[0]), output
+    assert survivors(mark) == {}

@@ -2,8 +2,9 @@
 
 TransferQueue's calls have no time-out of their own, drop missing keys silently, and report a put as done
 whose notice to the controller was lost. So every call of its client runs on one event loop of this process and is
-given up after a time; a fetch checks that all blocks came. Its simple storage units are asked directly
-(`transfer_queue_units`); elsewhere a block is one flat uint8 row of one field, which no backend reshapes or casts.
+given up after a time, or when Ray says who died; a fetch checks that all blocks came. Its simple storage units are
+asked directly (`transfer_queue_units`); elsewhere a block is one flat uint8 row of one field, which no backend
+reshapes or casts.
 """
 
 import asyncio
