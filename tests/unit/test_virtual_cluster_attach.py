@@ -204,4 +204,4 @@ def test_an_address_where_something_else_listens_is_named_soon() -> None:
     last = done.stderr.splitlines()[-1]
     assert f"cannot connect to Ray at RAY_ADDRESS={address}: something listens there, but does not" in last
     # Ray by itself takes two minutes.
-    assert took_s < 40
+    assert took_s < 60

@@ -17,7 +17,8 @@ from headrace.errors import TransportError
 NAMESPACE = "headrace"
 _CONNECT_S = 10.0
 # In a process of its own, which can be given up: Ray itself would try for minutes.
-_PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
+_PROBE = "import sys; from ray._raylet import GcsClient; print(flush=True); GcsClient(address=sys.argv[1])"
+_ANSWER_S = 20.0
 
 
 def connect(address: str | None, *, named_by: str, **local: Any) -> None:
@@ -27,7 +28,7 @@ def connect(address: str | None, *, named_by: str, **local: Any) -> None:
     errors only.
 
     Raises:
-        TransportError: no cluster there; at once where nothing listens, and after 10 s where something else does.
+        TransportError: no cluster there; at once where nothing listens, and after 20 s where something else does.
     """
     try:
         if address:
@@ -70,13 +71,24 @@ def _check_listening(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except OSError as error:
         raise ConnectionError(f"nothing listens there ({error}); start the head node first") from error
-    probe = [sys.executable, "-c", _PROBE, address]
-    try:
-        # What it says, as of a token that is refused, Ray says better when it connects.
-        subprocess.run(probe, timeout=_CONNECT_S, capture_output=True, check=False)
-    except subprocess.TimeoutExpired as error:
+    if not _answers_or_refuses(address):
         raise ConnectionError(
-            f"something listens there, but does not answer as a Ray head node within {_CONNECT_S:.3g} s; give the "
+            f"something listens there, but does not answer as a Ray head node within {_ANSWER_S:.3g} s; give the "
             "address that `ray start --head` printed (its port is 6379 by default, 8265 is the dashboard's and "
             "10001 that of ray://)"
-        ) from error
+        )
+
+
+def _answers_or_refuses(address: str) -> bool:
+    """Return whether a Ray client comes to an end at `address`; how, Ray says best when it connects."""
+    command = [sys.executable, "-c", _PROBE, address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as probe:
+        try:
+            assert probe.stdout is not None
+            probe.stdout.read(1)  # Ray is loaded; the time counts from now.
+            probe.wait(_ANSWER_S)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            probe.kill()
+    return True

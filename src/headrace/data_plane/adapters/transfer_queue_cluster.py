@@ -317,6 +317,8 @@ def find_lost(parts: Sequence[Part]) -> Part | None:
             actor = ray.get_actor(part.actor, namespace=NAMESPACE)
         except ValueError:
             return part
+        except RayError:
+            return None
         pings[actor.__ray_ready__.remote()] = part
     if not pings:
         return None

@@ -90,9 +90,13 @@ class RankActor:
 
 
 class ActorSink:
-    """Sends a stream's items to an actor and has its worker consume them: `method(items, *args)`."""
+    """Sends a stream's items to an actor and has its worker consume them: `method(items, *args)`.
 
-    def __init__(self, actor: Any, method: str, arguments: Payload) -> None:
+    `name` is what messages call the actor.
+    """
+
+    def __init__(self, actor: Any, method: str, arguments: Payload, name: str | None = None) -> None:
+        self._name = name or f"the receiver of {method}"
         self._actor = actor
         self._method = method
         self._arguments = arguments
@@ -127,4 +131,4 @@ class ActorSink:
         try:
             return ray.get(reference)
         except RayError as error:
-            raise HeadraceError(f"the receiver of {self._method} is lost: {briefly(error)}") from error
+            raise HeadraceError(f"{self._name} has died: {briefly(error)}") from error

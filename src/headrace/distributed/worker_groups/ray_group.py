@@ -83,7 +83,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
     def stream_to(self, target: WorkerGroup, method: str, into: str, *args: Any) -> None:
         """Give what the first rank's generator yields to the target's worker, from actor to actor."""
         if isinstance(target, RayWorkerGroup) and target.world_size == 1:
-            self.feed(method, ActorSink(target.actors[0], into, encode((args, {}))))
+            self.feed(method, ActorSink(target.actors[0], into, encode((args, {})), target._alone))
         else:
             super().stream_to(target, method, into, *args)
 
