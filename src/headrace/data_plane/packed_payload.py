@@ -23,8 +23,7 @@ import torch
 
 from headrace.data_plane.adapters.local_chunks import Buffers, Chunk, Form, chunk_from_buffers
 from headrace.data_plane.adapters.partition_lengths import Lengths, said_lengths
-from headrace.distributed import ragged_cpu
-from headrace.distributed.ragged import offsets_from_lengths
+from headrace.distributed.ragged import gather_spans, offsets_from_lengths
 from headrace.distributed.ragged_cpu import Bytes, Ints
 from headrace.errors import TransportError
 
@@ -174,26 +173,27 @@ def select_rows(frames: Frames, rows: Ints) -> Frames:
     """
     head = _Head.read(frames.head)
     try:
-        taken, offsets = _taken(frames.values.numpy(), head, head.offsets(frames.head), rows)
+        taken, offsets = _taken(frames.values, head, head.offsets(frames.head), rows)
     except IndexError as error:
         raise BlockError(f"a block of {head.rows} rows is asked for others: {error}") from error
     new_head = _head(len(rows), len(taken), head.number, head.unit, offsets)
-    return Frames(torch.from_numpy(new_head), torch.from_numpy(taken))
+    return Frames(torch.from_numpy(new_head), taken)
 
 
 def _taken(
-    values: Bytes, head: "_Head", offsets: torch.Tensor | None, rows: Ints
-) -> tuple[Bytes, torch.Tensor | None]:
+    values: torch.Tensor, head: "_Head", offsets: torch.Tensor | None, rows: Ints
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the bytes of some rows of a block, and their offsets."""
     if offsets is None:
-        return values[: head.value_bytes].reshape(head.rows, head.unit)[rows].reshape(-1), None
+        whole = values.numpy()[: head.value_bytes].reshape(head.rows, head.unit)
+        return torch.from_numpy(whole[rows].reshape(-1)), None
     bounds = offsets.numpy()
-    starts, lengths = bounds[rows], bounds[rows + 1] - bounds[rows]
-    new_offsets = offsets_from_lengths(torch.from_numpy(lengths))
-    if not head.unit or not lengths.any():
+    starts, lengths = (torch.from_numpy(x) for x in (bounds[rows], bounds[rows + 1] - bounds[rows]))
+    new_offsets = offsets_from_lengths(lengths)
+    if not head.unit or not head.value_bytes:
         return values[:0], new_offsets
-    taken = ragged_cpu.gather_spans(values, starts, lengths, head.unit)
-    return np.frombuffer(taken, np.uint8), new_offsets
+    tokens = values[: head.value_bytes].view(-1, head.unit)
+    return gather_spans(tokens, starts, lengths).view(-1), new_offsets
 
 
 class _Head(NamedTuple):
