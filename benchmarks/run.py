@@ -196,6 +196,8 @@ class Bench:
 
 def where() -> dict[str, Any]:
     """Return hardware, versions, commit, and how busy the machine is."""
+    # Whoever copies the files of a commit elsewhere tells which: the history there may be none, or another.
+    told = os.environ.get("HEADRACE_COMMIT", "")
     return {
         "machine": platform.machine(),
         "processor": _processor(),
@@ -206,10 +208,9 @@ def where() -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
-        # A copy without its history is told its commit.
-        "commit": _git("rev-parse", "HEAD") or os.environ.get("HEADRACE_COMMIT", ""),
+        "commit": told or _git("rev-parse", "HEAD"),
         # Results that were written before this one, and the page made of them, change nothing that is measured.
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no", "--", *_MEASURED)),
+        "uncommitted_changes": not told and bool(_git("status", "--porcelain", "-uno", "--", *_MEASURED)),
         "command": shlex.join([*_launcher(), *sys.argv]),
     }
 
