@@ -12,6 +12,7 @@ from headrace.data_plane.routes_codec import (
     holds_experts,
     missing_mark,
     missing_rows,
+    most_experts,
     pack_routes,
     route_digest,
     row_digests,
@@ -93,6 +94,18 @@ def test_the_wire_dtype_has_room_for_every_id_and_the_mark(
     assert torch.equal(signed_routes(wire), torch.cat([last, missing]))
 
 
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_as_many_experts_as_a_dtype_holds_are_told_from_the_mark(dtype: torch.dtype, top_k: int) -> None:
+    most = most_experts(dtype, top_k)
+    assert holds_experts(dtype, most, top_k)
+    assert not holds_experts(dtype, most + 1, top_k)
+    last = (torch.full((1, 1, top_k), most - 1) - torch.arange(top_k)).to(dtype)
+    ids = torch.cat([last, torch.full_like(last, missing_mark(dtype))])
+    assert missing_rows(ids).tolist() == [[False], [True]]
+    check_routes(ids, num_experts=most, num_layers=1, top_k=top_k)
+
+
 def test_qwen3_30b_costs_384_bytes_per_token() -> None:
     ids = torch.rand(16, 48, 128, generator=torch.Generator().manual_seed(0)).topk(8).indices
     wire = pack_routes([ids.to(torch.int32)], num_experts=128)
@@ -140,6 +153,8 @@ def test_packing_refuses_samples_that_do_not_belong_together() -> None:
         unpack_routes(torch.zeros(3, 1, 2, dtype=torch.uint8), [2, 2])
     with pytest.raises(SchemaError, match="at most 65536"):
         wire_dtype(65_537, 2)
+    with pytest.raises(SchemaError, match="at most 65535"):
+        wire_dtype(65_536, 1)
     with pytest.raises(SchemaError, match=r"torch.float32; expected one of torch.uint8"):
         missing_mark(torch.float32)
 

@@ -1,4 +1,4 @@
-"""What every adapter's put checks before it writes anything."""
+"""What is checked before anything is written: by every adapter's put, and by those who write columns of a meta."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,18 @@ import torch
 from tensordict import TensorDict
 
 from headrace.data_plane.codec import check_trailing_dims
-from headrace.data_plane.interfaces import texts
+from headrace.data_plane.interfaces import KVBatchMeta, texts
 from headrace.data_plane.leaves import Leaf, Ragged, leaves
-from headrace.data_plane.schema import FIELDS, INPUT_LENGTHS, Kind, check_dtype
+from headrace.data_plane.routes_codec import RouteShape, check_routes, most_experts
+from headrace.data_plane.schema import (
+    FIELDS,
+    INPUT_LENGTHS,
+    ROUTED_EXPERTS_FIELD,
+    FieldSpec,
+    Kind,
+    check_dtype,
+)
+from headrace.distributed.ragged import ragged_from_nested
 from headrace.errors import SchemaError
 
 _SHOWN = 8
@@ -63,7 +72,7 @@ def checked_leaves(fields: TensorDict | None, rows: int) -> dict[str, Leaf]:
 
     Raises:
         SchemaError: another number of rows, or a declared column of another kind, dtype or number of dimensions,
-            or whose rows do not have the lengths that the same put declares.
+            or without values for its tokens, or whose rows do not have the lengths that the same put declares.
     """
     columns = dict(leaves(fields)) if fields is not None else {}
     for name, leaf in columns.items():
@@ -93,9 +102,65 @@ def _check_declared(name: str, leaf: Leaf, lengths: Leaf | None) -> None:
         raise SchemaError(f"column '{name}' is declared per sample; expected one number per row")
     if spec.kind is not Kind.PER_TOKEN or (spec.broadcast and values is leaf and values.dim() == 1):
         return
-    check_trailing_dims(name, values.dim() + (1 if isinstance(leaf, Ragged) else 0), spec)
+    _check_per_token(name, leaf, values, spec)
     if isinstance(leaf, Ragged) and isinstance(lengths, torch.Tensor):
         _check_lengths(name, leaf.offsets.diff(), lengths.reshape(-1).cpu().long())
+
+
+def _check_per_token(name: str, leaf: Leaf, values: torch.Tensor, spec: FieldSpec) -> None:
+    check_trailing_dims(name, values.dim() + (1 if isinstance(leaf, Ragged) else 0), spec)
+    if isinstance(leaf, Ragged) and leaf.ragged_dim != 1:
+        raise SchemaError(f"column '{name}' is ragged in dimension {leaf.ragged_dim}; tokens are dimension 1")
+    token = tuple(values.shape[values.dim() - spec.trailing_dims :])
+    if 0 in token and len(values):
+        raise SchemaError(f"column '{name}' has {token} values per token; expected 1 or more along each axis")
+
+
+def check_same_axes(
+    name: str, got: Sequence[int], held: Sequence[int], ids: Sequence[str], where: str
+) -> None:
+    """Hold the axes after the tokens of a declared column to those of the samples that a partition holds.
+
+    `got` and `held` are sizes of which the last are those axes.
+
+    Raises:
+        SchemaError: other sizes, with both, the samples `ids` and the partition's name, `where`.
+    """
+    spec = FIELDS.get(name)
+    axes = spec.trailing_dims if spec else 0
+    if not axes or tuple(got[-axes:]) == tuple(held[-axes:]):
+        return
+    raise SchemaError(
+        f"column '{name}' of {shown(ids) or 'no samples'} has {tuple(got[-axes:])} values per token; the samples of "
+        f"partition '{where}' have {tuple(held[-axes:])} (routes: MoE layers, experts per token). Write the rows of "
+        "one model to one partition, or clear its samples first"
+    )
+
+
+def check_route_ids(fields: TensorDict, meta: KVBatchMeta, shape: RouteShape | None = None) -> None:
+    """Refuse routes among the columns packed for the rows of `meta` that no router can have chosen.
+
+    Without `shape`, layers and k are those of the column, and there may be as many experts as its dtype has room for.
+    Then a row that is partly missing passes in an unsigned dtype: [255, 3] in uint8 is a choice of 256 experts.
+
+    Raises:
+        SchemaError: what `check_routes` refuses, with the sample, token and layer.
+    """
+    column = fields.get(ROUTED_EXPERTS_FIELD, None)
+    if column is None:
+        return
+    values, _, _ = ragged_from_nested(column)
+    if shape is None:
+        layers, top_k = values.shape[1:]
+        shape = RouteShape(layers, top_k, most_experts(values.dtype, top_k))
+    check_routes(
+        values,
+        num_experts=shape.num_experts,
+        num_layers=shape.num_layers,
+        top_k=shape.top_k,
+        lengths=meta.sequence_lengths,
+        sample_ids=meta.sample_ids,
+    )
 
 
 def _check_lengths(name: str, got: torch.Tensor, declared: torch.Tensor) -> None:

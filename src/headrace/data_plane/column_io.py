@@ -7,25 +7,25 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from headrace.data_plane.checks import check_route_ids
 from headrace.data_plane.codec import RowPacker, materialize, nest, stack_or_nest
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.leaves import wire_tensordict
 from headrace.data_plane.object_codec import ObjectArray, object_array
-from headrace.data_plane.routes_codec import check_routes
+from headrace.data_plane.routes_codec import RouteShape
 from headrace.data_plane.schema import (
     FIELDS,
     GLOBAL_FORWARD_PAD_SEQLEN,
     INPUT_LENGTHS,
     PAD_TO_MULTIPLE,
     PER_TOKEN_FIELDS,
-    ROUTED_EXPERTS_FIELD,
     Kind,
     Layout,
     check_dtype,
 )
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.multimodal import PackedTensor
-from headrace.distributed.ragged import PadValue, dtype_of, is_nested, ragged_from_nested, wants_grad
+from headrace.distributed.ragged import PadValue, dtype_of, is_nested, wants_grad
 from headrace.errors import SchemaError
 from headrace.utils.rounding import round_up
 
@@ -56,15 +56,23 @@ def read_columns(
     return materialize(wire, layout=layout, pad_value_dict=pad_value_dict, pad_to_seqlen=target)
 
 
-def write_columns(dp_client: DataPlaneClient, meta: KVBatchMeta, fields: Mapping[str, Any]) -> KVBatchMeta:
+def write_columns(
+    dp_client: DataPlaneClient,
+    meta: KVBatchMeta,
+    fields: Mapping[str, Any],
+    *,
+    route_shape: RouteShape | None = None,
+) -> KVBatchMeta:
     """Write columns of the rows of `meta` in one put, add them to `meta.fields` (if known), and return the meta.
 
-    What a column may be is said at `pack_columns`.
+    What a column may be is said at `pack_columns`; `route_shape` at `kv_first_write`.
 
     Raises:
-        SchemaError: a column that does not fit its declaration or the meta's sequence lengths.
+        SchemaError: a column that does not fit its declaration or the meta's sequence lengths, or routes that no
+            router can have chosen.
     """
     wire = pack_columns(fields, lengths=meta.sequence_lengths, rows=meta.size)
+    check_route_ids(wire, meta, route_shape)
     dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=wire)
     meta.add_fields(list(wire.keys()))
     return meta
@@ -80,14 +88,18 @@ def kv_first_write(
     task_name: str = "train",
     pad_to_multiple: int = 1,
     tags: Sequence[Mapping[str, Any]] | None = None,
+    route_shape: RouteShape | None = None,
     routes_checked: bool = False,
 ) -> KVBatchMeta:
     """Write a rollout batch in one put and return the meta that names its rows.
 
     `final_batch_cpu` holds `input_lengths`, and per-token columns padded, jagged, or as lists of rows (see
     `pack_columns`). The meta has the lengths, all columns written, the tags, and a copy of `extra_info` to which a
-    `pad_to_multiple` above 1 is added. `routes_checked`: `check_routes` has passed the routes, which takes longer than
-    to write them.
+    `pad_to_multiple` above 1 is added.
+
+    `route_shape` is what the model's routes look like. Only with it are ids held to the number of experts, and a row
+    refused that has 255 beside an id in uint8 (65535 in uint16), which is the last of 256 (65536) experts otherwise.
+    `routes_checked`: `check_routes` has passed the routes, which takes longer than to write them.
 
     Raises:
         SchemaError: no `input_lengths`, a number of ids other than the rows, a column that does not fit, routes that
@@ -113,23 +125,10 @@ def kv_first_write(
         extra_info=info,
         tags=None if tags is None else [dict(tag) for tag in tags],
     )
-    if ROUTED_EXPERTS_FIELD in final_batch_cpu and not routes_checked:
-        _check_routes(wire, meta)
+    if not routes_checked:
+        check_route_ids(wire, meta, route_shape)
     dp_client.put_samples(meta.sample_ids, partition_id, fields=wire, tags=meta.tags)
     return meta
-
-
-def _check_routes(wire: TensorDict, meta: KVBatchMeta) -> None:
-    """Refuse rows with an expert twice, or partly missing; how many experts there are, the dtype alone says."""
-    values, _, _ = ragged_from_nested(wire.get(ROUTED_EXPERTS_FIELD))
-    check_routes(
-        values,
-        num_experts=torch.iinfo(values.dtype).max + 1,
-        num_layers=values.shape[1],
-        top_k=values.shape[2],
-        lengths=meta.sequence_lengths,
-        sample_ids=meta.sample_ids,
-    )
 
 
 def pack_columns(

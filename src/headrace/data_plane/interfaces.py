@@ -331,9 +331,12 @@ class DataPlaneClient(ABC):
         A column written twice keeps the last value. `fields` is what `codec.pack_jagged_fields` returns: dense
         (N, ...) tensors, jagged nested tensors, and object arrays.
 
+        Routes have the layers and experts per token of those that the partition holds. Their ids are not looked at,
+        which takes many times as long as the put: `kv_first_write` and `write_columns` do.
+
         Raises:
-            SchemaError: repeated ids, a wrong row count, a dtype that the column does not take, a value that
-                cannot be encoded.
+            SchemaError: repeated ids, a wrong row count, a dtype that the column does not take, other layers or
+                experts per token, a value that cannot be encoded.
             CapacityExceeded: the rows do not fit.
         """
 

@@ -62,21 +62,28 @@ def wire_dtype(num_experts: int, top_k: int) -> torch.dtype:
     Raises:
         SchemaError: more experts than two bytes hold.
     """
-    # With k = 1 the mark is one expert's id, so that expert must not exist.
-    spare = 1 if top_k == 1 else 0
-    if num_experts + spare <= 256:
-        return torch.uint8
-    if num_experts <= 32768:
-        return torch.int16
-    if num_experts + spare <= 65536:
-        return torch.uint16
-    raise SchemaError(f"{num_experts} experts; the routes column holds at most 65536")
+    for dtype in (torch.uint8, torch.int16, torch.uint16):
+        if holds_experts(dtype, num_experts, top_k):
+            return dtype
+    raise SchemaError(
+        f"{num_experts} experts; the routes column holds at most {most_experts(torch.uint16, top_k)}"
+    )
+
+
+def most_experts(dtype: torch.dtype, top_k: int) -> int:
+    """Return how many experts there may be for `dtype` to carry all their ids, and the missing mark beside them.
+
+    >>> most_experts(torch.uint8, 8), most_experts(torch.uint8, 1), most_experts(torch.int16, 1)
+    (256, 255, 32768)
+    """
+    # With k = 1 an unsigned mark is one expert's id, so that expert must not exist.
+    spare = 1 if top_k == 1 and dtype in _UNSIGNED else 0
+    return torch.iinfo(dtype).max + 1 - spare
 
 
 def holds_experts(dtype: torch.dtype, num_experts: int, top_k: int) -> bool:
     """Return whether `dtype` can carry all ids below `num_experts`, and the missing mark beside them."""
-    spare = 1 if top_k == 1 and dtype in _UNSIGNED else 0
-    return num_experts - 1 + spare <= torch.iinfo(dtype).max
+    return num_experts <= most_experts(dtype, top_k)
 
 
 def missing_rows(ids: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headrace.data_plane.adapters.local_chunks import Rows
 from headrace.data_plane.adapters.local_column import Block, Column, Selection
 from headrace.data_plane.adapters.partition_lengths import PartitionLengths, Said, says_length
-from headrace.data_plane.checks import shown
+from headrace.data_plane.checks import check_same_axes, shown
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS
 from headrace.errors import DataPlaneError, SampleNotFound, SchemaError
 
@@ -106,7 +106,10 @@ class Partition(Generic[Block]):
         for name, parts in chunks.items():
             column = self._columns.get(name)
             form = column.form if column else None
-            if column and form is not None and form != parts[0].form and not self._overwrites(column, slots):
+            if column is None or form is None or form == parts[0].form:
+                continue
+            check_same_axes(name, parts[0].form.trailing, form.trailing, ids, self.name)
+            if not self._overwrites(column, slots):
                 raise SchemaError(
                     f"column '{name}' of partition '{self.name}' holds {form}; got {parts[0].form}. Put the same "
                     "kind, dtype and shape, overwrite all its rows at once, or use another column name"
