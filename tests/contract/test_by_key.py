@@ -4,7 +4,7 @@ import pytest
 import torch
 from contract_batches import Start, numbers, put_numbers, tokens, wire
 
-from headrace.data_plane import DataPlaneClient
+from headrace.data_plane import DataPlaneClient, kv_first_write
 from headrace.errors import CapacityExceeded, SampleNotFound, SchemaError
 from reference import rows_of
 
@@ -167,6 +167,16 @@ def test_many_partial_clears_leave_the_rest_as_it_was(client: DataPlaneClient) -
 def test_ids_are_compared_as_text(client: DataPlaneClient) -> None:
     put_numbers(client, [0, 1], x=0)  # type: ignore[list-item]
     assert numbers(client, ["1", "0"], "x") == [1, 0]
+
+
+def test_one_text_in_place_of_ids_is_refused_by_every_write(client: DataPlaneClient) -> None:
+    batch = {"input_lengths": torch.tensor([1, 1]), "input_ids": torch.zeros(2, 1, dtype=torch.int64)}
+    with pytest.raises(SchemaError, match="sample_ids='ab' is a text; expected a list of names"):
+        client.put_samples("ab", "p", fields=wire(2, x=torch.zeros(2)))
+    with pytest.raises(SchemaError, match="sample_ids='ab' is a text; expected a list of names"):
+        kv_first_write(batch, sample_ids="ab", dp_client=client, partition_id="p")
+    client.put_samples(["c"], "p", fields=wire(1, x=torch.zeros(1)))
+    assert client.sample_ids("p") == ["c"]
 
 
 def test_tags_are_merged_and_readable(client: DataPlaneClient) -> None:

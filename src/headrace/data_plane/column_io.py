@@ -9,7 +9,7 @@ from tensordict import TensorDict
 
 from headrace.data_plane.checks import check_route_ids
 from headrace.data_plane.codec import RowPacker, materialize, nest, stack_or_nest
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, texts
 from headrace.data_plane.leaves import wire_tensordict
 from headrace.data_plane.object_codec import ObjectArray, object_array
 from headrace.data_plane.routes_codec import RouteShape
@@ -102,9 +102,10 @@ def kv_first_write(
     `routes_checked`: `check_routes` has passed the routes, which takes longer than to write them.
 
     Raises:
-        SchemaError: no `input_lengths`, a number of ids other than the rows, a column that does not fit, routes that
-            no router can have chosen, or a `pad_to_multiple` below 1.
+        SchemaError: no `input_lengths`, one text in place of ids, a number of ids other than the rows, a column that
+            does not fit, routes that no router can have chosen, or a `pad_to_multiple` below 1.
     """
+    ids = texts("sample_ids", sample_ids)
     if INPUT_LENGTHS not in final_batch_cpu:
         raise SchemaError(f"the batch has no column '{INPUT_LENGTHS}'; it says how many tokens each row has")
     if pad_to_multiple < 1:
@@ -115,11 +116,11 @@ def kv_first_write(
     lengths = as_column(INPUT_LENGTHS, final_batch_cpu[INPUT_LENGTHS])
     if not isinstance(lengths, torch.Tensor):
         raise SchemaError(f"column '{INPUT_LENGTHS}' holds objects; expected one integer per row")
-    wire = pack_columns(final_batch_cpu, lengths=lengths.reshape(-1), rows=len(sample_ids))
+    wire = pack_columns(final_batch_cpu, lengths=lengths.reshape(-1), rows=len(ids))
     meta = KVBatchMeta(
         partition_id=partition_id,
         task_name=task_name,
-        sample_ids=list(sample_ids),
+        sample_ids=ids,
         fields=list(wire.keys()),
         sequence_lengths=lengths.reshape(-1).tolist(),
         extra_info=info,
