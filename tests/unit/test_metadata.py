@@ -79,6 +79,32 @@ def test_subset_takes_no_index_out_of_range_and_no_mask() -> None:
             meta().drop(mask)
 
 
+@pytest.mark.parametrize("take", ["subset", "drop"])
+def test_a_row_is_named_by_a_whole_number_within_the_meta(take: str) -> None:
+    rows = getattr(meta(), take)
+    for outside in (7, -4):
+        with pytest.raises(IndexError, match=f"row {outside} of a meta with 3 rows"):
+            rows([0, outside])
+    for wrong in (
+        [0, 0.5],
+        torch.tensor([0, 0.5]),
+        np.array([0.5]),
+        [torch.tensor(0.5)],
+        [float("nan")],
+        ["1"],
+    ):
+        with pytest.raises(SchemaError, match=r"row index .*; expected a whole number"):
+            rows(wrong)
+    for whole in ([1.0], torch.tensor([1.0]), [np.int64(1)], [torch.tensor(1)]):
+        assert rows(whole).sample_ids == rows([1]).sample_ids
+
+
+@pytest.mark.parametrize("length", [2.5, float("nan"), float("inf"), "2", None])
+def test_a_length_that_is_no_whole_number_is_refused_by_its_value(length: Any) -> None:
+    with pytest.raises(SchemaError, match=f"sequence length {length!r}; expected a whole number of tokens"):
+        meta(sequence_lengths=[3, length, 4])
+
+
 def test_no_tag_dict_is_shared_between_two_metas() -> None:
     given = [{"r": 0}, {"r": 1}, {"r": 2}]
     whole = meta(tags=given)

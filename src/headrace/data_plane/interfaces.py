@@ -56,7 +56,9 @@ class KVBatchMeta:
         self.fields = None if self.fields is None else list(names_list("fields", self.fields))
         self.extra_info = dict(self.extra_info)
         if self.sequence_lengths is not None:
-            self.sequence_lengths = _whole(self.sequence_lengths)
+            self.sequence_lengths = _whole(
+                "sequence length", "a whole number of tokens", self.sequence_lengths
+            )
             self._check_aligned("sequence_lengths", len(self.sequence_lengths))
             if min(self.sequence_lengths, default=0) < 0:
                 row = next(i for i, length in enumerate(self.sequence_lengths) if length < 0)
@@ -85,12 +87,9 @@ class KVBatchMeta:
 
         Raises:
             IndexError: an index outside [-N, N).
-            SchemaError: a boolean mask in place of indices.
+            SchemaError: a boolean mask or a fraction in place of an index.
         """
-        rows = _row_numbers(indices)
-        if rows and not -self.size <= min(rows) <= max(rows) < self.size:
-            outside = next(i for i in rows if not -self.size <= i < self.size)
-            raise IndexError(f"row {outside} of a meta with {self.size} rows")
+        rows = self._rows_at(indices)
         return meta_of_checked(
             self.partition_id,
             self.task_name,
@@ -106,10 +105,18 @@ class KVBatchMeta:
         return self.subset(range(*slice(start, stop).indices(self.size)))
 
     def drop(self, indices: Sequence[int] | torch.Tensor) -> "KVBatchMeta | None":
-        """Return the meta without the rows at `indices`, or None if nothing is left."""
-        gone = {range(self.size)[i] for i in _row_numbers(indices)}
+        """Return the meta without the rows at `indices`, or None if nothing is left; raises what `subset` raises."""
+        gone = {i % self.size for i in self._rows_at(indices)}
         kept = [i for i in range(self.size) if i not in gone]
         return self.subset(kept) if kept else None
+
+    def _rows_at(self, indices: Sequence[int] | torch.Tensor) -> list[int]:
+        """Return indices of rows as numbers in [-N, N)."""
+        rows = _row_numbers(indices)
+        if rows and not -self.size <= min(rows) <= max(rows) < self.size:
+            outside = next(i for i in rows if not -self.size <= i < self.size)
+            raise IndexError(f"row {outside} of a meta with {self.size} rows")
+        return rows
 
     def with_fields(self, names: Sequence[str]) -> "KVBatchMeta":
         """Return the same rows with `names` as their known columns; a microbatch plan stays."""
@@ -206,12 +213,9 @@ def meta_of_checked(
 
 def _row_numbers(indices: Sequence[int] | torch.Tensor) -> list[int]:
     rows = indices.tolist() if isinstance(indices, torch.Tensor | np.ndarray) else list(indices)
-    kinds = set(map(type, rows))
-    if kinds <= {int}:
-        return rows
-    if any(issubclass(kind, bool | np.bool_) for kind in kinds):
+    if any(issubclass(kind, bool | np.bool_) for kind in set(map(type, rows))):
         raise SchemaError("got a boolean mask; expected row indices, as mask.nonzero().flatten() gives them")
-    return list(map(int, rows))
+    return _whole("row index", "a whole number", rows)
 
 
 def names_list(what: str, names: Sequence[str]) -> Sequence[str]:
@@ -235,14 +239,24 @@ def texts(what: str, names: Sequence[str]) -> list[str]:
     return own if set(map(type, own)) <= {str} else list(map(str, own))
 
 
-def _whole(lengths: Sequence[int]) -> list[int]:
-    if set(map(type, lengths)) <= {int}:
-        return list(lengths)
-    numbers = list(map(int, lengths))
-    if numbers != list(lengths):
-        wrong = next(given for given, number in zip(lengths, numbers) if given != number)
-        raise SchemaError(f"sequence length {wrong}; expected a whole number of tokens")
+def _whole(what: str, expected: str, values: Sequence[int]) -> list[int]:
+    """Return `values` as integers of their own; refuses one that is not whole, by its value."""
+    if set(map(type, values)) <= {int}:
+        return list(values)
+    numbers: list[int] = []
+    for value in values:
+        number = _as_integer(value)
+        if number is None or number != value:
+            raise SchemaError(f"{what} {value!r}; expected {expected}")
+        numbers.append(number)
     return numbers
+
+
+def _as_integer(value: int) -> int | None:
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last for a tensor of several elements
+        return None
 
 
 def _pick(values: list[Any] | None, rows: list[int]) -> list[Any] | None:
