@@ -167,6 +167,17 @@ def test_a_repeated_id_may_be_read_and_is_refused_by_every_write(
         write(client, worker, twice, {"prev_logprobs": torch.zeros(2, 9)})
 
 
+def test_no_write_takes_routes_that_no_router_can_have_chosen(
+    client: DataPlaneClient, worker: Worker, write: Write
+) -> None:
+    meta = put(client, [2, 5])
+    routes = torch.tensor([3, 7], dtype=torch.uint8).expand(2, 5, 3, 2).clone()
+    write(client, worker, meta, {"routed_experts": routes})
+    routes[1, 4, 2] = 7
+    with pytest.raises(SchemaError, match=r"sample 's1', token 4, layer 2: experts \[7, 7\]"):
+        write(client, worker, meta, {"routed_experts": routes})
+
+
 def test_no_write_sends_a_narrow_column_rectangular(
     client: DataPlaneClient, worker: Worker, write: Write
 ) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
+from headrace.data_plane.checks import check_route_ids
 from headrace.data_plane.codec import materialize
 from headrace.data_plane.column_io import pack_columns
 from headrace.data_plane.factory import build_data_plane_client
@@ -167,11 +168,13 @@ class TQWorkerMixin:
         """Write columns of the rows of `meta`; only the leader of a replica does, once.
 
         Raises:
-            SchemaError: a per-token column that does not fit the declared lengths, naming column, row, sizes.
+            SchemaError: a per-token column that does not fit the declared lengths, naming column, row, sizes; or
+                routes that no router can have chosen.
         """
         if not self._is_replica_leader():
             return
         wire = pack_columns(fields, lengths=meta.sequence_lengths, rows=meta.size)
+        check_route_ids(wire, meta)
         self._client().put_samples(meta.sample_ids, meta.partition_id, fields=wire)
 
     def _write_back_result_field(
