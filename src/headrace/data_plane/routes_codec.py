@@ -24,6 +24,8 @@ _MARKS = {
     torch.int32: -1,
     torch.int64: -1,
 }
+_TOKENS_AT_ONCE = 4096
+"""Tokens that are checked together: their routes stay in the cache."""
 _UNSIGNED = (torch.uint8, torch.uint16)
 _SHIFT = 2  # The smallest canonical id is -1; a digest term must not be 0.
 
@@ -187,6 +189,17 @@ def check_routes(
     _check_shape(ids, num_experts, num_layers, top_k)
     if ids.numel() == 0:
         return
+    # On a device each part would be waited for.
+    step = _TOKENS_AT_ONCE if ids.device.type == "cpu" else len(ids)
+    for first, part in zip(range(0, len(ids), step), ids.split(step)):
+        bad = _impossible(part, num_experts)
+        if bool(bad.any()):
+            flat = first * num_layers + int(bad.nonzero()[0])
+            raise SchemaError(_describe(ids, flat, num_experts, lengths, sample_ids))
+
+
+def _impossible(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return (T * L,) bool: True where no router can have chosen the row, which is not missing either."""
     columns = _columns(ids)
     low, high = columns.amin(0), columns.amax(0)
     mark = missing_mark(ids.dtype)
@@ -197,12 +210,10 @@ def check_routes(
     )
     if mark < 0:
         bad |= low < 0
-    for place in range(top_k):
+    for place in range(len(columns)):
         for other in range(place):
             bad |= columns[place] == columns[other]
-    bad &= ~((low == mark) & (high == mark))
-    if bool(bad.any()):
-        raise SchemaError(_describe(ids, int(bad.nonzero()[0]), num_experts, lengths, sample_ids))
+    return bad & ~((low == mark) & (high == mark))
 
 
 def _check_shape(ids: torch.Tensor, num_experts: int, num_layers: int, top_k: int) -> None:
