@@ -257,3 +257,11 @@ def test_digests_depend_on_content_alone() -> None:
     assert torch.equal(row_digests(ids[2:4]), rows[2:4])
     assert torch.equal(row_digests(ids.roll(1, 0))[1:], rows[:-1])
     assert len(set(rows.tolist())) == len(rows)
+
+
+@pytest.mark.parametrize("token", [4095, 4096, 9000])
+def test_a_bad_row_far_behind_is_found_and_named(token: int) -> None:
+    ids = torch.tensor([0, 1], dtype=torch.uint8).expand(9001, 3, 2).clone()
+    ids[token, 2] = 7
+    with pytest.raises(SchemaError, match=rf"sample 'b', token {token - 4000}, layer 2"):
+        check_routes(ids, num_experts=8, num_layers=3, top_k=2, lengths=[4000, 5001], sample_ids=["a", "b"])

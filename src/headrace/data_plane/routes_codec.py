@@ -191,8 +191,8 @@ def check_routes(
         return
     # On a device each part would be waited for.
     step = _TOKENS_AT_ONCE if ids.device.type == "cpu" else len(ids)
-    for first, part in zip(range(0, len(ids), step), ids.split(step)):
-        bad = _impossible(part, num_experts)
+    for first in range(0, len(ids), step):
+        bad = _impossible(ids[first : first + step], num_experts)
         if bool(bad.any()):
             flat = first * num_layers + int(bad.nonzero()[0])
             raise SchemaError(_describe(ids, flat, num_experts, lengths, sample_ids))
