@@ -210,3 +210,11 @@ def test_a_digest_sees_a_shift_by_one_token_and_another_samples_routes() -> None
     ]
     digests = route_facts(cases)[1].tolist()
     assert len(set(digests)) == 4
+
+
+def test_a_digest_sees_a_shift_over_equal_tokens() -> None:
+    rows, tokens = random_rows(4), [7, 7, 7, 7, 7]
+    recorded, shifted = route_facts([rollout("a", tokens, rows), rollout("a", tokens, rows.roll(1, dims=0))])[
+        1
+    ]
+    assert recorded != shifted

@@ -1,5 +1,6 @@
 """Faults between rollout and router, injected one by one: each is refused or reported by name."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from headrace.data_plane.route_binding import bound_digests
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.errors import ConfigError, ReplayError, SchemaError
 from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
-from headrace.models.automodel.replay import align_microbatch
+from headrace.models.automodel.replay import PREV_LOGPROBS, RouteReplayer, align_microbatch
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
+from headrace.models.router_replay import install
 from headrace.models.router_replay.proof import ReplayProof
 from headrace.trace_check import check_run, check_trace
-from tiny_models import tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
+from tiny_models import tiny_batch, tiny_generation_config, tiny_model, tiny_policy_config, tiny_tokenizer
 
 LENGTHS = [9, 4, 7, 12]
 NAMES = [f"s{i}" for i in range(len(LENGTHS))]
@@ -39,6 +41,14 @@ def batch(seed: int = 0) -> BatchedDataDict:
         routes[row, length - 1] = 255
         routes[row, length:] = 0
     data["routed_experts"] = routes
+    return data
+
+
+def rows_of_equal_length() -> BatchedDataDict:
+    """Four rows of eight tokens, random routes."""
+    data = tiny_batch([8] * 4)
+    drawn = torch.rand(4, 8, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(1))
+    data["routed_experts"] = drawn.topk(TOP_K).indices.to(torch.uint8)
     return data
 
 
@@ -193,6 +203,88 @@ def test_valid_rows_that_are_not_those_of_the_rollout_are_refused(fault: Any) ->
     fault(data)
     with pytest.raises(ReplayError, match=r"fetched.*not what the rollout recorded"):
         check(prev_proof(data), recorded)
+
+
+def test_a_shift_over_equal_tokens_is_refused() -> None:
+    recorded, data = batch(), batch()
+    for rows in (recorded, data):
+        rows["input_ids"].fill_(7)
+    check(prev_proof(data), recorded)
+    shift_by_one_token(data)
+    with pytest.raises(ReplayError, match=r"\(fetched\).*not what the rollout recorded"):
+        check(prev_proof(data), recorded)
+
+
+# Faults behind the fetch: what a worker got is what the rollout recorded.
+
+
+@pytest.mark.parametrize("place", ["fetched", "sliced", "used"])
+def test_a_digest_that_differs_in_one_place_is_named(place: str) -> None:
+    proof = prev_proof(batch())
+    check(proof, batch())
+    with pytest.raises(ReplayError, match=rf"digest is [0-9a-f]{{16}} \({place}\)"):
+        check(replace(proof, **{place: getattr(proof, place) ^ 1}), batch())
+
+
+def shift_the_tokens_by_one(data: BatchedDataDict) -> None:
+    data["input_ids"] = data["input_ids"].roll(1, dims=1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("fault", [shift_by_one_token, shift_the_tokens_by_one])
+def test_a_microbatch_whose_routes_and_tokens_are_one_apart_is_refused_as_badly_cut(
+    fault: Any, packed: bool
+) -> None:
+    def proof_of(data: BatchedDataDict) -> ReplayProof:
+        model = tiny_model("qwen3_moe")
+        replayer = RouteReplayer(install(model))
+        replayer.begin(PREV_LOGPROBS, batch())
+        inputs = process_microbatch(data, tiny_tokenizer(), packed, {}, 1)
+        routes = replayer.routes(ProcessedMicrobatch(data, inputs, *data["input_ids"].shape))
+        with torch.no_grad():
+            model(input_ids=inputs.input_ids, routes=routes)
+        return replayer.take()[PREV_LOGPROBS]
+
+    check(proof_of(batch()), batch())
+    shifted = batch()
+    fault(shifted)
+    with pytest.raises(ReplayError, match=r"\(sliced\).*not those that were fetched"):
+        check(proof_of(shifted), batch())
+
+
+def test_a_plan_that_takes_a_row_twice_and_leaves_one_out_is_refused_though_tokens_add_up() -> None:
+    data, made = planned(rows_of_equal_length(), PACKED), worker(**PACKED)
+    data.micro_batch_indices, data.micro_batch_lengths = [[[0, 2], [2, 4]]], [[16, 16]]
+    check(prev_proof(data, made), rows_of_equal_length())
+    data.micro_batch_indices = [[[0, 2], [1, 3]]]
+    with pytest.raises(ReplayError, match=r"\(sliced\).*rows taken twice"):
+        check(prev_proof(data, made), rows_of_equal_length())
+
+
+def give_a_layer_other_rows(made: AutomodelPolicyWorker, layer: int) -> None:
+    """Make the router of one layer use experts that the call did not give it."""
+
+    def change(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        kwargs["routes"] = tuple(rows._replace(given=rows.given.roll(1, dims=0)) for rows in kwargs["routes"])
+        return args, kwargs
+
+    made.model.model.layers[layer].register_forward_pre_hook(change, with_kwargs=True)
+
+
+@pytest.mark.parametrize("stage", ["prev_logprobs", "train"])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_router_that_uses_other_experts_than_it_was_given_is_refused(layer: int, stage: str) -> None:
+    data, made = batch(), worker()
+    give_a_layer_other_rows(made, layer)
+    made.get_logprobs(data)
+    made.train(batch(), NLLLoss())
+    with pytest.raises(ReplayError, match=rf"'{stage}'.*\(used\).*did not use the rows"):
+        check_stage(
+            stage,
+            made.take_replay_proofs()[stage],
+            digests=digests_of(data),
+            total_tokens=data["input_lengths"],
+        )
 
 
 @pytest.mark.parametrize(
