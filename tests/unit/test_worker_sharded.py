@@ -1,5 +1,8 @@
 """Several gloo processes train, score, save and load as one process does: FSDP, tensor and context parallel."""
 
+import math
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,10 @@ CASES: dict[int, list[Case]] = {
 }
 
 
+STORED: dict[int, list[dict[str, Any]]] = {
+    2: [{"tensor": 2}, {"context": 2}],
+    4: [{"tensor": 2}, {"tensor": 2, "context": 2}],
+}
 PLANS: dict[int, list[dict[str, Any]]] = {2: [{}], 4: [{"tensor": 2}, {"context": 2}]}
 # Of 5 and of 1 microbatches at 32 tokens.
 UNEVEN_LENGTHS = ([30, 29, 28, 31, 27], [6, 5, 6, 5, 6])
@@ -106,10 +113,9 @@ def _run_rank(rank: int, world: int, folder: str) -> None:
         results = {i: _run(*case[1:]) for i, case in enumerate(CASES[world])}
         results["checkpoint"] = _save(Path(folder)) if world == 2 else _load(Path(folder), {"tensor": 2})
         results["counts"] = [_train_uneven_counts(parallel) for parallel in PLANS[world]]
+        results["store"] = [_stages_from_store(parallel) for parallel in STORED[world]]
         if world == 4:
             results["uneven"] = _save_uneven(Path(folder))
-        else:
-            results["store"] = _score_from_store()
     finally:
         dist.destroy_process_group()
     torch.save(results, f"{folder}/rank{rank}of{world}.pt")
@@ -132,28 +138,41 @@ def _train_uneven_counts(parallel: dict[str, Any]) -> dict[str, Any]:
     return {"replica": own, "microbatches": result["num_microbatches"], "norm": float(result["grad_norm"][0])}
 
 
-def _score_from_store() -> dict[str, Any]:
-    """Score rows of a store that only the leader's process has filled."""
-    worker = _worker("llama", {"tensor": 2}, {})
+def _stages_from_store(parallel: dict[str, Any]) -> dict[str, Any]:
+    """Run every stage over a store that each process has filled, so that siblings could read and write too."""
+    worker = _worker("llama", parallel, {}, with_reference=True)
+    own = dist.get_rank(worker.dp_group) if worker.dp_group else 0
+    rows = range(len(LENGTHS))[own :: worker.dp_size]
+    data = tiny_batch(LENGTHS).select_indices(rows)
+    names = ["input_ids", "input_lengths", "token_mask", "sample_mask", "advantages", "generation_logprobs"]
     store = build_data_plane_client({"impl": "local"}, bootstrap=True)
-    data, ids = tiny_batch(LENGTHS), [f"s{i}" for i in range(len(LENGTHS))]
-    worker.setup_data_plane({"impl": "local"})
-    meta = KVBatchMeta(
-        "train",
-        "train",
-        ids,
-        fields=["input_ids", "input_lengths", "token_mask", "sample_mask"],
-        sequence_lengths=LENGTHS,
-    )
-    if worker._is_replica_leader():
-        columns = {name: data[name] for name in meta.fields or []}
-        kv_first_write(columns, sample_ids=ids, dp_client=store, partition_id="train")
-    worker.get_logprobs_presharded(meta)
-    leader = worker._is_replica_leader()
-    wanted = meta.with_fields(["prev_logprobs"])
-    written = read_columns(store, wanted, ["prev_logprobs"])["prev_logprobs"] if leader else None
+    ids = [f"s{i}" for i in rows]
+    kv_first_write({n: data[n] for n in names}, sample_ids=ids, dp_client=store, partition_id="train")
+    lengths = data["input_lengths"].tolist()
+    meta = KVBatchMeta("train", "train", ids, fields=names, sequence_lengths=lengths)
+    worker.setup_data_plane({"impl": "local", "observability": {"enabled": True}})
+    scored = worker.get_logprobs(data)["logprobs"]
+    stages: dict[str, Callable[[], Any]] = {
+        "prev": lambda: worker.get_logprobs_presharded(meta),
+        "reference": lambda: worker.get_reference_policy_logprobs_presharded(meta),
+        "train": lambda: worker.train_presharded(meta, PolicyGradient(), gbs=len(LENGTHS), mbs=2),
+        "reduce": lambda: worker.reduce_rows_presharded(meta, lambda rows: {"n": rows["input_lengths"]}),
+    }
+    done, calls = Counter[str](), {}
+    for stage, run in stages.items():
+        run()
+        total = Counter({op: sums["count"] for op, sums in worker._client().snapshot()["ops"].items()})
+        calls[stage], done = dict(total - done), total
+    there = sorted(store.get_data(KVBatchMeta("train", "", ids, fields=None)).keys())
+    written = read_columns(store, meta, [name for name in there if name not in names])
     store.close()
-    return {"written": written, "scored": worker.get_logprobs(tiny_batch(LENGTHS))["logprobs"]}
+    return {
+        "leader": worker._is_replica_leader(),
+        "replica": own,
+        "calls": calls,
+        "written": dict(written),
+        "scored": scored,
+    }
 
 
 def _train_on(worker: Any) -> torch.Tensor:
@@ -263,11 +282,35 @@ def test_replicas_with_fewer_microbatches_run_fillers_that_weigh_nothing(world: 
             assert result["norm"] == pytest.approx(float(whole["grad_norm"][0]), rel=1e-5)
 
 
-def test_only_the_leader_of_a_replica_reads_and_writes_the_store(ranks: Any) -> None:
-    leader, sibling = (r["store"] for r in ranks[2])
-    torch.testing.assert_close(leader["written"], leader["scored"], rtol=0, atol=0)
-    assert torch.equal(leader["scored"], sibling["scored"])
-    assert sibling["written"] is None
+READS: dict[str, int] = {"get_samples": 1}
+LEADER_CALLS = {
+    "prev": {**READS, "put_samples": 1},
+    "reference": {**READS, "put_samples": 1},
+    "train": READS,
+    "reduce": READS,
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "index"), [(world, i) for world, layouts in STORED.items() for i in range(len(layouts))]
+)
+def test_each_replica_reads_once_per_stage_and_writes_once_and_siblings_never(
+    world: int, index: int, ranks: Any
+) -> None:
+    parallel = STORED[world][index]
+    results = [r["store"][index] for r in ranks[world]]
+    leaders = [r for r in results if r["leader"]]
+    replicas = world // math.prod(parallel.values())
+    assert sorted(r["replica"] for r in leaders) == list(range(replicas))
+    for result in leaders:
+        assert result["calls"] == LEADER_CALLS
+        assert result["written"].keys() == {"prev_logprobs", "reference_policy_logprobs"}
+        written = result["written"]["prev_logprobs"]
+        assert torch.equal(written, result["scored"][:, : written.shape[1]])
+    for result in results:
+        if not result["leader"]:
+            assert result["calls"] == {stage: {} for stage in LEADER_CALLS}
+            assert result["written"] == {}
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_bit_for_bit_at_two(ranks: Any) -> None:
