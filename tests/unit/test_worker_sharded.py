@@ -33,6 +33,13 @@ STEPS = 3
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-5}
 # Parts of the MLP and of the vocabulary differ in size from rank to rank.
 UNEVEN = {"model": {"config": {**CONFIGS["llama"], "vocab_size": 67, "intermediate_size": 46}}}
+MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+def _like(name: str, **values: Any) -> dict[str, Any]:
+    """Return the changes that put another family's model in the place of the tiny one of this name."""
+    return {"model": {"config": {**CONFIGS[name], **values}}}
+
 
 Case = tuple[str, str, dict[str, Any], dict[str, Any]]
 CASES: dict[int, list[Case]] = {
@@ -43,6 +50,9 @@ CASES: dict[int, list[Case]] = {
         ("tensor", "llama", {"tensor": 2}, PACKED),
         ("tensor", "gemma3", {"tensor": 2}, {}),
         ("tensor", "qwen2", {"tensor": 2}, {"activation_checkpointing": True}),
+        ("mixtral", "llama", {"tensor": 2}, _like("llama", model_type="mixtral", **MIXTRAL)),
+        ("qwen3", "llama", {"tensor": 2}, _like("llama", model_type="qwen3")),
+        ("gemma", "llama", {"tensor": 2}, _like("llama", model_type="gemma")),
         ("sequence", "qwen3_moe", {"tensor": 2, "sequence_parallel": True}, {}),
         ("sequence", "llama", {"tensor": 2, "sequence_parallel": True}, {"max_grad_norm": 0.05}),
         ("context", "qwen3_moe", {"context": 2}, {}),
