@@ -12,9 +12,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 
+from headrace.algorithms.train_mismatch import MismatchLoss, split_mismatch
 from headrace.data_plane import KVBatchMeta, build_data_plane_client, kv_first_write, read_columns
 from headrace.distributed.batched_data_dict import BatchedDataDict
-from headrace.models.policy.results import merge_rows
+from headrace.models.policy.results import combine_metrics, merge_rows
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from reference_training import PolicyGradient
 from tiny_models import CONFIGS, tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
@@ -100,11 +101,13 @@ def _run(name: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dict[s
     packed = "sequence_packing" in changes
     own = dist.get_rank(worker.dp_group) if worker.dp_group else 0
     shards, inverse = _shards(worker.dp_size, packed=packed)
-    results = [worker.train(shards[own], PolicyGradient(), mbs=2) for _ in range(STEPS)]
+    loss = MismatchLoss(PolicyGradient())
+    results = [worker.train(shards[own], loss, mbs=2) for _ in range(STEPS)]
     shards, _ = _shards(worker.dp_size, packed=packed)
     return {
         "loss": torch.stack([r["loss"][0] for r in results]),
         "grad_norm": torch.stack([r["grad_norm"][0] for r in results]),
+        "metrics": results[0]["metrics"][0],
         "entropy": sum(r["metrics"][0]["entropy"] for r in results),
         "logprobs": worker.get_logprobs(shards[own])["logprobs"],
         "inverse": inverse,
@@ -253,6 +256,11 @@ def _in_order(results: list[dict[str, Any]]) -> torch.Tensor:
     return merge_rows([r["logprobs"] for r in results], "logprobs", inverse)["logprobs"]
 
 
+def _gap(results: list[dict[str, Any]]) -> dict[str, float]:
+    """The generator's gap in the first step, of all replicas."""
+    return split_mismatch(combine_metrics([r["metrics"] for r in results]))[1]
+
+
 @pytest.mark.parametrize(
     ("world", "index"),
     [
@@ -268,6 +276,8 @@ def test_ranks_take_the_steps_of_one_process(world: int, index: int, ranks: Any)
     leaders = sorted((r for r in results if r["leader"]), key=lambda r: r["replica"])
     torch.testing.assert_close(sum(r["loss"] for r in leaders), alone["loss"], rtol=0, atol=1e-5)
     assert sum(r["entropy"] for r in leaders) == pytest.approx(alone["entropy"], rel=1e-4)
+    assert _gap(leaders) == pytest.approx(_gap([alone]), rel=1e-3)
+    assert _gap([alone])["token_mult_prob_error"] > 1.1
     torch.testing.assert_close(_in_order(leaders), _in_order([alone]), rtol=0, atol=1e-4)
     for result in results:
         torch.testing.assert_close(result["grad_norm"], alone["grad_norm"], rtol=1e-4, atol=1e-5)

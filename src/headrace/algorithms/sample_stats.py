@@ -25,6 +25,11 @@ STATS_COLUMNS: tuple[str, ...] = (
 )
 """Columns that `sample_stats` looks at; all but `token_mask` are optional."""
 
+_KL_KINDS: tuple[KLKind, ...] = ("k1", "k2", "k3")
+
+MISMATCH = "mismatch/"
+"""How the names begin under which a step keeps and reports what is known of the generator's gap."""
+
 TAIL_FACTORS = (1.5, 2.0, 5.0)
 """Factors between two probabilities of a token beyond which a token is counted as far off."""
 
@@ -73,20 +78,28 @@ def mismatch_stats(data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     tokens = _gather(data)
     if tokens.prev is None or tokens.generation is None:
         return {}
-    gap = clamp_log_ratio(tokens.prev - tokens.generation)
+    gaps = token_gaps(tokens.prev, tokens.generation)
+    largest = tokens.count.new_zeros(len(tokens.count)).scatter_reduce_(
+        0, tokens.rows, gaps.pop("gap"), "amax"
+    )
+    totals = {name: tokens.total(values) for name, values in gaps.items()}
+    return {"tokens": tokens.count, **totals, "gap_max": largest}
+
+
+def token_gaps(prev: torch.Tensor, generation: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what is known of each token's two logprobs, in their shape: `k1`, `k2`, `k3`, `js`, `error`, `tail_*`.
+
+    `gap` is the absolute difference; see `mismatch_summary` for the others.
+    """
+    gap = clamp_log_ratio(prev - generation)
     factor = gap.abs().exp()
-    stats = {
-        "tokens": tokens.count,
-        **{k: tokens.total(kl_estimate(tokens.generation, tokens.prev, k)) for k in ("k1", "k2", "k3")},
-        "js": tokens.total(jensen_shannon(gap)),
-        "error": tokens.total(factor),
-        "gap_max": tokens.count.new_zeros(len(tokens.count)).scatter_reduce_(
-            0, tokens.rows, gap.abs(), "amax"
-        ),
+    return {
+        **{k: kl_estimate(generation, prev, k) for k in _KL_KINDS},
+        "js": jensen_shannon(gap),
+        "error": factor,
+        **{f"tail_{tau:g}": (factor > tau).to(gap.dtype) for tau in TAIL_FACTORS},
+        "gap": gap.abs(),
     }
-    for tau in TAIL_FACTORS:
-        stats[f"tail_{tau:g}"] = tokens.total((factor > tau).to(torch.float64))
-    return stats
 
 
 def mismatch_summary(stats: Mapping[str, torch.Tensor], counts: torch.Tensor) -> dict[str, float]:
@@ -106,16 +119,24 @@ def mismatch_summary(stats: Mapping[str, torch.Tensor], counts: torch.Tensor) ->
     """
     chosen = counts > 0
     kept = {name: values[chosen] for name, values in stats.items()}
-    if not kept or not bool(kept["tokens"].sum()):
+    if not kept or not len(kept["tokens"]):
         return {}
-    total = kept["tokens"].sum()
+    totals = {name: values.sum() for name, values in kept.items() if name != "gap_max"}
+    per_sample = torch.where(kept["tokens"] > 0, kept["error"] / kept["tokens"].clamp(min=1), 1.0)
+    totals |= {"gap_max": kept["gap_max"].amax(), "sample_error_max": per_sample.amax()}
+    return mismatch_shares(dict(zip(totals, torch.stack(list(totals.values())).tolist())))
+
+
+def mismatch_shares(totals: Mapping[str, float]) -> dict[str, float]:
+    """Return `mismatch_summary` of sums over tokens, of `gap_max` and `sample_error_max`; {} if no token counts."""
+    tokens = totals.get("tokens", 0)
+    if not tokens:
+        return {}
     names = {"k1": "generation_kl_k1", "k2": "generation_kl_k2", "k3": "generation_kl"}
     names |= {"js": "js_divergence", "error": "token_mult_prob_error"}
     names |= {f"tail_{tau:g}": f"tail_{tau:g}" for tau in TAIL_FACTORS}
-    values = {metric: kept[name].sum() / total for name, metric in names.items()}
-    per_sample = torch.where(kept["tokens"] > 0, kept["error"] / kept["tokens"].clamp(min=1), 1.0)
-    values |= {"logprob_gap_max": kept["gap_max"].amax(), "sample_error_max": per_sample.amax()}
-    return dict(zip(values, torch.stack(list(values.values())).tolist()))
+    largest = {"logprob_gap_max": totals["gap_max"], "sample_error_max": totals["sample_error_max"]}
+    return {**{metric: totals[name] / tokens for name, metric in names.items()}, **largest}
 
 
 def mismatch_metrics(data: Mapping[str, Any]) -> dict[str, float]:

@@ -22,11 +22,13 @@ from headrace.algorithms.prompt_stream import PromptStream
 from headrace.algorithms.replay_checks import ReplayWatch
 from headrace.algorithms.rewards import overlong_mask, shape_rewards, subtract_kl
 from headrace.algorithms.sample_stats import (
+    MISMATCH,
     mismatch_stats,
     mismatch_summary,
     sample_stats,
     stats_columns,
 )
+from headrace.algorithms.train_mismatch import MismatchLoss, split_mismatch
 from headrace.config import RecipeConfig
 from headrace.errors import HeadraceError
 from headrace.experience.types import Prompt
@@ -36,7 +38,6 @@ from headrace.utils.seeding import derive_seed
 from headrace.utils.timer import Timer
 
 H = TypeVar("H")
-_GAP = "mismatch/"
 
 
 class StepInterrupted(HeadraceError):
@@ -263,7 +264,7 @@ def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
             rows.write(batch, {"advantages": scored.advantages, "sample_mask": scored.sample_mask})
         with stage("train"):
             # Without a sample that counts, an update would only apply momentum and weight decay.
-            trained = rows.train(batch, ctx.loss_fn) if scored.sample_mask.any() else None
+            trained = rows.train(batch, _loss(ctx)) if scored.sample_mask.any() else None
             if trained is not None:
                 replay.check(rows.replay_proofs(), "train")
         samples = _samples(rows, batch, table, scored, recipe.logging.samples_per_step)
@@ -294,6 +295,11 @@ def needs_prev_logprobs(recipe: RecipeConfig) -> bool:
         or recipe.loss.max_sequence_logprob_error is not None
         or recipe.grpo.reward.kl_coefficient > 0
     )
+
+
+def _loss(ctx: StepContext[Any]) -> LossFn:
+    # Without previous logprobs, the training forward says how far the generator is from the trainer.
+    return ctx.loss_fn if needs_prev_logprobs(ctx.recipe) else MismatchLoss(ctx.loss_fn)
 
 
 class _stage(AbstractContextManager[None]):  # noqa: N801 - reads as a verb where it is used
@@ -417,8 +423,8 @@ def score(
     }
     if "logprob_error" in stats:
         metrics["logprob_error/mean"] = float(stats["logprob_error"].mean())
-    gaps = {n.removeprefix(_GAP): v for n, v in stats.items() if n.startswith(_GAP)}
-    metrics |= {f"{_GAP}{name}": value for name, value in mismatch_summary(gaps, mask).items()}
+    gaps = {n.removeprefix(MISMATCH): v for n, v in stats.items() if n.startswith(MISMATCH)}
+    metrics |= {f"{MISMATCH}{name}": value for name, value in mismatch_summary(gaps, mask).items()}
     return Scored(result.advantages, mask, rewards, metrics)
 
 
@@ -430,14 +436,16 @@ def _stats(recipe: RecipeConfig, rows: Rows[H], batch: H) -> dict[str, torch.Ten
 
 
 def _row_stats(data: Mapping[str, Any], *, kl_kind: KLKind) -> dict[str, torch.Tensor]:
-    gaps = {f"{_GAP}{name}": values for name, values in mismatch_stats(data).items()}
+    gaps = {f"{MISMATCH}{name}": values for name, values in mismatch_stats(data).items()}
     return {**sample_stats(data, kl_kind=kl_kind), **gaps}
 
 
 def _train_metrics(trained: Mapping[str, Any] | None) -> dict[str, float]:
     if trained is None:
         return {"train/skipped": 1.0}
-    metrics = {f"train/{name}": float(value) for name, value in trained["all_mb_metrics"].items()}
+    own, gaps = split_mismatch(trained["all_mb_metrics"])
+    metrics = {f"train/{name}": float(value) for name, value in own.items()}
+    metrics |= {f"{MISMATCH}{name}": value for name, value in gaps.items()}
     metrics["train/loss"] = float(trained["loss"])
     metrics["train/grad_norm"] = float(trained["grad_norm"])
     metrics["train/flops"] = float(trained["total_flops"])
