@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -91,8 +91,16 @@ def test_actors_take_the_steps_of_one_process(
 ROWS, SAMPLES = 16, 1
 
 
-def driver_bytes(directory: Path, prompt_tokens: int) -> tuple[float, float]:
-    """Return the bytes through the driver in the second step, and those through the store."""
+class Bytes(NamedTuple):
+    """Of one step: bytes through the driver, bytes through the store, and tokens."""
+
+    driver: float
+    store: float
+    tokens: int
+
+
+def traffic(directory: Path, prompt_tokens: int) -> list[Bytes]:
+    """Return what every step after the first moves, whose rows have this many tokens and their answers."""
     directory.mkdir()
     path = directory / "prompts.jsonl"
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -114,22 +122,34 @@ def driver_bytes(directory: Path, prompt_tokens: int) -> tuple[float, float]:
                 "logprob_mb_tokens": prompt_tokens * 4 + 64,
             },
         },
-        grpo={"max_num_steps": 2},
+        grpo={"max_num_steps": 3},
         validation={"period": 0, "at_start": False, "at_end": False},
         logging={"samples_per_step": SAMPLES},
     )
     questions = {"kind": "dataset", "path": str(path)}
     recipe = RecipeConfig.model_validate({**recipe.model_dump(), "env": questions})
-    record = run_steps(recipe)["steps"][-1]
-    assert record.tokens >= ROWS * prompt_tokens
-    return record.metrics["data_plane/driver_bytes"], float(sum(record.bytes_by_column.values()))
+    steps = run_steps(recipe)["steps"]
+    assert all(ROWS * prompt_tokens <= r.tokens <= ROWS * (prompt_tokens + 16) for r in steps)
+    return [
+        Bytes(r.metrics["data_plane/driver_bytes"], sum(r.bytes_by_column.values()), r.tokens)
+        for r in steps[1:]
+    ]
 
 
-def test_the_drivers_bytes_are_below_one_percent_and_do_not_grow_with_the_sequences(
+SHARES = {64: (0.10, 0.20), 512: (0.02, 0.03), 2048: (0.0, 0.01)}
+"""Between what bounds the driver's share of a step's bytes lies, by tokens of a prompt."""
+
+
+def test_the_drivers_bytes_per_row_are_constant_and_their_share_falls_with_the_length(
     tmp_path: Path, transfer_queue_engine: None
 ) -> None:
-    short, _ = driver_bytes(tmp_path / "short", 64)
-    long, bulk = driver_bytes(tmp_path / "long", 2048)
-    assert long < 0.01 * bulk
-    # The text of the samples that the recipe wants shown is all that grows.
-    assert long - short < SAMPLES * 2048 * 1.2 + 512
+    steps = {length: traffic(tmp_path / str(length), length) for length in SHARES}
+    # The text of the samples that the recipe wants shown is all that grows with the length.
+    rest = {length: [s.driver - SAMPLES * length for s in of] for length, of in steps.items()}
+    for length, (low, high) in SHARES.items():
+        assert len(steps[length]) == 2
+        for step, own in zip(steps[length], rest[length]):
+            assert own / ROWS < 700
+            assert own == pytest.approx(rest[64][0], rel=0.03)
+            assert step.store / step.tokens == pytest.approx(54, rel=0.03)
+            assert low < step.driver / step.store < high
