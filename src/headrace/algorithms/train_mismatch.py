@@ -62,13 +62,12 @@ def mismatch_totals(logprobs: torch.Tensor, data: Mapping[str, Any]) -> dict[str
     gap = gaps.pop("gap")
     tokens = counts.sum(-1)
     per_row = {name: (values * counts).sum(-1) for name, values in gaps.items()}
-    # As in `mismatch_summary`, a sample without tokens agrees perfectly.
-    error = torch.where(tokens > 0, per_row["error"] / tokens.clamp(min=1), 1.0)
+    error = per_row["error"] / tokens.clamp(min=1)
     return {
         "tokens": tokens.sum(),
         **{name: values.sum() for name, values in per_row.items()},
         "gap_max": greatest(gap, counts),
-        "sample_error_max": greatest(error, data["sample_mask"] > 0),
+        "sample_error_max": greatest(error, tokens > 0),
     }
 
 
