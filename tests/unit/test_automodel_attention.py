@@ -5,7 +5,13 @@ import torch
 
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.errors import ConfigError
-from headrace.models.automodel.attention import PACKED_ATTENTION, check_isolation, choose_attention
+from headrace.models.automodel.attention import (
+    PACKED_ATTENTION,
+    attended_heads,
+    check_isolation,
+    choose_attention,
+)
+from headrace.models.automodel.context_parallel import check_heads
 from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.scoring import Autocast, Scoring, TokenScorer
 from moe_families import tiny_moe
@@ -193,3 +199,37 @@ def test_a_model_that_attends_in_chunks_is_refused_for_packing() -> None:
     model.config.attention_chunk_size = 4
     with pytest.raises(ConfigError, match=r"LlamaConfig attends by a pattern of its own.*eager"):
         check_isolation(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("mimo_v2_flash", {(4, 4), (4, 2)}), ("jetmoe", {(4, 4)}), ("deepseek_v4", {(4, 1)})],
+)
+def test_heads_are_those_that_attend_in_any_layer_whatever_the_config_says(
+    name: str, expected: set[tuple[int, int]]
+) -> None:
+    model = tiny_moe(name)
+    model.set_attn_implementation(PACKED_ATTENTION)
+    assert attended_heads(model) == expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_value_heads", "ranks", "message"),
+    [
+        (2, 2, 4, "context=4 and 2 query heads: it must divide them"),
+        (6, 2, 4, "context=4 and 6 query heads"),
+        (12, 4, 3, "context=3 and 4 key-value heads: one must divide the other.*policy.parallel.context"),
+    ],
+)
+def test_heads_that_context_ranks_cannot_share_out_are_refused_by_number(
+    heads: int, key_value_heads: int, ranks: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_heads(heads, key_value_heads, ranks)
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_value_heads", "ranks"), [(8, 8, 4), (8, 2, 4), (12, 1, 3), (12, 4, 2)]
+)
+def test_heads_that_context_ranks_can_share_out_pass(heads: int, key_value_heads: int, ranks: int) -> None:
+    check_heads(heads, key_value_heads, ranks)

@@ -1,5 +1,6 @@
 """Several ranks build a model that only the first one loads whole."""
 
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,18 @@ LARGE = {
     "num_hidden_layers": 6,
     "head_dim": 192,
 }
+HEADS = {
+    "odd": {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3},
+    "one_key": {"num_key_value_heads": 1},
+}
 
 
-def _worker(model: dict[str, Any], workers: int = WORLD, **options: Any) -> AutomodelPolicyWorker:
-    cfg = tiny_policy_config("llama", model={"config": None, **model}, workers=workers)
+def _worker(
+    model: dict[str, Any], workers: int = WORLD, parallel: dict[str, int] | None = None, **options: Any
+) -> AutomodelPolicyWorker:
+    cfg = tiny_policy_config(
+        "llama", model={"config": None, **model}, workers=workers, parallel=parallel or {}
+    )
     return AutomodelPolicyWorker(cfg, tiny_generation_config(), tokenizer=tiny_tokenizer(), seed=3, **options)
 
 
@@ -63,11 +72,18 @@ def _build_all(folder: Path) -> dict[str, Any]:
     before = _peak_bytes()
     worker = _worker({"config": LARGE})
     results["grown"], results["bytes"] = _peak_bytes() - before, 4 * worker.num_parameters()
-    try:
-        _worker(_model("damaged", folder))
-    except ConfigError as error:
-        results["error"] = str(error)
+    results["damaged"] = _refusal(_model("damaged", folder))
+    for name, heads in HEADS.items():
+        results[name] = _refusal({"config": {**CONFIGS["llama"], **heads}}, parallel={"context": WORLD})
     return results
+
+
+def _refusal(model: dict[str, Any], **changes: Any) -> str:
+    try:
+        _worker(model, **changes)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 @pytest.fixture(scope="module")
@@ -113,5 +129,12 @@ def test_a_rank_beside_the_first_never_holds_the_whole_model(ranks: Any) -> None
 
 
 def test_files_that_the_first_rank_cannot_read_end_all_ranks_with_one_message(ranks: Any) -> None:
-    assert "cannot build this model" in ranks[0]["error"]
-    assert ranks[0]["error"] == ranks[1]["error"]
+    assert "cannot build this model" in ranks[0]["damaged"]
+    assert ranks[0]["damaged"] == ranks[1]["damaged"]
+
+
+def test_heads_that_the_context_ranks_cannot_share_out_end_all_ranks_at_the_start(ranks: Any) -> None:
+    for rank in ranks:
+        assert re.search(r"policy\.parallel\.context=2 and 3 query heads", rank["odd"])
+        assert rank["odd"] == ranks[0]["odd"]
+        assert rank["one_key"] == ""

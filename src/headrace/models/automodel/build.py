@@ -15,7 +15,13 @@ from headrace.config import PolicyConfig
 from headrace.distributed.collectives import from_first_rank
 from headrace.distributed.topology import Topology
 from headrace.errors import ConfigError
-from headrace.models.automodel.attention import PACKED_ATTENTION, check_isolation, choose_attention
+from headrace.models.automodel.attention import (
+    PACKED_ATTENTION,
+    attended_heads,
+    check_isolation,
+    choose_attention,
+)
+from headrace.models.automodel.context_parallel import check_heads
 from headrace.models.automodel.experts import GROUPED_EXPERTS
 from headrace.models.automodel.plan_check import check_split, probe_scores
 from headrace.models.automodel.replay import install_replay
@@ -63,7 +69,9 @@ class ModelBuilder:
         self._cfg, self._scoring, self._device = cfg, scoring, device
         self._topology, self._tokenizer, self._seed = topology, tokenizer, seed
         self._autocast = Autocast(device, cfg.precision)
-        self._replica_size = 1 if topology is None else topology.replica_size
+        self._context_size = 1 if topology is None else topology.context_size
+        self._tensor_size = 1 if topology is None else topology.tensor_size
+        self._replica_size = self._context_size * self._tensor_size
 
     def build(self, *, with_reference: bool) -> BuiltModels:
         """Return the models, the reference with the weights of the policy.
@@ -100,7 +108,7 @@ class ModelBuilder:
         model = self._load_whole(_HOST)
         whole.append(model)
         scorer = self._scorer(model)
-        unproven = self._topology is not None and self._topology.tensor_size > 1 and not is_family(model)
+        unproven = self._has_unproven_split(model)
         scores = probe_scores(scorer, _HOST, multiple=self._replica_size) if unproven else None
         return _WholeFacts(scorer.has_head, scores, model.generation_config)
 
@@ -117,7 +125,24 @@ class ModelBuilder:
         self._prepare(model, device)
         if self._is_packed:
             check_isolation(model)
+        if self._context_size > 1:
+            self._check_heads(model)
         return model
+
+    def _check_heads(self, model: Any) -> None:
+        """Hold the heads of all layers to the context ranks, as far as it is known how tensor ranks split them.
+
+        Otherwise the scores that prove the split hold them. Heads that tensor ranks do not divide are refused there.
+        """
+        if self._has_unproven_split(model):
+            return
+        for sizes in sorted(attended_heads(model)):
+            if all(size % self._tensor_size == 0 for size in sizes):
+                heads, key_value_heads = (size // self._tensor_size for size in sizes)
+                check_heads(heads, key_value_heads, self._context_size)
+
+    def _has_unproven_split(self, model: Any) -> bool:
+        return self._tensor_size > 1 and not is_family(model)
 
     def _scorer(self, model: Any) -> TokenScorer:
         return TokenScorer(model, self._scoring, self._autocast)
@@ -135,11 +160,10 @@ class ModelBuilder:
         """Set the model's implementations, for a forward on `device`, and return it."""
         wanted = self._cfg.model.attn_implementation
         name = choose_attention(device, self._autocast.dtype, self._is_packed, wanted)
-        context = 1 if self._topology is None else self._topology.context_size
-        if context > 1 and name != PACKED_ATTENTION:
+        if self._context_size > 1 and name != PACKED_ATTENTION:
             raise ConfigError(
-                f"policy.parallel.context={context} with policy.model.attn_implementation={wanted}: only sdpa can "
-                "exchange heads between context ranks; set it"
+                f"policy.parallel.context={self._context_size} with policy.model.attn_implementation={wanted}: "
+                "only sdpa can exchange heads between context ranks; set it"
             )
         model.set_attn_implementation(name)
         if model.config._experts_implementation == "grouped_mm":

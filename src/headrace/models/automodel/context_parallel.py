@@ -31,21 +31,32 @@ def heads_to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
+def check_heads(heads: int, key_value_heads: int, ranks: int) -> None:
+    """Hold the heads that a rank attends with to the context ranks that share them out.
+
+    Raises:
+        ConfigError: query heads that `ranks` does not divide, or key-value heads of which neither number divides the
+            other.
+    """
+    rule = ""
+    if heads % ranks:
+        rule = f"{heads} query heads: it must divide them"
+    elif key_value_heads % ranks and ranks % key_value_heads:
+        rule = f"{key_value_heads} key-value heads: one must divide the other"
+    if rule:
+        raise ConfigError(
+            f"policy.parallel.context={ranks} and {rule} (those of a rank: policy.parallel.tensor divides the model's "
+            "where it splits attention); choose another policy.parallel.context"
+        )
+
+
 def repeat_for_ranks(x: torch.Tensor, ranks: int) -> torch.Tensor:
     """Repeat the heads of keys or values (1, H_kv, T, D), where they are fewer than the ranks, to one per rank.
 
-    Raises:
-        ConfigError: neither of the two numbers divides the other.
+    The numbers are those that `check_heads` lets pass.
     """
     heads = x.shape[1]
-    if heads % ranks == 0:
-        return x
-    if ranks % heads:
-        raise ConfigError(
-            f"policy.parallel.context={ranks} and {heads} key-value heads on a rank: one must divide the other; "
-            "lower policy.parallel.context"
-        )
-    return x.repeat_interleave(ranks // heads, dim=1)
+    return x if heads % ranks == 0 else x.repeat_interleave(ranks // heads, dim=1)
 
 
 def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
