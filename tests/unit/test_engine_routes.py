@@ -105,7 +105,43 @@ def test_a_layer_axis_of_all_layers_loses_the_dense_ones(mixed: RouterReplay, la
     if layers == 4:
         rows = rows.astype(np.int32)
         rows[:, 0] = -1  # a layer without experts
-    assert np.array_equal(sglang(flat_text(rows), mixed).numpy(), expected)
+    axis = "moe" if layers == 3 else "all"
+    assert np.array_equal(sglang(flat_text(rows), mixed, layers=axis).numpy(), expected)
+
+
+def test_a_flat_payload_that_only_one_layer_axis_fits_needs_no_name(mixed: RouterReplay) -> None:
+    rows = choices(ROWS, 4)
+    assert np.array_equal(sglang(flat_text(rows), mixed).numpy(), rows[:, 1:])
+    rows = choices(ROWS - 1, 3)
+    assert np.array_equal(sglang(flat_text(rows), mixed, start=1)[1:].numpy(), rows)
+
+
+@pytest.mark.parametrize(
+    ("sent", "start", "message"),
+    [
+        # Two rows fewer than asked for, and two more (an engine that ignores the start).
+        ((6, 4), 0, "24 rows: 8 tokens, as expected, with 3 layers, or 6 tokens with 4 layers"),
+        ((8, 3), 2, "24 rows: 6 tokens, as expected, with 4 layers, or 8 tokens with 3 layers"),
+    ],
+)
+def test_a_flat_payload_that_can_be_read_in_two_ways_is_refused_with_the_argument_that_decides(
+    mixed: RouterReplay, sent: tuple[int, int], start: int, message: str
+) -> None:
+    with pytest.raises(GenerationError, match=f'{message}.*layers="moe" or layers="all"'):
+        sglang(flat_text(choices(*sent)), mixed, start=start)
+    wrong = "all" if start == 0 else "moe"
+    with pytest.raises(GenerationError):
+        sglang(flat_text(choices(*sent)), mixed, start=start, layers=wrong)
+
+
+def test_routes_of_earlier_turns_are_taken_as_they_were_read_only(sparse: RouterReplay) -> None:
+    rows = choices(ROWS, 2)
+    earlier = torch.from_numpy(rows[:3].astype(np.uint8))
+    for changed in (earlier.int(), earlier[:, :1]):
+        with pytest.raises(
+            GenerationError, match=r"earlier turns are .*expected .*\(3, 2, 2\) of torch.uint8"
+        ):
+            sglang(flat_text(rows[3:]), sparse, start=3, earlier=changed)
 
 
 def test_a_layer_axis_that_is_neither_is_refused(mixed: RouterReplay) -> None:
@@ -134,6 +170,18 @@ def test_physical_ids_zero_rows_and_duplicates_are_refused_by_name(sparse: Route
             sglang(flat_text(rows), sparse, name="s7")
 
 
+def wide(value: int) -> np.ndarray:
+    rows = choices(ROWS, 2).astype(np.int64)
+    rows[2, 1, 0] = value
+    return rows
+
+
+def damaged_npy(old: str, new: str) -> str:
+    content = base64.b64decode(npy_text(choices(ROWS, 2)))
+    assert old.encode() in content
+    return base64.b64encode(content.replace(old.encode(), new.encode())).decode()
+
+
 @pytest.mark.parametrize(
     ("prompt", "answer", "message"),
     [
@@ -146,6 +194,12 @@ def test_physical_ids_zero_rows_and_duplicates_are_refused_by_name(sparse: Route
         (None, "not base64!", "not base64"),
         (None, base64.b64encode(b"something").decode(), "other than a .npy"),
         (None, base64.b64encode(b"\x93NUMPY\x01").decode(), "damaged .npy"),
+        (None, damaged_npy("(8, 2, 2)", "(8, 2, 2 "), "damaged .npy"),
+        (None, damaged_npy("(8, 2, 2)", "(8, 2, 02"), "damaged .npy"),
+        (None, [[[1, 2], [3]]], "no array of three axes"),
+        (None, wide(2**32 + 1), "sample, token 2, layer 1: expert 4294967297 is no id of 32 bits"),
+        (None, wide(-(2**32) - 1).tolist(), "expert -4294967297 is no id"),
+        (None, wide(1).astype(np.uint64) + np.uint64(2**63), "is no id of 32 bits"),
     ],
 )
 def test_what_is_not_a_vllm_payload_is_refused(
@@ -163,6 +217,8 @@ def test_what_is_not_a_vllm_payload_is_refused(
         (flat_text(choices(ROWS, 2).reshape(-1)[:-1]), "31 ids"),
         (flat_text(choices(ROWS - 1, 2)), "28 ids; expected a multiple of 8 tokens"),
         ("", "0 ids"),
+        (base64.b64encode(b"abc").decode(), "3 bytes; expected ids of four bytes"),
+        ([[1, 2]], "not base64"),
     ],
 )
 def test_what_is_not_a_sglang_payload_is_refused(sparse: RouterReplay, payload: Any, message: str) -> None:

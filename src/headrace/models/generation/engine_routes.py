@@ -10,6 +10,7 @@ import base64
 import binascii
 import io
 from collections.abc import Mapping
+from tokenize import TokenError
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -22,6 +23,8 @@ from headrace.models.router_replay import LayerMap
 LayerAxis = Literal["auto", "moe", "all"]
 
 _NPY = b"\x93NUMPY"
+# What NumPy raises for a .npy header that was changed on the way, besides what it documents.
+_DAMAGE = (ValueError, EOFError, OSError, TypeError, OverflowError, MemoryError, SyntaxError, TokenError)
 
 
 class RoutedModelSpec(Protocol):
@@ -106,11 +109,14 @@ def read_sglang(
         new_tokens: Sampled tokens.
         start: The request's `routed_experts_start_len`.
         earlier: Routes of the first `start` tokens, from earlier turns; None marks them missing.
-        layers: Whether the layer axis counts MoE layers or all; "auto" takes what its size can only be.
+        layers: Whether the layer axis counts MoE layers or all; "auto" takes what the size can only be. A flat payload
+            does not say how many rows it has, so that "auto" refuses a size that other tokens with the other layer axis
+            have as well: name the axis for a model with dense layers.
         name: The sample, for messages.
 
     Raises:
-        GenerationError: no routes, bytes that are not such an array, or routes that do not fit tokens or model.
+        GenerationError: no routes, bytes that are not such an array, routes that do not fit tokens or model, or a size
+            that "auto" can read in two ways.
     """
     payload = meta_info.get("routed_experts")
     if payload is None:
@@ -118,7 +124,7 @@ def read_sglang(
             f"{name}: SGLang returned no routed_experts; start it with --enable-return-routed-experts and ask with "
             "return_routed_experts=true"
         )
-    flat = np.frombuffer(_decode(payload, name), dtype="<i4")
+    flat = _int32(_decode(payload, name), name)
     tokens = prompt_tokens + new_tokens - 1 - start
     count, rest = divmod(len(flat), tokens * model.shape.top_k) if tokens > 0 else (0, 1)
     if rest or not count:
@@ -126,33 +132,58 @@ def read_sglang(
             f"{name}: routed_experts holds {len(flat)} ids; expected a multiple of {tokens} tokens (from {start} to "
             f"{prompt_tokens + new_tokens - 1}) x {model.shape.top_k} experts per token"
         )
+    if layers == "auto":
+        _refuse_two_readings(len(flat) // model.shape.top_k, tokens, model.layer_map, name)
     recorded = torch.from_numpy(flat.reshape(tokens, count, model.shape.top_k).copy())
     rows = _select(recorded, model, layers, name)
     if earlier is None:
         head = torch.full((start, *rows.shape[1:]), -1, dtype=rows.dtype)
         return _finish(torch.cat([head, rows]), model, name)
     _expect(earlier, start, f"{name}: routes of earlier turns")
-    return torch.cat([earlier, _finish(rows, model, name)])
+    later = _finish(rows, model, name)
+    if (earlier.shape[1:], earlier.dtype) != (later.shape[1:], later.dtype):
+        raise GenerationError(
+            f"{name}: routes of earlier turns are {tuple(earlier.shape)} of {earlier.dtype}; expected them as they "
+            f"were read, {(start, *later.shape[1:])} of {later.dtype}"
+        )
+    return torch.cat([earlier, later])
 
 
 def _rows(value: Any, name: str) -> torch.Tensor:
     """Return (T, layers, k) as signed integers."""
     if isinstance(value, str | bytes):
         value = _load_npy(_decode(value, name), name)
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError) as error:
+        raise GenerationError(f"{name}: routed experts are no array of three axes ({error})") from error
     if array.ndim != 3 or array.dtype.kind not in "iu":
         raise GenerationError(
             f"{name}: routed experts of shape {array.shape} and dtype {array.dtype}; expected integers "
             "(tokens, layers, k)"
         )
-    return torch.from_numpy(array.astype(np.int32))
+    narrow = array.astype(np.int32)
+    if not np.can_cast(array.dtype, np.int32) and (changed := np.argwhere(narrow != array).tolist()):
+        token, layer, entry = changed[0]
+        raise GenerationError(
+            f"{name}, token {token}, layer {layer}: expert {array[token, layer, entry]} is no id of 32 bits"
+        )
+    return torch.from_numpy(narrow)
 
 
-def _decode(payload: str | bytes, name: str) -> bytes:
+def _decode(payload: Any, name: str) -> bytes:
     try:
         return base64.b64decode(payload, validate=True)
-    except (binascii.Error, ValueError) as error:
+    except (binascii.Error, ValueError, TypeError) as error:
         raise GenerationError(f"{name}: routed_experts is not base64 ({error})") from error
+
+
+def _int32(content: bytes, name: str) -> np.ndarray:
+    if len(content) % 4:
+        raise GenerationError(
+            f"{name}: routed_experts is base64 of {len(content)} bytes; expected ids of four bytes each"
+        )
+    return np.frombuffer(content, dtype="<i4")
 
 
 def _load_npy(content: bytes, name: str) -> Any:
@@ -160,7 +191,7 @@ def _load_npy(content: bytes, name: str) -> Any:
         raise GenerationError(f"{name}: routed_experts is base64 of something other than a .npy array")
     try:
         return np.load(io.BytesIO(content), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+    except _DAMAGE as error:
         raise GenerationError(f"{name}: routed_experts is a damaged .npy array ({error})") from error
 
 
@@ -171,6 +202,23 @@ def _select(rows: torch.Tensor, model: RoutedModelSpec, layers: LayerAxis, name:
         return rows if axis == "moe" else model.layer_map.select(rows)
     except ReplayError as error:
         raise GenerationError(f"{name}: {error}") from error
+
+
+def _refuse_two_readings(rows: int, tokens: int, layer_map: LayerMap, name: str) -> None:
+    """Refuse a flat payload of `rows` (token, layer) rows that fits `tokens`, and fits others by the other layer axis.
+
+    Example: of 4 layers 3 are mixtures. The 24 rows of 8 tokens and 3 layers are also those of 6 tokens and 4 layers.
+    """
+    moe, everything = len(layer_map.moe_layers), layer_map.num_layers
+    if layer_map.is_sparse or not layer_map.has_one_router_per_layer:
+        return
+    for axis, other in ((moe, everything), (everything, moe)):
+        if rows == tokens * axis and rows % other == 0:
+            raise GenerationError(
+                f"{name}: routed_experts holds {rows} rows: {tokens} tokens, as expected, with {axis} layers, or "
+                f"{rows // other} tokens with {other} layers, of a model of {everything} decoder layers, {moe} of them "
+                'mixtures of experts; say which one the engine sends: layers="moe" or layers="all"'
+            )
 
 
 def _fit(answer: torch.Tensor, new_tokens: int, name: str) -> torch.Tensor:

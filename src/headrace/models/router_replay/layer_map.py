@@ -19,6 +19,16 @@ class LayerMap:
     num_layers: int
     moe_layers: tuple[int, ...]
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether every decoder layer has one router, so that both layer axes are the same."""
+        return self.moe_layers == tuple(range(self.num_layers))
+
+    @property
+    def has_one_router_per_layer(self) -> bool:
+        """Whether no layer has several routers, which a payload over all decoder layers cannot hold."""
+        return len(set(self.moe_layers)) == len(self.moe_layers)
+
     def select(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the router slots (T, MoE layers, k) of a payload over all decoder layers (T, layers, k).
 
@@ -56,8 +66,7 @@ class LayerMap:
             ReplayError: it can be neither, or both with different meanings.
         """
         moe, everything = layers == len(self.moe_layers), layers == self.num_layers
-        same = self.moe_layers == tuple(range(self.num_layers))
-        if moe and (not everything or same):
+        if moe and (not everything or self.is_sparse):
             return "moe"
         if everything and not moe:
             return "all"
@@ -68,7 +77,7 @@ class LayerMap:
         )
 
     def _one_router_per_layer(self) -> None:
-        if len(set(self.moe_layers)) != len(self.moe_layers):
+        if not self.has_one_router_per_layer:
             raise ReplayError(
                 f"routers in decoder layers {list(self.moe_layers)}: several in one layer have one slot"
             )
