@@ -1,5 +1,8 @@
 """Routes of one model: the API, receipts, missing and padding rows, and what must never pass silently."""
 
+import pickle
+import subprocess
+import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -109,6 +112,42 @@ def test_a_copy_of_an_installed_model_runs_its_own_layers(model: Any) -> None:
     assert forward(other, routes=Routes.replay(recorded(model))).abs().max() == 0
     assert forward(model).abs().max() > 0
     assert install(other).routers == install(model).routers
+
+
+@pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
+def test_a_pickled_model_keeps_its_routers_and_its_handle(model: Any, protocol: int) -> None:
+    other = pickle.loads(pickle.dumps(model, protocol))
+    assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
+    assert install(other) == install(model)
+    assert install(other) is not install(model)
+    routes = Routes.replay(random_routes(install(model), TOKENS, seed=3), trace=True)
+    replayed = forward(other, routes=routes)
+    assert torch.equal(forward(model, routes=Routes.replay(routes.ids)), replayed)
+    assert not torch.equal(forward(other), replayed)
+
+
+_LOAD = """
+import sys, torch
+model = torch.load(sys.argv[1], weights_only=False)
+from headrace.models.router_replay import Routes
+ids, expected = torch.load(sys.argv[2])
+routes = Routes.record()
+with torch.no_grad():
+    assert torch.equal(model(input_ids=ids, use_cache=False, routes=routes).logits, expected)
+print(routes.receipt.totals()["native"])
+"""
+
+
+def test_a_model_saved_whole_loads_in_another_process(model: Any, tmp_path: Path) -> None:
+    torch.save(model, tmp_path / "model.pt")
+    torch.save((INPUTS, forward(model)), tmp_path / "expected.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD, tmp_path / "model.pt", tmp_path / "expected.pt"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, str(2 * TOKENS)), done.stderr
 
 
 def test_a_vision_language_model_replays_the_routers_of_its_decoder() -> None:
@@ -567,6 +606,15 @@ def test_a_router_that_sees_other_tokens_than_the_call_is_refused_by_name() -> N
     model.model.layers[1].mlp.gate.register_forward_pre_hook(half)
     with pytest.raises(ReplayError, match=r"layers\.1\.mlp\.gate sees 4 tokens, its routes have 18"):
         forward(model, routes=Routes.replay(random_routes(replay, TOKENS, seed=0)))
+
+
+def test_ids_that_no_routes_hold_are_refused_with_what_holds_them(model: Any) -> None:
+    ids = recorded(model)
+    for given in (ids, ids.tolist()):
+        with pytest.raises(
+            ReplayError, match=rf"a {type(given).__name__}; pass routes=Routes\.replay\(ids\)"
+        ):
+            forward(model, routes=given)
 
 
 def test_nothing_recorded_is_refused(model: Any) -> None:

@@ -1,5 +1,6 @@
 """FSDP2 on two processes, before and after installation, with recompute and two microbatches in flight."""
 
+import pickle
 import socket
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ def run_rank(rank: int, port: int, folder: str) -> None:
         install(model)
         checkpoint_layers(model)
         sharded, digests = gradients(model, seeds)
+        with pytest.raises(pickle.PicklingError, match="FSDP"):
+            pickle.dumps(model)
         found[order] = ([g.full_tensor() for g in sharded], digests)
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

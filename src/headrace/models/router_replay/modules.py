@@ -21,7 +21,18 @@ from headrace.models.router_replay.interception import ChoiceSizes, InterceptTop
 from headrace.models.router_replay.routes import RoutedCall, Routes
 
 
-class RoutedRouter(torch.nn.Module):
+class Routed(torch.nn.Module):
+    """A module whose class `become` has made, which no other process can look up: a pickle holds its parts."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what builds this module again; that of a class derived from it later (FSDP2's) is Python's own."""
+        parts = vars(type(self)).get("_replay_parts")
+        if parts is None:
+            return super().__reduce_ex__(protocol)
+        return _blank, parts, cast(Any, self).__getstate__()
+
+
+class RoutedRouter(Routed):
     """A router that takes its choice from the rows bound to it, once per binding."""
 
     _replay_name: str
@@ -63,7 +74,7 @@ class RoutedRouter(torch.nn.Module):
         return output
 
 
-class RoutedLayer(torch.nn.Module):
+class RoutedLayer(Routed):
     """A decoder layer whose `routes` are a call on the way in, and its routers' rows in its forward."""
 
     _replay_slots: tuple[int, ...] = ()
@@ -96,17 +107,26 @@ class RoutedLayer(torch.nn.Module):
         return output
 
 
-class RoutedModel(torch.nn.Module):
+class RoutedModel(Routed):
     """A model whose forward takes `routes`."""
 
     _replay_handle: RouterReplay
 
     def forward(self, *args: Any, routes: Routes | RoutedCall | None = None, **kwargs: Any) -> Any:
-        """Run the model's own forward; `routes` records the experts that its tokens use, or says which to use."""
+        """Run the model's own forward; `routes` records the experts that its tokens use, or says which to use.
+
+        Raises:
+            ReplayError: `routes` are no Routes, or such that cannot be used; see `Routes.open` and `close`.
+        """
         if routes is None:
             return super().forward(*args, **kwargs)
-        if not isinstance(routes, Routes):
+        if isinstance(routes, RoutedCall):
             return super().forward(*args, routes=routes, **kwargs)
+        if not isinstance(routes, Routes):
+            raise ReplayError(
+                f"routes are a {type(routes).__name__}; pass routes=Routes.replay(ids) to use expert ids, or "
+                "routes=Routes.record() to write them down"
+            )
         tokens, device = _tokens(args, kwargs)
         call = routes.open(self._replay_handle.routers, tokens, device)
         output = super().forward(*args, routes=call, **kwargs)
@@ -154,10 +174,17 @@ def _subclass(original: type, kind: type) -> Any:
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
+        "_replay_parts": (original, kind),
     }
     if kind is RoutedModel:
         names["forward"] = _with_signature(original)
     return type(original.__name__, (kind, original), names)
+
+
+def _blank(original: type, kind: type) -> Any:
+    """Return an instance without state, for a copy or a pickle to fill."""
+    made = _subclass(original, kind)
+    return made.__new__(made)
 
 
 def _with_signature(original: Any) -> Any:
