@@ -547,6 +547,12 @@ class RecipeConfig(Section):
                 f"policy.parallel.launcher={self.policy.parallel.launcher} run in others; set "
                 "data_plane.impl=transfer_queue, or data_plane.enabled=false"
             )
+        for key in ("gpus_per_node", "rollout_gpus"):
+            if self.policy.device == "cpu" and (gpus := getattr(self.cluster, key)):
+                raise ValueError(
+                    f"cluster.{key}={gpus} with policy.device=cpu, which uses no GPU; set cluster.{key}=0, or "
+                    "policy.device=auto"
+                )
         if self.generation.max_new_tokens >= self.policy.max_total_sequence_length:
             raise ValueError(
                 f"generation.max_new_tokens={self.generation.max_new_tokens} leaves no room for a prompt in "

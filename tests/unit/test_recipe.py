@@ -152,6 +152,14 @@ CONTRADICTIONS = {
         ["data_plane.storage_capacity=8"],
         ["data_plane.storage_capacity=8", "16 samples"],
     ),
+    "GPUs for a policy on the CPU": (
+        ["policy.device=cpu", "cluster.gpus_per_node=8"],
+        ["cluster.gpus_per_node=8", "policy.device=cpu"],
+    ),
+    "a GPU for rollouts on the CPU": (
+        ["policy.device=cpu", "cluster.rollout_gpus=1"],
+        ["cluster.rollout_gpus=1", "policy.device=cpu"],
+    ),
     "a decay without an end": (["policy.scheduler.kind=cosine"], ["policy.scheduler", "decay_steps"]),
     "a penalty without a buffer": (["grpo.reward.overlong_penalty=1"], ["overlong_buffer_tokens"]),
     "a baseline without peers": (

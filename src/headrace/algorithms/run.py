@@ -106,7 +106,8 @@ def rolls_out_in_actor(recipe: RecipeConfig) -> bool:
     """Return whether answers are generated in a Ray actor of their own, and not in the driver's process.
 
     Raises:
-        ConfigError: `cluster.rollout=actor`, and the policy's workers are no Ray actors.
+        ConfigError: `cluster.rollout=actor`, and the policy's workers are no Ray actors; or `cluster.rollout_gpus`, and
+            there is no such actor.
     """
     on_ray = (
         recipe.data_plane.enabled and worker_place(recipe.policy, launcher_for(recipe.data_plane)) == "ray"
@@ -116,7 +117,14 @@ def rolls_out_in_actor(recipe: RecipeConfig) -> bool:
             "cluster.rollout=actor needs the policy's workers on Ray as well; set data_plane.impl=transfer_queue "
             "and policy.parallel.launcher=ray, or cluster.rollout=auto"
         )
-    return on_ray and recipe.cluster.rollout != "driver"
+    in_actor = on_ray and recipe.cluster.rollout != "driver"
+    if recipe.cluster.rollout_gpus is not None and not in_actor:
+        remedy = "data_plane.impl=transfer_queue and policy.parallel.launcher=ray"
+        raise ConfigError(
+            f"cluster.rollout_gpus={recipe.cluster.rollout_gpus} is for a rollout actor, and this run generates its "
+            f"answers in the driver's process; remove it, or set {'cluster.rollout=auto' if on_ray else remedy}"
+        )
+    return in_actor
 
 
 def _build_policy(recipe: RecipeConfig, tokenizer: Any, in_actor: bool) -> Policy:

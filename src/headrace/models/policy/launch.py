@@ -47,7 +47,10 @@ def build_worker_group(
         {"tokenizer": tokenizer, "seed": seed, "with_reference": with_reference},
     )
     layout = policy_sharding(cfg.workers, context=cfg.parallel.context, tensor=cfg.parallel.tensor)
-    match worker_place(cfg, auto_launcher):
+    place = worker_place(cfg, auto_launcher)
+    if place != "ray":
+        _check_this_machine(cluster)
+    match place:
         case "driver":
             return LocalWorkerGroup(spec.factory(*spec.args, **spec.kwargs))
         case "spawn":
@@ -78,6 +81,21 @@ def worker_place(cfg: PolicyConfig, auto_launcher: Launcher) -> Literal["driver"
     if cfg.workers == 1 and cfg.parallel.launcher != "ray":
         return "driver"
     return auto_launcher if cfg.parallel.launcher == "auto" else cfg.parallel.launcher
+
+
+def _check_this_machine(cluster: ClusterConfig) -> None:
+    """Hold the one machine of workers outside Ray to the nodes and GPUs that are asked for."""
+    here = "the policy's workers run outside Ray, on this machine"
+    if cluster.num_nodes > 1:
+        raise ConfigError(
+            f"cluster.num_nodes={cluster.num_nodes}: {here} alone; set cluster.num_nodes=1, or "
+            "policy.parallel.launcher=ray"
+        )
+    if cluster.gpus_per_node and (devices := torch.cuda.device_count()) < cluster.gpus_per_node:
+        raise ConfigError(
+            f"cluster.gpus_per_node={cluster.gpus_per_node}: {here}, which has {devices} CUDA devices; set "
+            f"cluster.gpus_per_node={devices}, or policy.parallel.launcher=ray"
+        )
 
 
 def _spawn_device(cfg: PolicyConfig) -> DeviceType:
