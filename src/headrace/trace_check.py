@@ -1,20 +1,22 @@
 """A recorded trace of routes, checked: from rollout to store to forward to router, and where it first differs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from headrace.algorithms.route_trace import RouteTrace, read_trace
+from headrace.algorithms.route_trace import TRACED_SAMPLES, RouteTrace, read_trace
 from headrace.data_plane.route_binding import bound_digests
 from headrace.data_plane.routes_codec import missing_mark, missing_rows
 from headrace.errors import ConfigError, ReplayError
 from headrace.models.router_replay.proof import TracedRows
 from headrace.models.router_replay.trace import RouteDifference, find_difference
+from headrace.report import read_metrics
 from headrace.utils.run_directory import RunDirectory
 
 _MOST_CANDIDATES = 64
+_MOST_STEPS = 8
 _MEANING = {
     "shape": "the routes have another shape",
     "token_shift": "a shift by tokens",
@@ -36,20 +38,45 @@ class _Sample:
 
 
 def check_run(run_dir: Path) -> list[str]:
-    """Check every trace of a run; return a line per step.
+    """Check every trace of a run, and that none is lost; return a line per step.
+
+    Which steps were traced stands in metrics.jsonl, as a resumed run may trace some only. Without it, traces count from
+    the first to the last step.
 
     Raises:
-        ConfigError: no trace there.
+        ConfigError: no trace there, or a file that cannot be read.
         ReplayError: routes that changed on the way; names step, place, sample, token and layer, and the simplest
-            cause that explains all of it.
+            cause that explains all of it. Or steps whose trace is lost.
     """
-    paths = sorted(RunDirectory(run_dir).traces_dir.glob("step_*.safetensors"))
+    run = RunDirectory(run_dir)
+    paths = sorted(run.traces_dir.glob("step_*.safetensors"))
     if not paths:
         raise ConfigError(
             f"{run_dir}: no trace of routes; run with policy.router_replay.enabled=true and "
             "policy.router_replay.trace=true"
         )
-    return [check_trace(read_trace(path)) for path in paths]
+    lines: dict[int, str] = {}
+    for path in paths:
+        trace = read_trace(path)
+        lines[trace.step] = check_trace(trace)
+    _check_complete(run, lines)
+    return list(lines.values())
+
+
+def _check_complete(run: RunDirectory, steps: Collection[int]) -> None:
+    lost = sorted({*(_recorded_steps(run) or range(min(steps), max(steps)))}.difference(steps))
+    if lost:
+        named = ", ".join(map(str, lost[:_MOST_STEPS])) + (", ..." if len(lost) > _MOST_STEPS else "")
+        raise ReplayError(
+            f"{run.traces_dir}: the traces of {len(lost)} steps are lost ({named}), so that their routes cannot be "
+            f"checked; those of {len(steps)} steps are sound"
+        )
+
+
+def _recorded_steps(run: RunDirectory) -> list[int]:
+    if not run.metrics_path.exists() or not run.metrics_path.stat().st_size:
+        return []
+    return [record["step"] for record in read_metrics(run.path) if TRACED_SAMPLES in record]
 
 
 def check_trace(trace: RouteTrace) -> str:

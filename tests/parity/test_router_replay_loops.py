@@ -137,6 +137,7 @@ def test_the_on_policy_shortcut_proves_the_train_stage_alone(tmp_path: Path) -> 
     metrics = run(recipe)[0].metrics
     assert metrics["router_replay/train/replayed"] > 0
     assert "router_replay/prev_logprobs/replayed" not in metrics
+    assert "router_replay/traced_samples" not in metrics
     assert "router_replay/route_exact" in metrics
 
 
@@ -144,7 +145,7 @@ def test_a_trace_of_a_sound_run_passes(tmp_path: Path) -> None:
     recipe = replay_recipe(
         tmp_path / "run", batching="packed", router_replay={"enabled": True, "trace": True}
     )
-    run(recipe)
+    assert [record.metrics["router_replay/traced_samples"] for record in run(recipe)] == [16, 16]
     assert check_run(tmp_path / "run") == [
         f"step {step}: 16 samples as recorded; used as given: prev_logprobs 16, train 16" for step in (1, 2)
     ]

@@ -21,6 +21,7 @@ from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorke
 from headrace.models.router_replay import install
 from headrace.models.router_replay.proof import ReplayProof
 from headrace.trace_check import check_run, check_trace
+from headrace.utils.run_directory import RunDirectory
 from tiny_models import tiny_batch, tiny_generation_config, tiny_model, tiny_policy_config, tiny_tokenizer
 
 LENGTHS = [9, 4, 7, 12]
@@ -496,3 +497,31 @@ def test_a_run_without_a_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "router_trace" / "step_000001.safetensors").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="not a trace"):
         check_run(tmp_path)
+
+
+def traced_run(path: Path, steps: list[int]) -> RunDirectory:
+    run, recorded = RunDirectory(path), batch()
+    for step in steps:
+        write_trace(run.traces_dir, trace_of(step, NAMES, digests_of(recorded), recorded, {}))
+    return run
+
+
+def test_a_hole_between_traces_is_refused_by_step(tmp_path: Path) -> None:
+    traced_run(tmp_path, [2, 3, 6])
+    with pytest.raises(ReplayError, match=r"traces of 2 steps are lost \(4, 5\).*those of 3 steps are sound"):
+        check_run(tmp_path)
+
+
+def test_traces_are_held_to_the_steps_that_the_run_has_recorded_as_traced(tmp_path: Path) -> None:
+    run = traced_run(tmp_path, [1, 4])
+    for step in range(1, 5):
+        # Resumed with another policy.router_replay.trace, twice.
+        traced = {"router_replay/traced_samples": 4.0} if step in (1, 4) else {}
+        run.append_metrics({"kind": "step", "step": step, "reward/mean": 0.5, **traced})
+    assert len(check_run(tmp_path)) == 2
+    (run.traces_dir / "step_000004.safetensors").unlink()
+    with pytest.raises(ReplayError, match=r"traces of 1 steps are lost \(4\)"):
+        check_run(tmp_path)
+    # A step that a fault has stopped has a trace, and no line.
+    traced_run(tmp_path, [4, 5])
+    assert len(check_run(tmp_path)) == 3

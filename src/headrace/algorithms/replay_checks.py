@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from headrace.algorithms.route_trace import TRACE_COLUMNS, trace_of, write_trace
+from headrace.algorithms.route_trace import TRACE_COLUMNS, TRACED_SAMPLES, trace_of, write_trace
 from headrace.config import RouterReplayConfig
 from headrace.data_plane.route_binding import as_word
 from headrace.errors import ReplayError
@@ -142,5 +142,6 @@ class ReplayWatch:
             columns = self._read(TRACE_COLUMNS)
             trace = trace_of(self._step, self._sample_ids, self._digests, columns, self._traced)
             write_trace(self._trace_dir, trace)
+            self.metrics[TRACED_SAMPLES] = float(len(self._sample_ids))
         check_stage(stage, proof, digests=self._digests, total_tokens=self._total_tokens)
         self.metrics |= stage_metrics(stage, proof)

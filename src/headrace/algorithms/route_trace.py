@@ -20,6 +20,8 @@ from headrace.errors import ConfigError
 from headrace.models.router_replay.proof import TracedRows
 from headrace.utils import atomic
 
+# The metric of a step that has a trace.
+TRACED_SAMPLES = "router_replay/traced_samples"
 TRACE_COLUMNS = (INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD)
 _ROLLOUT = "rollout"
 _GIVEN, _USED = "given", "used"
