@@ -11,8 +11,8 @@ from headrace.data_plane import materialize, pack_columns
 from headrace.data_plane.codec import RowPacker
 from headrace.data_plane.leaves import wire_tensordict
 from headrace.distributed import ragged
+from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged import (
-    OffsetsReader,
     RowLayout,
     gather_dense,
     gather_rows,

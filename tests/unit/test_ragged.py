@@ -15,6 +15,7 @@ from headrace.distributed.ragged import (
     gather_spans,
     nested_from_ragged,
     offsets_from_lengths,
+    own_copy,
     pad_ragged,
     ragged_from_nested,
     ragged_indices,
@@ -295,3 +296,13 @@ def test_a_pad_value_that_the_dtype_cannot_hold_is_refused(pad_value: float, dty
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6))
 def test_offsets_and_lengths_are_inverse(lengths: list[int]) -> None:
     assert offsets_from_lengths(torch.tensor(lengths)).diff().tolist() == lengths
+
+
+@pytest.mark.parametrize("tokens", [100, 40_001, 5_000_000])
+def test_a_copy_of_ones_own_is_equal_and_apart_at_every_size(tokens: int) -> None:
+    given = torch.randint(0, 2**40, (tokens + 1,))[1:]
+    for tensor in (given, given.to(torch.bool), given.to(torch.bfloat16), given.view(-1, 1).expand(-1, 2)):
+        copy = own_copy(tensor)
+        assert (copy.dtype, copy.shape, copy.is_contiguous()) == (tensor.dtype, tensor.shape, True)
+        assert torch.equal(copy, tensor)
+        assert copy.data_ptr() != tensor.data_ptr()

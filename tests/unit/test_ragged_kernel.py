@@ -180,3 +180,17 @@ def test_narrowing_finds_every_row_that_is_partly_missing(width: int) -> None:
         given = ids.clone()
         given[row, place] = 7 if given[row, place] < 0 else -1
         assert not kernel.narrow(given.data_ptr(), 4, *sizes)
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 63, 64, 65, 1000, 70_003])
+@pytest.mark.parametrize("shift", [0, 1, 7, 16])
+def test_a_streamed_copy_writes_these_bytes_and_no_others(size: int, shift: int) -> None:
+    kernel = load_kernel()
+    if kernel is None:
+        pytest.skip("there is no C compiler")
+    source = torch.randint(0, 256, (size + 64,), dtype=torch.uint8)
+    out = torch.full((size + 64,), 7, dtype=torch.uint8)
+    kernel.copy(source[3:].data_ptr(), size, out[shift:].data_ptr())
+    assert torch.equal(out[shift : shift + size], source[3 : 3 + size])
+    assert torch.all(out[:shift] == 7)
+    assert torch.all(out[shift + size :] == 7)

@@ -22,8 +22,8 @@ from headrace.data_plane.object_codec import ObjectArray
 from headrace.data_plane.schema import FIELDS, PER_TOKEN_FIELDS, FieldSpec, Kind, Layout
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.multimodal import PackedTensor
+from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged import (
-    OffsetsReader,
     PadValue,
     RowLayout,
     gather_spans,

@@ -13,7 +13,8 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from headrace.data_plane.object_codec import ObjectArray, object_array
-from headrace.distributed.ragged import OffsetsReader, is_nested, nested_from_ragged, take_apart
+from headrace.distributed.offsets_reader import OffsetsReader
+from headrace.distributed.ragged import is_nested, nested_from_ragged, take_apart
 from headrace.errors import SchemaError
 
 

@@ -8,8 +8,7 @@ offsets are on the CPU, and on floating dtypes gradients flow. A result may shar
 byte has to move. Lengths are checked on the CPU; make one RowLayout for columns that share their lengths.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from functools import cache
 from importlib.util import find_spec
@@ -23,16 +22,19 @@ from numpy.typing import NDArray
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from headrace.distributed import ragged_cpu
+from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged_cpu import Bytes, Ints, TailWindows
 from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
 
 PadValue = int | float | bool
 
+# A copy of less finds room in the caches of one core.
+_STREAMED_BYTES = 256 * 1024
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def row_lengths(lengths: torch.Tensor | Sequence[int], read: "OffsetsReader | None" = None) -> torch.Tensor:
+def row_lengths(lengths: torch.Tensor | Sequence[int], read: OffsetsReader | None = None) -> torch.Tensor:
     """Return lengths as int64 (N,) on the CPU, brought there by `read` if it is given.
 
     Raises:
@@ -95,7 +97,7 @@ class RowLayout:
         self,
         lengths: torch.Tensor | Sequence[int],
         width: int | None = None,
-        read: "OffsetsReader | None" = None,
+        read: OffsetsReader | None = None,
     ) -> None:
         self.lengths = row_lengths(lengths, read)
         self.rows = len(self.lengths)
@@ -419,48 +421,6 @@ class RaggedParts(NamedTuple):
     """The same offsets on the device of `values`, where that is not the CPU and they were there."""
 
 
-class OffsetsReader:
-    """Brings offsets of nested tensors to the CPU: those of all `columns` in one copy, when first asked for one."""
-
-    def __init__(self, columns: Iterable[object] = ()) -> None:
-        self._columns = columns
-        self._read: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __call__(self, offsets: torch.Tensor) -> torch.Tensor:
-        """Return integers (n,) as int64 on the CPU; the same object for the same memory."""
-        if offsets.is_cpu:
-            return offsets if offsets.dtype == torch.int64 else offsets.to(torch.int64)
-        key = _memory(offsets)
-        if key not in self._read:
-            self._fetch([offsets, *_index_tensors(self._columns)])
-            self._columns = ()
-        return self._read[key][1]
-
-    def _fetch(self, wanted: Iterable[torch.Tensor]) -> None:
-        by_device: dict[torch.device, dict[tuple[object, ...], torch.Tensor]] = defaultdict(dict)
-        for part in wanted:
-            by_device[part.device][_memory(part)] = part
-        for parts in by_device.values():
-            whole = [part.to(torch.int64) for part in parts.values()]
-            joined = (torch.cat(whole) if len(whole) > 1 else whole[0]).cpu()
-            pieces = torch.split(joined, [len(part) for part in parts.values()])
-            for (key, part), piece in zip(parts.items(), pieces):
-                # The entry holds the tensor, so that its memory stays its own.
-                self._read[key] = (part, piece.clone() if len(parts) > 1 else joined)
-
-
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _index_tensors(columns: Iterable[object]) -> Iterable[torch.Tensor]:
-    for column in columns:
-        if isinstance(column, NestedTensor):
-            for part in (column._offsets, column._lengths):
-                if part is not None and not part.is_cpu:
-                    yield part
-
-
 def ragged_from_nested(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return (values, offsets, ragged dimension) of a nested tensor; offsets start at 0 and lie on the CPU.
 
@@ -483,13 +443,11 @@ def take_apart(nested: torch.Tensor, read: OffsetsReader) -> RaggedParts:
         values = values.movedim(ragged_dim - 1, 0)
     held, lengths = jagged._offsets, jagged._lengths
     offsets = read(held)
-    sizes = offsets.diff() if lengths is None else read(lengths)
-    # torch takes any offsets, and copies by address would follow them out of the values.
-    _check_spans(offsets[: len(sizes)], sizes, values.shape[0])
-    bounds = offsets.numpy()
-    if lengths is None and bounds[0] == 0 and bounds[-1] == values.shape[0]:
+    if lengths is None and read.are_whole(offsets, values.shape[0]):
         shared = None if held.is_cpu or held.dtype != torch.int64 else held
         return RaggedParts(values, offsets, ragged_dim, shared)
+    # torch takes any offsets, and copies by address would follow them out of the values: this checks them.
+    sizes = offsets.diff() if lengths is None else read(lengths)
     gathered = gather_spans(values, offsets[: len(sizes)], sizes)
     return RaggedParts(gathered, offsets_from_lengths(sizes), ragged_dim, None)
 
@@ -568,9 +526,14 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     detached = tensor.detach()
     if detached.device.type != "cpu":
         return detached.cpu().contiguous()
-    if detached.nbytes < ragged_cpu.FRESH_BYTES or not detached.is_contiguous():
+    if detached.nbytes < _STREAMED_BYTES or not detached.is_contiguous():
         return detached.clone(memory_format=torch.contiguous_format)
-    return _tensor(byte_view(detached).copy(), detached.dtype, tuple(detached.shape))
+    out = _fresh(tuple(detached.shape), detached.dtype)
+    if kernel := load_kernel():
+        kernel.copy(detached.data_ptr(), detached.nbytes, out.data_ptr())
+    else:
+        byte_view(out)[:] = byte_view(detached)
+    return out
 
 
 def _with_whole_rows(padded: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,9 @@ class RaggedKernel:
         self._pad.argtypes = (_ADDRESS, _ADDRESS, _COUNT, _COUNT, _COUNT, ctypes.c_char_p, _ADDRESS)
         self._gather = library.headrace_gather
         self._gather.argtypes = (_ADDRESS, _ADDRESS, _ADDRESS, _COUNT, _COUNT, _ADDRESS)
-        for function in (self._strip, self._pad, self._gather):
+        self._copy = library.headrace_copy
+        self._copy.argtypes = (_ADDRESS, _COUNT, _ADDRESS)
+        for function in (self._strip, self._pad, self._gather, self._copy):
             function.restype = None
         self._narrow = {}
         for wide, small in _NARROWED:
@@ -60,6 +62,10 @@ class RaggedKernel:
     def gather(self, values: int, starts: int, lengths: int, spans: int, step: int, out: int) -> None:
         """Write the spans of `lengths[i]` tokens from token `starts[i]` on back to back."""
         self._gather(values, starts, lengths, spans, step, out)
+
+    def copy(self, source: int, nbytes: int, out: int) -> None:
+        """Write bytes that nobody reads soon; they pass by the caches where the processor can do that."""
+        self._copy(source, nbytes, out)
 
     def can_narrow(self, item_bytes: int, out_bytes: int, width: int) -> bool:
         """Return whether `narrow` takes integers of these sizes in rows of `width`."""
