@@ -14,7 +14,7 @@ from headrace.models.automodel.attention import (
 from headrace.models.automodel.context_parallel import check_heads
 from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.scoring import Autocast, Scoring, TokenScorer
-from moe_families import tiny_moe
+from moe_families import INSTALLED, tiny_moe
 from reference_training import gradients, largest_gap, naive_logprobs
 from tiny_models import tiny_batch, tiny_model, tiny_tokenizer
 
@@ -233,3 +233,13 @@ def test_heads_that_context_ranks_cannot_share_out_are_refused_by_number(
 )
 def test_heads_that_context_ranks_can_share_out_pass(heads: int, key_value_heads: int, ranks: int) -> None:
     check_heads(heads, key_value_heads, ranks)
+
+
+@pytest.mark.parametrize("family", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"])
+def test_a_family_that_cannot_do_without_a_mask_is_refused_by_name(family: str) -> None:
+    if family not in INSTALLED:
+        pytest.skip(f"this transformers has no {family}")
+    model = tiny_moe(family)
+    model.set_attn_implementation(PACKED_ATTENTION)
+    with pytest.raises(ConfigError, match=f"{type(model).__name__} cannot run a packed row"):
+        check_isolation(model)

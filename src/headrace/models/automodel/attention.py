@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.models.automodel.context_parallel import (
     check_heads,
     heads_to_tokens,
@@ -309,7 +309,7 @@ def check_isolation(model: Any) -> None:
 
     Raises:
         ConfigError: they differ: one packed sequence sees another (a recurrent layer, or a mask that ignores
-            position ids), or positions do not start anew.
+            position ids), or positions do not start anew; or the model needs a mask, which a packed row lacks.
     """
     sequence = [0, 1, 1, 0]
     # flash-attention has no float32; everything else is compared exactly as the weights are.
@@ -337,13 +337,21 @@ def _run_packed(model: Any, sequences: list[list[int]], **kwargs: Any) -> torch.
     """Return the last hidden states (T, H) in float32 of sequences in one row."""
     lengths = [len(s) for s in sequences]
     boundaries = get_flash_attention_kwargs(torch.tensor(lengths, device=model.device))
-    out = model.base_model(
-        input_ids=torch.tensor([[token for s in sequences for token in s]], device=model.device),
-        attention_mask=None,
-        position_ids=torch.cat([torch.arange(n) for n in lengths]).to(model.device)[None],
-        use_cache=False,
-        **boundaries.as_forward_kwargs(),
-        **kwargs,
-    )
+    try:
+        out = model.base_model(
+            input_ids=torch.tensor([[token for s in sequences for token in s]], device=model.device),
+            attention_mask=None,
+            position_ids=torch.cat([torch.arange(n) for n in lengths]).to(model.device)[None],
+            use_cache=False,
+            **boundaries.as_forward_kwargs(),
+            **kwargs,
+        )
+    except HeadraceError:
+        raise
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+        raise ConfigError(
+            f"{type(model).__name__} cannot run a packed row, which has no mask ({type(error).__name__}: {error}); use "
+            "dynamic_batching in place of sequence_packing, and leave policy.parallel.tensor and context at 1"
+        ) from error
     hidden: torch.Tensor = out.last_hidden_state[0].float()
     return hidden
