@@ -11,6 +11,10 @@ import pytest
 
 pytest.importorskip("ray", reason="needs headrace[ray]")
 
+# The script starts several stores: half a minute on two idle cores, minutes on busy ones.
+SCRIPT_S = 540.0
+pytestmark = pytest.mark.timeout(SCRIPT_S + 60)
+
 TESTS = Path(__file__).parent.parent
 # Of the script's config. A death is noticed by asking Ray, long before an operation times out.
 TIMEOUT_S = 30.0
@@ -24,7 +28,7 @@ def report() -> dict[str, Any]:
         [sys.executable, str(TESTS / "transfer_queue_faults.py")],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=SCRIPT_S,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT")]
