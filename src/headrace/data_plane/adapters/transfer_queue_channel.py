@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import zmq
@@ -99,28 +100,32 @@ class Channel:
         """
         with self._pool.lease(self._server) as socket:
             socket.send_multipart(_sealed(self._secret, request))
-            self._await_answer(socket, what, limit_s)
+            if not has_answer(socket, time.monotonic() + limit_s, partial(self._check_alive, what)):
+                raise TransportError(
+                    f"{what}: no answer within {limit_s:.3g} s; if the cluster is only slow, raise {KNOB}"
+                )
             is_answer, value = _open(self._secret, socket.recv_multipart())
         if not is_answer:
             raise value
         return value
 
-    def _await_answer(self, socket: zmq.Socket[bytes], what: str, limit_s: float) -> None:
-        end = time.monotonic() + limit_s
-        while (left := end - time.monotonic()) > 0:
-            # In whole milliseconds, rounded up: a poll that ends before its time would ask after the server early.
-            if socket.poll(math.ceil(1000 * min(left, PATIENCE_S))):
-                return
-            if left > PATIENCE_S:
-                self._check_alive(what)
-        raise TransportError(
-            f"{what}: no answer within {limit_s:.3g} s; if the cluster is only slow, raise {KNOB}"
-        )
-
     def close(self) -> None:
         """Disconnect."""
         self._pool.close()
         self._context.destroy(linger=0)
+
+
+def has_answer(socket: Any, deadline: float, ask_after: Callable[[], None]) -> bool:
+    """Return whether an answer comes by `deadline` (time.monotonic).
+
+    Each time that patience ends before it, `ask_after` is called; what it raises ends the wait.
+    """
+    while (left := deadline - time.monotonic()) > PATIENCE_S:
+        if socket.poll(1000 * PATIENCE_S):
+            return True
+        ask_after()
+    # In whole milliseconds, rounded up: a poll must not end before its time.
+    return bool(socket.poll(math.ceil(1000 * max(0.0, left))))
 
 
 def _sealed(secret: bytes, value: object) -> list[bytes]:

@@ -4,8 +4,6 @@ A block is stored as its two frames, so neither side copies it into a message. T
 that also gives some rows of a block (`serve_rows`): the rows of one rank lie scattered over all blocks.
 """
 
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -26,7 +24,7 @@ from transfer_queue.utils.zmq_utils import (
 )
 
 from headrace.data_plane.adapters.local_chunks import Rows
-from headrace.data_plane.adapters.transfer_queue_channel import PATIENCE_S
+from headrace.data_plane.adapters.transfer_queue_channel import has_answer
 from headrace.data_plane.packed_payload import BlockError, BlockInfo, Frames, select_rows
 
 FIELD = "block"
@@ -157,7 +155,7 @@ class StorageUnits:
                 request = ZMQMessage.create(kind, _NAME, body, self._units[unit].id)
                 sockets[unit].send_multipart(request.serialize(), copy=False)
             for unit, socket in sockets.items():
-                if not _has_answer(socket, deadline, ask_after):
+                if not has_answer(socket, deadline, ask_after):
                     raise TimeoutError(f"storage unit {self._units[unit]}")
                 answers[unit] = _answer(kind, ZMQMessage.deserialize(socket.recv_multipart(copy=False)))
         return answers
@@ -173,15 +171,6 @@ def _fields(rows: Sequence[Rows | None]) -> Any:
     if not some:
         return [FIELD]
     return {FIELD: [[None if mine is None else len(mine) for mine in rows], np.concatenate(some)]}
-
-
-def _has_answer(socket: Any, deadline: float, ask_after: Callable[[], None]) -> bool:
-    """Return whether an answer comes by `deadline`."""
-    while (left := deadline - time.monotonic()) > PATIENCE_S:
-        if socket.poll(1000 * PATIENCE_S):
-            return True
-        ask_after()
-    return bool(socket.poll(math.ceil(1000 * max(0.0, left))))
 
 
 def _answer(kind: ZMQRequestType, message: ZMQMessage) -> dict[str, Any]:
