@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.errors import ConfigError
 from headrace.models.automodel.setup import no_progress_bars
+from headrace.models.automodel.sharding import named_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +84,7 @@ def export_model(
 
 
 def _weights(model: Any) -> dict[str, Any]:
-    seen: set[int] = set()
-    state = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            state[f"{_WEIGHT}/{name}"] = tensor.detach()
-    return state
+    return {f"{_WEIGHT}/{name}": tensor.detach() for name, tensor in named_tensors(model)}
 
 
 def _slots(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class ShardedModel:
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight and persistent buffer once, whole, on the device, by its name; one is whole at a time."""
-        for name, tensor in self._tensors():
+        for name, tensor in named_tensors(self.model):
             yield name, whole_tensor(tensor.detach(), self._device)
 
     def check_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -104,7 +104,7 @@ class ShardedModel:
         Raises:
             ConfigError: a weight that is not given, or of another shape.
         """
-        for name, target in self._tensors():
+        for name, target in named_tensors(self.model):
             given = weights.get(name)
             if given is None or given.shape != target.shape:
                 raise ConfigError(
@@ -118,7 +118,7 @@ class ShardedModel:
 
         One weight after the other is whole on the ranks' devices.
         """
-        for name, target in self._tensors():
+        for name, target in named_tensors(self.model):
             whole = torch.empty(target.shape, dtype=target.dtype, device=self._device)
             if weights is not None:
                 whole.copy_(weights[name])
@@ -133,13 +133,14 @@ class ShardedModel:
         for name, target in self.model.state_dict(keep_vars=True).items():
             _local(target).copy_(_local(theirs[name]))
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield parameters and persistent buffers, tied ones once."""
-        seen: set[int] = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield name, tensor
+
+def named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a model's parameters and persistent buffers as they are, tied ones once."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
 
 
 def shard_model(model: Any, topology: Topology, cfg: PolicyConfig, device: torch.device) -> ShardedModel:
