@@ -23,7 +23,7 @@ $(TRAIN): pyproject.toml constraints.txt
 	@touch $(TRAIN)
 
 $(DEV): $(TRAIN)
-	$(PIP) --editable '.[train,ray,mooncake,dev]'
+	$(PIP) --editable '.[train,ray,mooncake,megatron,dev]'
 	@touch $(DEV)
 
 demo: $(TRAIN)  ## train a small MoE model with GRPO (SEED=0 RUN_DIR=runs/demo_moe/seed0)
