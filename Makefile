@@ -9,8 +9,9 @@ DEV    := $(VENV)/.installed-dev
 SEED    ?= 0
 RUN_DIR ?= runs/demo_moe/seed$(SEED)
 CODE    := src tests benchmarks
+UNITS   ?= advantages books codec column_io loss packing router_replay
 
-.PHONY: help setup demo test test-slow check format bench clean
+.PHONY: help setup demo test test-slow mutants check format bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,6 +35,9 @@ test: $(DEV)  ## the test suite (no GPU, under 15 minutes on two cores)
 
 test-slow: $(DEV)  ## the tests marked slow
 	$(BIN)/python -m pytest -m slow
+
+mutants: $(DEV)  ## change the code at 100 random places per unit (UNITS=...): do tests notice?
+	for unit in $(UNITS); do $(BIN)/python tests/mutation.py $$unit --floor 0.9 || exit 1; done
 
 check: $(DEV)  ## lint, format, types, layers
 	$(BIN)/ruff check $(CODE)

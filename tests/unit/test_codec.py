@@ -217,6 +217,10 @@ def test_columns_named_as_token_aligned_are_packed_whatever_their_width() -> Non
     assert [len(row) for row in rows_of(packed["extra"])] == [2, 3]
 
 
+def test_a_batch_without_columns_has_the_rows_of_its_lengths() -> None:
+    assert pack_jagged_fields({}, lengths=torch.tensor([1, 2])).batch_size == torch.Size([2])
+
+
 def test_columns_with_different_row_counts_are_refused() -> None:
     with pytest.raises(SchemaError, match="column 'b' has 3 rows; expected 2"):
         pack_jagged_fields({"a": torch.ones(2), "b": torch.ones(3)}, lengths=None)
@@ -236,7 +240,7 @@ def test_a_per_token_column_with_another_row_count_is_refused() -> None:
 
 
 def test_a_per_token_column_of_one_dimension_is_refused() -> None:
-    with pytest.raises(SchemaError, match="'input_ids' has 1 dimensions"):
+    with pytest.raises(SchemaError, match=r"'input_ids' has 1 dimensions; .*\(N, S\)$"):
         RowPacker([2, 5]).pack("input_ids", torch.ones(2))
 
 
@@ -283,6 +287,12 @@ def test_undeclared_columns_are_never_guessed_at() -> None:
     assert RowPacker([3, 1]).pack("class_scores", scores) is scores
 
 
+def test_a_column_that_shares_the_offsets_already_is_not_wrapped_again() -> None:
+    packer = RowPacker([2, 1])
+    packed = packer.pack("input_ids", torch.ones(2, 2, dtype=torch.int64))
+    assert packer.pack("input_ids", packed) is packed
+
+
 def test_per_token_columns_of_a_batch_share_their_offsets() -> None:
     packer = RowPacker([2, 1])
     total = packer.pack("prev_logprobs", torch.ones(2, 2)) + packer.pack(
@@ -322,6 +332,13 @@ def test_a_response_of_length_zero_gives_an_empty_row() -> None:
 def test_a_whole_group_of_empty_responses_gives_empty_rows() -> None:
     response = response_from_nested(nested([1, 2], []), nested([], []))
     assert [row.tolist() for row in rows_of(response)] == [[], []]
+
+
+def test_scores_and_masks_that_are_not_jagged_are_refused_by_name() -> None:
+    jagged = to_nested_by_length(torch.ones(1, 2), torch.tensor([2]))
+    for full, mask, name in ((torch.ones(1, 2), jagged, "full"), (jagged, torch.ones(1, 1), "response_mask")):
+        with pytest.raises(SchemaError, match=f"^{name} is dense"):
+            response_from_nested(full, mask)
 
 
 def test_a_response_mask_with_another_row_count_is_refused() -> None:
@@ -366,6 +383,12 @@ def test_pad_to_seqlen_widens_nested_and_declared_columns_only() -> None:
     assert batch["image_grid"].shape == (2, 3, 4)
     assert batch["crops"].shape == (2, 8)
     assert batch["sample_mask"].shape == (2,)
+
+
+def test_a_dense_declared_column_is_widened_with_its_pad_value() -> None:
+    dense = TensorDict({"input_ids": torch.ones(1, 2, dtype=torch.int64)}, batch_size=[1])
+    got = materialize(dense, pad_value_dict={"input_ids": 9}, pad_to_seqlen=4)
+    assert got["input_ids"].tolist() == [[1, 1, 9, 9]]
 
 
 def test_pad_to_seqlen_below_the_longest_row_changes_nothing() -> None:

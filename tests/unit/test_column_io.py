@@ -1,5 +1,6 @@
 """What the write path does to columns, and what the read path gives back."""
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,7 @@ def test_the_first_write_is_one_put_and_names_its_rows() -> None:
 
 def test_a_pad_multiple_of_one_is_not_noted() -> None:
     assert first_write(LocalDataPlaneClient()).extra_info == {}
+    assert first_write(LocalDataPlaneClient(), pad_to_multiple=2).extra_info == {PAD_TO_MULTIPLE: 2}
     with pytest.raises(SchemaError, match="pad_to_multiple=0"):
         first_write(LocalDataPlaneClient(), pad_to_multiple=0)
 
@@ -134,6 +136,60 @@ def test_nothing_is_dropped_silently() -> None:
 def test_a_value_that_is_no_column_is_refused_by_name(value: object) -> None:
     with pytest.raises(SchemaError, match="'odd'"):
         first_write(LocalDataPlaneClient(), batch(odd=value))
+
+
+def test_rows_may_be_arrays_of_any_layout_and_keep_their_dtype() -> None:
+    frozen = np.frombuffer(np.array([7, 8, 9], dtype=np.int32).tobytes(), dtype=np.int32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wire = pack_columns(
+            {
+                "input_ids": [frozen, np.array([4, 5], dtype=np.int32)],
+                "spans": [frozen[::-1], torch.tensor([1], dtype=torch.int32)],
+                "read_only": frozen[:2],
+                "backward": np.arange(2.0)[::-1],
+            },
+            lengths=[3, 2],
+        )
+    assert (wire["input_ids"].dtype, wire["spans"].dtype) == (torch.int32, torch.int32)
+    assert [row.tolist() for row in rows_of(wire["input_ids"])] == [[7, 8, 9], [4, 5]]
+    assert [row.tolist() for row in rows_of(wire["spans"])] == [[9, 8, 7], [1]]
+    assert (wire["read_only"].tolist(), wire["backward"].tolist()) == ([7, 8], [1.0, 0.0])
+
+
+def test_an_array_of_a_dtype_that_torch_lacks_is_refused_by_name() -> None:
+    with pytest.raises(SchemaError, match=r"column 'long': torch has no dtype for arrays of .*128"):
+        pack_columns({"long": np.ones(2, dtype=np.longdouble)}, lengths=[1, 1])
+
+
+def test_lists_without_rows_take_the_shape_of_their_declaration() -> None:
+    wire = pack_columns({"input_ids": [], "sample_mask": []}, lengths=[])
+    assert (wire["input_ids"].shape[0], wire["input_ids"].dtype) == (0, torch.int64)
+    assert (tuple(wire["sample_mask"].shape), wire["sample_mask"].dtype) == ((0,), torch.float32)
+
+
+def test_undeclared_columns_alone_say_how_many_rows_there_are() -> None:
+    assert pack_columns({"scores": torch.ones(2, 3)}, lengths=None).batch_size == torch.Size([2])
+    assert pack_columns({}, lengths=None).batch_size == torch.Size([0])
+
+
+def test_tags_of_the_first_write_reach_the_store() -> None:
+    client = LocalDataPlaneClient()
+    client.register_partition("train", ["input_ids"], 2, ["learn"])
+    first_write(client, tags=[{"r": 1.0}, {"r": 0.0}])
+    assert client.claim_meta("train", "learn", ["input_ids"], 2).tags == [{"r": 1.0}, {"r": 0.0}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sample_ids": "ab"}, "^sample_ids"),
+        ({"columns": batch(input_lengths=object_array([3, 2]))}, "^column 'input_lengths' holds objects"),
+    ],
+)
+def test_ids_and_lengths_of_another_type_are_refused_by_name(changes: Any, message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
+        first_write(LocalDataPlaneClient(), **changes)
 
 
 def test_a_batch_without_lengths_is_refused() -> None:
@@ -258,6 +314,8 @@ def test_a_per_token_column_needs_lengths_and_others_do_not() -> None:
 def test_values_with_gradients_are_written_without_them() -> None:
     wire = pack_columns({"prev_logprobs": torch.ones(1, 2, requires_grad=True)}, lengths=[2])
     assert not wire["prev_logprobs"].requires_grad
+    rows = pack_columns({"prev_logprobs": [torch.ones(2, requires_grad=True)]}, lengths=[2])
+    assert not rows["prev_logprobs"].requires_grad
 
 
 # read_columns

@@ -156,7 +156,9 @@ def test_uneven_contiguous_shards_take_the_ceiling_and_leave_the_rest():
     "args", [{"sequence_packing_args": packing(100)}, {"dynamic_batching_args": dynamic(100)}]
 )
 def test_a_row_over_the_budget_is_refused_by_name_with_its_length_and_the_knob(args):
-    with pytest.raises(ConfigError, match=r"row 1 has 101 tokens.*max_tokens_per_microbatch.*at least 101"):
+    with pytest.raises(
+        ConfigError, match=r"row 1 has 101 tokens.*\bmax_tokens_per_microbatch\b.*at least 101"
+    ):
         plan_microbatches([60, 101], shards=2, **args)
     with pytest.raises(ConfigError, match=r"sample 'q7_g1' \(row 1\) has 101 tokens"):
         plan_microbatches([60, 101], shards=2, row_names=["q7_g0", "q7_g1"], **args)
@@ -237,6 +239,24 @@ def test_the_pad_target_holds_the_longest_row_and_is_rounded():
     )
 
 
+def test_rows_are_rounded_before_they_are_packed_also_to_two():
+    # 3 and 3 tokens count as 4 and 4: two microbatches of a budget of 6.
+    plan = plan_microbatches([3, 3], shards=1, sequence_packing_args=packing(6, multiple=2))
+    assert plan.micro_batch_lengths(0) == [[4, 4]]
+
+
+def test_without_a_multiple_rows_are_not_rounded():
+    args = {"max_tokens_per_microbatch": 6, "algorithm": "concatenative"}
+    plan = plan_microbatches([3, 3], shards=1, sequence_packing_args=args)
+    assert (plan.micro_batch_lengths(0), plan.algorithm) == ([[6]], "concatenative")
+
+
+def test_a_contiguous_plan_has_no_microbatches():
+    plan = plan_microbatches([3, 4, 5, 6], shards=2, batch_size=2)
+    assert plan.micro_batch_indices(1) == [[], []]
+    assert plan.micro_batch_lengths(1) == [[], []]
+
+
 def test_global_batches_are_planned_apart():
     lengths = [10, 90] * 4 + [50] * 8
     plan = plan_microbatches(lengths, shards=2, batch_size=8, sequence_packing_args=packing(100))
@@ -276,14 +296,31 @@ def test_a_batch_size_that_does_not_divide_the_rows_is_refused_with_both_sizes()
             {"sequence_packing_args": packing(9), "dynamic_batching_args": dynamic(9)},
             "cannot be passed together",
         ),
-        ({"sequence_packing_args": packing(0)}, "max_tokens_per_microbatch=0"),
-        ({"sequence_packing_args": {"algorithm": "concatenative"}}, "has no 'max_tokens_per_microbatch'"),
+        ({"sequence_packing_args": packing(0)}, r"sequence_packing_args\.max_tokens_per_microbatch=0"),
+        (
+            {"sequence_packing_args": {"algorithm": "concatenative"}},
+            "^sequence_packing_args has no 'max_tokens_per_microbatch'",
+        ),
         ({"sequence_packing_args": packing(9, "best_fit")}, "algorithm 'best_fit' is unknown"),
-        ({"sequence_packing_args": packing(9, multiple=0)}, "sequence_length_pad_multiple=0"),
+        (
+            {"sequence_packing_args": packing(9, multiple=0)},
+            r"sequence_packing_args\.sequence_length_pad_multiple=0",
+        ),
         ({"sequence_packing_args": packing(9, microbatch_order="random")}, "microbatch_order='random'"),
-        ({"sequence_packing_args": packing(9, microbatches="planned")}, "unknown keys microbatches"),
-        ({"dynamic_batching_args": {**dynamic(9), "round": 2}}, "unknown keys round"),
-        ({"dynamic_batching_args": dynamic(9, multiple=0)}, "sequence_length_round=0"),
+        (
+            {"sequence_packing_args": packing(9, microbatches="planned")},
+            "^sequence_packing_args has unknown keys microbatches",
+        ),
+        (
+            {"dynamic_batching_args": {**dynamic(9), "round": 2}},
+            "^dynamic_batching_args has unknown keys round",
+        ),
+        (
+            {"dynamic_batching_args": dynamic(9, multiple=0)},
+            r"^dynamic_batching_args\.sequence_length_round=0",
+        ),
+        ({"dynamic_batching_args": dynamic(0)}, r"^dynamic_batching_args\.max_tokens_per_microbatch=0"),
+        ({"sequence_packing_args": {"max_tokens_per_microbatch": 9}}, "algorithm '' is unknown"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(args, message):
