@@ -1,7 +1,9 @@
 """A small real worker for tests of worker groups: collectives over gloo, errors, and rows that it counts."""
 
+import gc
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ class GroupWorker:
 
     def __init__(self, scale: float = 1.0, fail_on: int | None = None) -> None:
         self.rank, self.scale = dist.get_rank(), scale
+        self.held: list[weakref.ref[torch.Tensor]] = []
         if fail_on == self.rank:
             raise ConfigError("policy.model: nothing there")
 
@@ -40,6 +43,21 @@ class GroupWorker:
         if self.rank == rank:
             raise kind("rows that do not fit")
         return self.rank
+
+    def fail_holding(self, times: int = 1) -> None:
+        """Fail while a frame holds a tensor; the cyclic collector is off until `still_held` is asked."""
+        gc.disable()
+        block = torch.ones(times)
+        self.held.append(weakref.ref(block))
+        raise ValueError(f"holds {block.numel()}")
+
+    def stream_holding(self) -> Iterator[int]:
+        yield 1
+        self.fail_holding()
+
+    def still_held(self) -> int:
+        gc.enable()
+        return sum(block() is not None for block in self.held)
 
     def fail_before_collective(self, rank: int) -> None:
         if self.rank == rank:

@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 import headrace
-from architecture import LOCAL_IMPORTS, check_source, check_tree, layer_of, local_imports, module_name
+from architecture import (
+    BROAD_EXCEPTS,
+    LOCAL_IMPORTS,
+    broad_excepts,
+    check_source,
+    check_tree,
+    layer_of,
+    local_imports,
+    module_name,
+)
 
 PACKAGE = Path(headrace.__file__).parent
 
@@ -17,6 +26,10 @@ def test_the_package_keeps_every_rule() -> None:
 
 def test_every_allowed_local_import_is_still_there() -> None:
     assert LOCAL_IMPORTS - local_imports(PACKAGE) == set()
+
+
+def test_every_allowed_handler_of_all_exceptions_is_still_there() -> None:
+    assert BROAD_EXCEPTS - broad_excepts(PACKAGE) == set()
 
 
 BREACHES = {

@@ -1,6 +1,8 @@
 """Blocks of bytes, and the books that say where rows lie; no process but this one."""
 
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import numpy as np
@@ -215,14 +217,21 @@ def test_rows_that_a_block_does_not_have_are_those_of_another_block(ragged: bool
         select_rows(frames, np.array([0, 3]))
 
 
-def test_a_message_without_the_secret_is_not_read() -> None:
+def test_a_message_without_the_secret_is_not_read_and_a_failed_request_holds_nothing() -> None:
     pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
     from headrace.data_plane.adapters.transfer_queue_channel import Channel, Endpoint, Server
 
     def gone(what: str) -> None:
         raise TransportError(what)
 
-    server = Server("127.0.0.1", b"secret", lambda request: 10 // request)
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def divide(request: int) -> int:
+        block = torch.ones(request + 1)
+        held.append(weakref.ref(block))
+        return 10 // request
+
+    server = Server("127.0.0.1", b"secret", divide)
     good, bad = (
         Channel(server.endpoint, gone),
         Channel(Endpoint("127.0.0.1", server.endpoint.port, b"x"), gone),
@@ -230,8 +239,13 @@ def test_a_message_without_the_secret_is_not_read() -> None:
     with pytest.raises(TransportError, match="no answer within"):
         bad.ask(2, "asking", 0.2)
     assert good.ask(2, "asking", 10) == 5
-    with pytest.raises(DataPlaneError, match="ZeroDivisionError"):
-        good.ask(0, "asking", 10)
-    assert good.ask(5, "asking", 10) == 2
+    gc.disable()
+    try:
+        with pytest.raises(DataPlaneError, match="ZeroDivisionError"):
+            good.ask(0, "asking", 10)
+        assert good.ask(5, "asking", 10) == 2
+        assert [block() for block in held] == [None] * 3, "a request that failed keeps what it touched"
+    finally:
+        gc.enable()
     good.close()
     bad.close()

@@ -68,6 +68,15 @@ def pids_of(group: RemoteWorkerGroup) -> list[int]:
     return [place["pid"] for place in group.run_all("place")]
 
 
+def test_a_failed_call_lets_go_of_what_it_held_without_the_cyclic_collector(group: RemoteWorkerGroup) -> None:
+    for _ in range(2):
+        with pytest.raises(HeadraceError, match="holds 1"):
+            group.run_all("fail_holding")
+        with pytest.raises(HeadraceError, match="holds 1"):
+            list(group.stream("stream_holding"))
+    assert group.run_all("still_held") == [0, 0]
+
+
 def test_ranks_are_processes_with_their_environment_and_threads(group: RemoteWorkerGroup) -> None:
     places = group.run_all("place")
     assert len({os.getpid(), *(p["pid"] for p in places)}) == 3

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from headrace.distributed.worker_groups.failures import Capture, describe_error
+from headrace.distributed.worker_groups.failures import describe_error
 from headrace.errors import TransportError
 
 Columns = Mapping[str, Any]
@@ -23,14 +23,13 @@ def from_first_rank(call: Callable[[], T]) -> T:
         HeadraceError: on every rank, what `call` raises on rank 0, so that nobody waits; rank 0 raises it as it is.
     """
     answer: list[Any] = [None]
-    with Capture() as caught:
-        if dist.get_rank() == 0:
+    if dist.get_rank() == 0:
+        try:
             answer = [(call(), None)]
-    if caught.error is not None:
-        answer = [(None, describe_error(0, caught.error))]
+        except Exception as error:
+            dist.broadcast_object_list([(None, describe_error(0, error))], src=0)
+            raise
     dist.broadcast_object_list(answer, src=0)
-    if caught.error is not None:
-        raise caught.error
     value, failure = answer[0]
     if failure is not None:
         raise failure.kind(failure.summary)

@@ -9,6 +9,7 @@ import math
 import pickle
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +25,6 @@ from transfer_queue.utils.zmq_utils import (
     format_zmq_address,
 )
 
-from headrace.distributed.worker_groups.failures import Capture
 from headrace.errors import DataPlaneError, HeadraceError, TransportError
 
 _log = logging.getLogger(__name__)
@@ -69,14 +69,14 @@ class Server:
 
     def _reply(self, body: bytes) -> list[bytes]:
         """Return the answer to a request, or the error that it ends with, whatever that is: the thread goes on."""
-        with Capture() as captured:
+        try:
             return _sealed(self._secret, (True, self._answer(pickle.loads(body))))
-        error = captured.error
-        if isinstance(error, HeadraceError):
-            with Capture():
-                return _sealed(self._secret, (False, error))
-        _log.warning("a request to the index failed", exc_info=error)
-        return _sealed(self._secret, (False, DataPlaneError(f"{type(error).__name__}: {error}")))
+        except HeadraceError as error:
+            return _sealed(self._secret, (False, error))
+        except Exception as error:
+            # As text: a handler that keeps its records must not keep the frames with what they hold.
+            _log.warning("a request to the index failed\n%s", traceback.format_exc().rstrip())
+            return _sealed(self._secret, (False, DataPlaneError(f"{type(error).__name__}: {error}")))
 
 
 class Channel:

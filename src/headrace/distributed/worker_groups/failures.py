@@ -4,8 +4,7 @@ import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import NoReturn, Self
+from typing import NoReturn
 
 from torch.distributed import DistError
 
@@ -31,26 +30,6 @@ class WorkerFailure:
 
 class WorkerTraceback(Exception):
     """The traceback of an error in another process; the cause of the error raised on the driver."""
-
-
-class Capture:
-    """Keeps the error that ends its block, so that a rank reports every error and goes on serving.
-
-    Exits and keyboard interrupts pass through.
-    """
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if isinstance(error, Exception):
-            self.error = error
-        return self.error is not None
 
 
 def describe_error(rank: int, error: Exception) -> WorkerFailure:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from headrace.distributed.worker_groups.failures import Capture, WorkerFailure, describe_error
+from headrace.distributed.worker_groups.failures import WorkerFailure, describe_error
 from headrace.distributed.worker_groups.wire import Payload, decode, encode
 from headrace.errors import ConfigError
 
@@ -104,42 +104,48 @@ class RankServer:
 
     def start(self, encoded_spec: Payload) -> Answer:
         """Join the process group and build the worker of an encoded WorkerSpec."""
-        with Capture() as caught:
+        try:
             spec: WorkerSpec = decode(encoded_spec)
             self._store = join_process_group(self._place, self._settings)
             self._worker = spec.factory(*spec.args, **spec.kwargs)
-            return Reply()
-        assert caught.error is not None
-        return describe_error(self._place.rank, caught.error)
+        except Exception as error:
+            return describe_error(self._place.rank, error)
+        return Reply()
 
     def serve(self, call: Call) -> Iterator[Answer]:
         """Run a call; yield its answer, of several parts where it streams."""
-        with Capture() as caught:
-            args, kwargs = decode(call.arguments)
-            result = getattr(self._worker, call.method)(*args, **kwargs)
-            if not call.streams:
-                yield Reply(encode(result) if call.keeps else None)
-                return
-            if call.sink is not None:
-                _drain(result, call.sink)
-            elif call.keeps:
-                for item in result:
-                    yield Reply(encode(item), is_last=False)
-            else:
-                deque(result, maxlen=0)
-            yield Reply()
+        try:
+            yield from self._run(call)
+        except Exception as error:
+            failure = describe_error(self._place.rank, error)
+        else:
             return
-        assert caught.error is not None
-        yield describe_error(self._place.rank, caught.error)
+        # Outside the handler: the error, and all that its frames hold, is freed before anyone waits.
+        yield failure
+
+    def _run(self, call: Call) -> Iterator[Reply]:
+        args, kwargs = decode(call.arguments)
+        result = getattr(self._worker, call.method)(*args, **kwargs)
+        if not call.streams:
+            yield Reply(encode(result) if call.keeps else None)
+            return
+        if call.sink is not None:
+            _drain(result, call.sink)
+        elif call.keeps:
+            for item in result:
+                yield Reply(encode(item), is_last=False)
+        else:
+            deque(result, maxlen=0)
+        yield Reply()
 
     def consume(self, method: str, items: Iterable[Payload], arguments: Payload) -> Answer:
         """Call `method(items, *args, **kwargs)` with what another group's rank has sent."""
-        with Capture() as caught:
+        try:
             args, kwargs = decode(arguments)
             getattr(self._worker, method)(map(decode, items), *args, **kwargs)
-            return Reply()
-        assert caught.error is not None
-        return describe_error(self._place.rank, caught.error)
+        except Exception as error:
+            return describe_error(self._place.rank, error)
+        return Reply()
 
     def stop(self) -> None:
         """Let go of the worker and leave the process group; may be called twice."""
