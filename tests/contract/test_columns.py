@@ -24,6 +24,23 @@ def test_every_dtype_comes_back_bit_for_bit(client: DataPlaneClient, dtype: torc
     assert same_bits(got["dense"], torch.stack([dense[2], dense[0], dense[1]]))
 
 
+@pytest.mark.parametrize("length", [3, 40_000])
+def test_conjugate_and_negative_views_come_back_as_the_numbers_they_show(
+    client: DataPlaneClient, length: int
+) -> None:
+    numbers = torch.complex(torch.ones(2, length), torch.full((2, length), 2.0))
+    views = {"conjugate": numbers.conj(), "negative": torch._neg_view(numbers.imag.contiguous())}
+    shown = {name: view.clone() for name, view in views.items()}
+    ragged = torch.nested.nested_tensor_from_jagged(views["conjugate"][0], torch.tensor([0, 1, length]))
+    inside = object_array([{"view": views["conjugate"][0, :2]}, None])
+    client.put_samples(["a", "b"], "p", fields=wire(2, **views, ragged=ragged, inside=inside))
+    got = client.get_samples(["b", "a"], "p", ["conjugate", "negative", "ragged", "inside"])
+    for name, column in shown.items():
+        assert same_bits(got[name], column.flip(0))
+    assert torch.equal(got["ragged"].unbind()[0], shown["conjugate"][0, 1:])
+    assert torch.equal(got["inside"][1]["view"], shown["conjugate"][0, :2])
+
+
 def test_dense_stays_dense_and_nested_stays_nested(client: DataPlaneClient) -> None:
     fields = wire(2, dense=torch.ones(2, 3), equal=tokens([1, 2], [3, 4]), flat=torch.ones(2))
     client.put_samples(["a", "b"], "p", fields=fields)

@@ -306,3 +306,14 @@ def test_a_copy_of_ones_own_is_equal_and_apart_at_every_size(tokens: int) -> Non
         assert (copy.dtype, copy.shape, copy.is_contiguous()) == (tensor.dtype, tensor.shape, True)
         assert torch.equal(copy, tensor)
         assert copy.data_ptr() != tensor.data_ptr()
+
+
+def test_conjugate_and_negative_views_are_copied_as_the_numbers_they_show() -> None:
+    rows = torch.complex(torch.arange(6.0), torch.full((6,), 2.0)).reshape(2, 3)
+    for view in (rows.conj(), torch._neg_view(rows.imag.contiguous())):
+        shown, lengths = view.clone(), torch.tensor([3, 1])
+        values, offsets = strip_padding(view, lengths)
+        assert torch.equal(values, torch.cat([shown[0], shown[1, :1]]))
+        assert torch.equal(pad_ragged(view.flatten()[:4], offsets), pad_ragged(shown.flatten()[:4], offsets))
+        spans = gather_spans(view.flatten(), torch.tensor([4, 0]), torch.tensor([2, 1]))
+        assert torch.equal(spans, torch.cat([shown.flatten()[4:], shown.flatten()[:1]]))

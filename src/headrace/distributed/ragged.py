@@ -465,11 +465,21 @@ def _device_kernels(tensor: torch.Tensor) -> Any:
     """Return the module of kernels that copy such a tensor, or None; autograd does not see what they do."""
     if not tensor.is_cuda or tensor.element_size() not in _WORDS:
         return None
-    return None if tensor.requires_grad and torch.is_grad_enabled() else _load_device_kernels()
+    return None if _is_for_torch(tensor) else _load_device_kernels()
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and not (tensor.requires_grad and torch.is_grad_enabled())
+    return tensor.is_cpu and not _is_for_torch(tensor)
+
+
+def _is_for_torch(tensor: torch.Tensor) -> bool:
+    """Whether only torch may copy a tensor: autograd watches it, or its bytes are not the numbers that it shows."""
+    return (tensor.requires_grad and torch.is_grad_enabled()) or tensor.is_conj() or tensor.is_neg()
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a conjugate or negative view as the numbers that it shows; any other tensor as it is."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _filler(pad_value: PadValue, dtype: torch.dtype) -> torch.Tensor:
@@ -496,7 +506,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     # Copies do not look at the dtype; for some dtypes torch has no kernels, for words of their size it has.
     if tensor.requires_grad:
         return tensor
-    return tensor.view(_WORDS.get(tensor.element_size(), tensor.dtype))
+    return _resolved(tensor).view(_WORDS.get(tensor.element_size(), tensor.dtype))
 
 
 def _take(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -513,7 +523,7 @@ def _scatter(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> 
 
 def byte_view(tensor: torch.Tensor) -> Bytes:
     """Return the elements of a CPU tensor in C order as flat bytes; shared with a contiguous tensor."""
-    whole = tensor.detach() if tensor.requires_grad else tensor
+    whole = _resolved(tensor.detach() if tensor.requires_grad else tensor)
     if not whole.is_contiguous():
         whole = whole.contiguous()
     # `view(-1)` keeps a stride of 0, as an expanded dimension of size 1 has it; that cannot be viewed as bytes.
@@ -523,7 +533,7 @@ def byte_view(tensor: torch.Tensor) -> Bytes:
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in fresh, contiguous CPU memory."""
-    detached = tensor.detach()
+    detached = _resolved(tensor.detach())
     if detached.device.type != "cpu":
         return detached.cpu().contiguous()
     if detached.nbytes < _STREAMED_BYTES or not detached.is_contiguous():
