@@ -5,9 +5,10 @@ import pytest
 import torch
 from contract_batches import put_numbers, tokens, wire
 
-from headrace.data_plane import DataPlaneClient
+from headrace.data_plane import DataPlaneClient, kv_first_write, read_columns
 from headrace.data_plane.codec import nest
 from headrace.data_plane.object_codec import object_array
+from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.multimodal import PackedTensor
 from headrace.errors import SchemaError
 from ragged_cases import DTYPES, arbitrary
@@ -74,6 +75,21 @@ def test_media_rows_come_back(client: DataPlaneClient) -> None:
     client.put_samples(["a", "b"], "p", fields=wire(2, images=object_array(rows)))
     got = client.get_samples(["b", "a"], "p", ["images"])["images"]
     assert [row.tensors[0] is None for row in got] == [True, False]
+
+
+def test_an_empty_shard_keeps_the_kind_of_its_columns(client: DataPlaneClient) -> None:
+    media, log = PackedTensor([torch.ones(2, 3), None], dim_to_pack=1), object_array([{"a": 1}, None])
+    columns = {"images": media, "log": log, "input_lengths": torch.tensor([1, 2])}
+    meta = kv_first_write(columns, sample_ids=["a", "b"], dp_client=client, partition_id="p")
+    whole, empty = (read_columns(client, part, ["images", "log"]) for part in (meta, meta.subset([])))
+    assert isinstance(empty["images"], PackedTensor)
+    assert (len(empty["images"]), empty["images"].dim_to_pack) == (0, 1)
+    assert isinstance(empty["log"], np.ndarray)
+    joined = BatchedDataDict.from_batches([empty, whole])
+    assert (len(joined["images"]), joined["log"].tolist()) == (2, [{"a": 1}, None])
+    filler = empty.make_filler(4)
+    assert isinstance(filler["images"], PackedTensor)
+    assert filler["log"].tolist() == [None]
 
 
 def test_a_value_that_cannot_be_encoded_is_refused_at_the_put(client: DataPlaneClient) -> None:

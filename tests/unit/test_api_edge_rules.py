@@ -1,5 +1,7 @@
 """Edge rules of the documented interface that no other file holds: worker, policy, store and metadata together."""
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -329,6 +331,7 @@ def _replica_results(rank: int) -> dict[str, Any]:
         results["failure"] = (type(error).__name__, str(error))
     dist.barrier()
     results["preprocess failure"] = _kind_of_failure(worker, meta)
+    results["unsendable"] = _unsendable_preprocessing(worker, meta)
     return results
 
 
@@ -350,6 +353,18 @@ def _kind_of_failure(worker: Worker, meta: KVBatchMeta) -> str:
     except (HeadraceError, ValueError, RuntimeError) as error:
         return type(error).__name__
     return "none"
+
+
+def _unsendable_preprocessing(worker: Worker, meta: KVBatchMeta) -> tuple[str, bool]:
+    def add_lock(batch: BatchedDataDict) -> BatchedDataDict:
+        return BatchedDataDict({**batch, "locks": [threading.Lock()] * batch.size})
+
+    begin = time.monotonic()
+    try:
+        worker._fetch(meta, preprocess=add_lock)
+    except HeadraceError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin < 10
+    return "none", False
 
 
 @pytest.fixture(scope="module")
@@ -392,6 +407,28 @@ def test_a_leader_whose_fetch_fails_leaves_no_sibling_waiting(replica: list[dict
 
 def test_a_leader_whose_preprocessing_fails_leaves_no_sibling_waiting(replica: list[dict[str, Any]]) -> None:
     assert [rank["preprocess failure"] for rank in replica] == ["ValueError", TransportError.__name__]
+
+
+def test_a_leader_whose_preprocessing_makes_what_cannot_be_sent_leaves_no_sibling_waiting(
+    replica: list[dict[str, Any]],
+) -> None:
+    (leader, in_time), (sibling, told_in_time) = (rank["unsendable"] for rank in replica)
+    assert in_time
+    assert told_in_time
+    assert leader.startswith("SchemaError: column 'locks' is a list that cannot be sent")
+    assert sibling.startswith("TransportError")
+    assert "column 'locks'" in sibling
+
+
+def test_an_undeclared_jagged_column_under_dynamic_batching_is_refused_with_the_remedy(
+    client: DataPlaneClient, worker: Worker
+) -> None:
+    hints = [torch.arange(2), torch.arange(5)]
+    meta = put(client, [2, 5], hints=hints)
+    meta.extra_info.update({MICRO_BATCH_INDICES: [[[0, 1], [1, 2]]], MICRO_BATCH_LENGTHS: [[2, 5]]})
+    with pytest.raises(SchemaError, match=r"column 'hints'.*declare\(FieldSpec\('hints', Kind.PER_TOKEN"):
+        worker._fetch(meta).make_microbatch_iterator_with_dynamic_shapes()
+    assert [m.size for m in worker._fetch(meta).make_microbatch_iterator_for_packable_sequences()] == [1, 1]
 
 
 # The policy that works from metadata.

@@ -14,6 +14,7 @@ from headrace.algorithms.validation import Validator
 from headrace.config import DataPlaneConfig, RecipeConfig
 from headrace.data_plane.factory import build_data_plane_client
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.schema import FieldSpec, added_fields, declare
 from headrace.data_plane.worker_mixin import bytes_moved
 from headrace.distributed.topology import policy_sharding
 from headrace.distributed.worker_groups import WorkerSpec
@@ -103,8 +104,11 @@ class RolloutWorker:
         environment = build_environment(recipe.env, recipe.data, seed=recipe.seed)
         return RolloutWorker(recipe, load_tokenizer(recipe.policy), environment)
 
-    def setup_data_plane(self, cfg: DataPlaneConfig | Mapping[str, Any]) -> None:
-        """Attach to the store that the driver has started; this worker then owns its client."""
+    def setup_data_plane(
+        self, cfg: DataPlaneConfig | Mapping[str, Any], columns: Sequence[FieldSpec] = ()
+    ) -> None:
+        """Attach to the store that the driver has started, with the columns that it declares there."""
+        declare(*columns)
         self._dp_client = build_data_plane_client(cfg, bootstrap=False)
         self._actor = SyncRolloutActor(*self.parts, dp_client=self._dp_client)
 
@@ -179,7 +183,7 @@ class RemoteRollouts:
         )
         with ExitStack() as undo:
             undo.callback(self._group.shutdown)
-            self._group.run_all("setup_data_plane", dp_cfg)
+            self._group.run_all("setup_data_plane", dp_cfg, added_fields())
             undo.pop_all()
 
     def rollout_to_tq(

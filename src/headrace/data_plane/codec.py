@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from headrace.data_plane.leaves import (
     Leaf,
     Ragged,
-    leaves,
+    read_leaves,
     unwrap_wire_stripped_payload,
     wire_tensordict,
 )
@@ -353,13 +353,15 @@ def materialize(
     pad_values = pad_value_dict or {}
     padder = _Padder(pad_to_seqlen) if layout == "padded" else None
     return BatchedDataDict(
-        {name: _materialize(name, leaf, padder, pad_values.get(name, 0)) for name, leaf in leaves(td)}
+        {name: _materialize(name, leaf, padder, pad_values.get(name, 0)) for name, leaf in read_leaves(td)}
     )
 
 
 def _materialize(
-    name: str, leaf: Leaf, padder: "_Padder | None", pad_value: PadValue
+    name: str, leaf: Leaf | PackedTensor, padder: "_Padder | None", pad_value: PadValue
 ) -> torch.Tensor | ObjectArray | PackedTensor:
+    if isinstance(leaf, PackedTensor):
+        return leaf
     if isinstance(leaf, np.ndarray):
         media = len(leaf) > 0 and all(isinstance(value, PackedTensor) for value in leaf)
         return PackedTensor.concat(leaf.tolist()) if media else leaf

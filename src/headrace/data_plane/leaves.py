@@ -1,4 +1,4 @@
-"""One column of a wire TensorDict, told apart: dense tensor, ragged rows, or objects.
+"""One column of a wire TensorDict, told apart: dense tensor, ragged rows, objects, or media without rows.
 
 A TensorDict holds an object array as NonTensorData around the array; `td[name]` returns that very array,
 while `td[rows]` does not select from it. So a wire TensorDict is only a carrier: select rows through the store
@@ -13,6 +13,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from headrace.data_plane.object_codec import ObjectArray, object_array
+from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged import is_nested, nested_from_ragged, take_apart
 from headrace.errors import SchemaError
@@ -49,7 +50,13 @@ Leaf = torch.Tensor | Ragged | ObjectArray
 
 
 def leaves(wire: TensorDict) -> Iterator[tuple[str, Leaf]]:
-    """Yield each column's name and leaf: a dense tensor, Ragged, or an object array. A dict will do, too.
+    """Yield each column's name and leaf: a dense tensor, Ragged, or an object array. A dict will do, too."""
+    for name, leaf in read_leaves(wire):
+        yield name, object_array([]) if isinstance(leaf, PackedTensor) else leaf
+
+
+def read_leaves(wire: TensorDict) -> Iterator[tuple[str, Leaf | PackedTensor]]:
+    """Yield what `leaves` does, but a PackedTensor for media without rows, where no row says what the column is.
 
     Offsets on a device are brought to the CPU in one copy for all columns.
 
@@ -63,7 +70,9 @@ def leaves(wire: TensorDict) -> Iterator[tuple[str, Leaf]]:
         yield name, as_leaf(name, column, rows, read)
 
 
-def as_leaf(name: str, value: object, rows: int | None = None, read: OffsetsReader | None = None) -> Leaf:
+def as_leaf(
+    name: str, value: object, rows: int | None = None, read: OffsetsReader | None = None
+) -> Leaf | PackedTensor:
     """Tell one column apart; `rows` is how many a NonTensorData without batch dimensions stands for."""
     if isinstance(value, torch.Tensor):
         return Ragged(*take_apart(value, read or OffsetsReader())) if is_nested(value) else value
@@ -82,7 +91,9 @@ def as_leaf(name: str, value: object, rows: int | None = None, read: OffsetsRead
     )
 
 
-def wire_tensordict(columns: Mapping[str, torch.Tensor | ObjectArray], rows: int) -> TensorDict:
+def wire_tensordict(
+    columns: Mapping[str, torch.Tensor | ObjectArray | PackedTensor], rows: int
+) -> TensorDict:
     """Return columns that are known to have `rows` rows as a TensorDict, batch_size [rows]."""
     if not all(isinstance(column, torch.Tensor) for column in columns.values()):
         return TensorDict(dict(columns), batch_size=[rows])
@@ -108,7 +119,9 @@ def unwrap_wire_stripped_payload(item: object) -> object:
     return None if not item.batch_dims and not item.keys() else item
 
 
-def _broadcast(data: object, rows: int) -> ObjectArray:
+def _broadcast(data: object, rows: int) -> ObjectArray | PackedTensor:
+    if isinstance(data, PackedTensor) and not len(data) and not rows:
+        return data
     if isinstance(data, np.ndarray) and data.ndim and rows in (0, len(data)):
         return data if data.dtype == object and data.ndim == 1 else object_array(data.tolist())
     return object_array([data] * rows)

@@ -2,8 +2,8 @@
 
 A FieldSpec says what a column is (one value per token, per sample, or an object), which dtypes it takes, what
 pads it, who produces it and who reads it. Every field list, pad value and dtype check in headrace derives from
-`FIELDS`; no other module names the columns of a stage. A column that is not in the table is allowed everywhere
-and travels as it is: dense stays dense, nested stays nested, objects are encoded.
+`FIELDS`; no other module names the columns of a stage. `declare` adds columns of your own. A column that is not in
+the table is allowed everywhere and travels as it is: dense stays dense, nested stays nested, objects are encoded.
 """
 
 from collections.abc import Sequence
@@ -61,19 +61,33 @@ class FieldSpec:
     `dtype` is what headrace itself writes, `accepts` what a put may carry (a column keeps the dtype it was put
     with). `pad` fills padded layouts; the string "pad_token" stands for the tokenizer's pad id. `trailing_dims`
     counts the dimensions after the token dimension. `broadcast` allows one value per sample in a per-token
-    column: the value holds for all tokens of the row, and N numbers travel in place of N x L.
+    column: the value holds for all tokens of the row, and N numbers travel in place of N x L. An `optional` column
+    is in no stage's list; who wants it asks for it by name.
+
+    Raises:
+        SchemaError: tensors without a dtype, or objects with one.
     """
 
     name: str
     kind: Kind
-    dtype: torch.dtype | None
-    accepts: frozenset[torch.dtype]
-    pad: int | float | Literal["pad_token"]
-    producer: Stage
-    consumers: frozenset[Stage]
+    dtype: torch.dtype | None = None
+    accepts: frozenset[torch.dtype] = frozenset()
+    """Empty: `dtype` alone."""
+    pad: int | float | Literal["pad_token"] = 0
+    producer: Stage = Stage.ROLLOUT
+    consumers: frozenset[Stage] = frozenset({Stage.TRAIN})
     trailing_dims: int = 0
     broadcast: bool = False
     optional: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.kind is Kind.OBJECT) != (self.dtype is None):
+            raise SchemaError(
+                f"column '{self.name}' is declared as {self.kind.value} with dtype={self.dtype}; give columns of "
+                "tensors a dtype, and columns of objects none"
+            )
+        if self.dtype is not None and not self.accepts:
+            object.__setattr__(self, "accepts", frozenset({self.dtype}))
 
 
 _INTEGERS = frozenset({torch.int64, torch.int32})
@@ -145,26 +159,59 @@ _TABLE = (
     _object("message_log"),
 )
 
-FIELDS: dict[str, FieldSpec] = {spec.name: spec for spec in _TABLE}
+FIELDS: dict[str, FieldSpec] = {}
+"""Every declared column by name."""
 
-
-def _read_by(*stages: Stage) -> list[str]:
-    return [s.name for s in _TABLE if not s.optional and any(stage in s.consumers for stage in stages)]
-
-
-DP_TRAIN_FIELDS: list[str] = _read_by(Stage.TRAIN)
+DP_TRAIN_FIELDS: list[str] = []
 """Columns that a training step reads."""
 
-LP_SEED_FIELDS: list[str] = _read_by(Stage.PREV_LOGPROBS)
+LP_SEED_FIELDS: list[str] = []
 """Columns that a logprob forward reads."""
 
-ROLLOUT_FIELDS: list[str] = [s.name for s in _TABLE if s.producer is Stage.ROLLOUT and not s.optional]
+ROLLOUT_FIELDS: list[str] = []
 """Columns that every rollout writes in its first put."""
 
-PROMOTE_1D_FIELDS: frozenset[str] = frozenset(s.name for s in _TABLE if s.kind is Kind.PER_SAMPLE)
+PROMOTE_1D_FIELDS: set[str] = set()
 """Scalar columns, which some backends carry as (N, 1)."""
 
-PER_TOKEN_FIELDS: frozenset[str] = frozenset(s.name for s in _TABLE if s.kind is Kind.PER_TOKEN)
+PER_TOKEN_FIELDS: set[str] = set()
+"""Columns with one value, or several, per token."""
+
+
+def declare(*specs: FieldSpec) -> None:
+    """Add columns to the table, and to every list made from it; the same declaration twice is none more.
+
+    Declare before the policy and its workers are built: they get the table as it is then.
+
+    >>> declare(FieldSpec("hint_mask", Kind.PER_TOKEN, torch.uint8))
+    >>> "hint_mask" in DP_TRAIN_FIELDS, pad_values(7)["hint_mask"]
+    (True, 0)
+
+    Raises:
+        SchemaError: a name that is declared otherwise.
+    """
+    for spec in specs:
+        known = FIELDS.get(spec.name, spec)
+        if known != spec:
+            raise SchemaError(f"column '{spec.name}' is declared as {known}; got {spec}. Choose another name")
+    FIELDS.update({spec.name: spec for spec in specs})
+    DP_TRAIN_FIELDS[:] = _read_by(Stage.TRAIN)
+    LP_SEED_FIELDS[:] = _read_by(Stage.PREV_LOGPROBS)
+    ROLLOUT_FIELDS[:] = [s.name for s in FIELDS.values() if s.producer is Stage.ROLLOUT and not s.optional]
+    PROMOTE_1D_FIELDS.update(s.name for s in FIELDS.values() if s.kind is Kind.PER_SAMPLE)
+    PER_TOKEN_FIELDS.update(s.name for s in FIELDS.values() if s.kind is Kind.PER_TOKEN)
+
+
+def _read_by(stage: Stage) -> list[str]:
+    return [s.name for s in FIELDS.values() if not s.optional and stage in s.consumers]
+
+
+declare(*_TABLE)
+
+
+def added_fields() -> tuple[FieldSpec, ...]:
+    """Return the columns that were declared beside headrace's own; processes of one run must agree on them."""
+    return tuple(spec for name, spec in FIELDS.items() if name not in {own.name for own in _TABLE})
 
 
 def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool) -> list[str]:
@@ -182,7 +229,9 @@ def pad_values(pad_token_id: int) -> dict[str, int | float]:
     7
     """
     return {
-        s.name: pad_token_id if s.pad == "pad_token" else s.pad for s in _TABLE if s.kind is Kind.PER_TOKEN
+        s.name: pad_token_id if s.pad == "pad_token" else s.pad
+        for s in FIELDS.values()
+        if s.kind is Kind.PER_TOKEN
     }
 
 

@@ -1,5 +1,6 @@
 """A leader's fetched rows on their way to the ranks of its replica: values and offsets as fetched, not padded."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,23 +8,22 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from headrace.data_plane.leaves import Ragged, leaves, place_of, wire_tensordict
+from headrace.data_plane.leaves import Ragged, place_of, read_leaves, wire_tensordict
 from headrace.distributed.collectives import broadcast_columns
 
 _LAYOUT = "\0layout"
 """Beside the columns; no column has such a name."""
 
 
-def share_rows(flat: dict[str, Any] | None, *, src: int, group: dist.ProcessGroup) -> TensorDict:
-    """Send the rows that global rank `src` has fetched to every rank of `group`; each returns them.
+def share_rows(read: Callable[[], TensorDict], *, src: int, group: dist.ProcessGroup) -> TensorDict:
+    """Return on every rank of `group` the rows that `read`, which global rank `src` alone calls, returns there.
 
-    The leader passes what `flat_rows` makes of them, its siblings None. On a sibling they arrive on the device of
-    the group's backend.
+    On a sibling they arrive on the device of the group's backend.
 
     Raises:
         TransportError: on the siblings of a leader that failed; see `broadcast_columns`.
     """
-    return _nested(broadcast_columns(flat, src=src, group=group))
+    return _nested(broadcast_columns(lambda: flat_rows(read()), src=src, group=group))
 
 
 def flat_rows(wire: TensorDict) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def flat_rows(wire: TensorDict) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     offsets: list[torch.Tensor] = []
     places: dict[str, tuple[int, int]] = {}
-    for name, leaf in leaves(wire):
+    for name, leaf in read_leaves(wire):
         if isinstance(leaf, Ragged):
             places[name] = place_of(leaf.offsets, offsets), leaf.ragged_dim
         columns[name] = leaf.values if isinstance(leaf, Ragged) else leaf

@@ -5,9 +5,9 @@ take a BatchedDataDict. Ranks that hold parts of one replica (tensor, context, p
 rows: one of them, the leader, talks to the store.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,12 +28,15 @@ from headrace.data_plane.schema import (
     MICRO_BATCH_INDICES,
     MICRO_BATCH_LENGTHS,
     PER_TOKEN_FIELDS,
+    FieldSpec,
     Layout,
+    declare,
     pad_values,
 )
-from headrace.data_plane.sharing import flat_rows, share_rows
+from headrace.data_plane.sharing import share_rows
 from headrace.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
-from headrace.distributed.collectives import broadcast_columns, broadcast_failure
+from headrace.distributed.collectives import broadcast_columns
+from headrace.distributed.ragged import is_nested
 from headrace.errors import DataPlaneError
 
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
@@ -64,8 +67,11 @@ class TQWorkerMixin:
 
     # Set-up.
 
-    def setup_data_plane(self, cfg: DataPlaneConfig | Mapping[str, Any]) -> None:
-        """Attach to the store that the driver has started."""
+    def setup_data_plane(
+        self, cfg: DataPlaneConfig | Mapping[str, Any], columns: Sequence[FieldSpec] = ()
+    ) -> None:
+        """Attach to the store that the driver has started, with the columns that it declares there."""
+        declare(*columns)
         self._dp_client = build_data_plane_client(cfg, bootstrap=False)
 
     def close_data_plane(self) -> None:
@@ -109,19 +115,16 @@ class TQWorkerMixin:
                 raise DataPlaneError(
                     "fetch_policy='leader_broadcast' needs a replica of several ranks; use 'auto'"
                 )
-            columns = self._read(meta, layout, preprocess)
+            data = self._read(meta, layout, preprocess)
         else:
-            columns = self._read_and_broadcast(meta, layout, preprocess, group)
-        data: Batch = SlicedDataDict(columns)
+            data = self._read_and_broadcast(meta, layout, preprocess, group)
         data.token_columns = PER_TOKEN_FIELDS
         _attach_plan(data, meta)
         return data
 
-    def _read(
-        self, meta: KVBatchMeta, layout: Layout, preprocess: Callable[[Batch], Batch] | None
-    ) -> dict[str, Any]:
+    def _read(self, meta: KVBatchMeta, layout: Layout, preprocess: Callable[[Batch], Batch] | None) -> Batch:
         data = self._materialize(meta, self._read_wire(meta), layout)
-        return dict((preprocess(data) if preprocess else data).items())
+        return SlicedDataDict(preprocess(data)) if preprocess else data
 
     def _read_wire(self, meta: KVBatchMeta) -> TensorDict:
         if meta.fields is None:
@@ -129,12 +132,17 @@ class TQWorkerMixin:
         return self._client().get_samples(meta.sample_ids, meta.partition_id, meta.fields)
 
     def _materialize(self, meta: KVBatchMeta, wire: TensorDict, layout: Layout) -> Batch:
-        return materialize(
-            wire,
-            layout=layout,
-            pad_value_dict=pad_values(self._pad_token_id),
-            pad_to_seqlen=int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0)),
+        data: Batch = SlicedDataDict(
+            materialize(
+                wire,
+                layout=layout,
+                pad_value_dict=pad_values(self._pad_token_id),
+                pad_to_seqlen=int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0)),
+            )
         )
+        if layout == "padded":
+            data.ragged_columns = [n for n, v in wire.items() if n not in FIELDS and is_nested(v)]
+        return data
 
     def _read_and_broadcast(
         self,
@@ -142,25 +150,18 @@ class TQWorkerMixin:
         layout: Layout,
         preprocess: Callable[[Batch], Batch] | None,
         group: dist.ProcessGroup,
-    ) -> dict[str, Any]:
+    ) -> Batch:
         """Have the leader read; its siblings get the rows without padding, or what `preprocess` made of them."""
         if preprocess and layout != "padded":
             raise DataPlaneError(
                 f"layout='{layout}' cannot be broadcast after preprocessing; use fetch_policy='independent'"
             )
         src = dist.get_global_rank(group, 0)
-        rows: Any = None
-        if self._is_replica_leader():
-            try:
-                rows = (
-                    self._read(meta, layout, preprocess) if preprocess else flat_rows(self._read_wire(meta))
-                )
-            finally:
-                if rows is None:  # whatever went wrong, the siblings must not wait
-                    broadcast_failure(repr(sys.exception()), src=src, group=group)
         if preprocess:
-            return broadcast_columns(rows, src=src, group=group)
-        return dict(self._materialize(meta, share_rows(rows, src=src, group=group), layout).items())
+            read = partial(self._read, meta, layout, preprocess)
+            return SlicedDataDict(broadcast_columns(read, src=src, group=group))
+        wire = share_rows(partial(self._read_wire, meta), src=src, group=group)
+        return self._materialize(meta, wire, layout)
 
     # Writing.
 

@@ -28,7 +28,7 @@ __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "Sli
 BatchT = TypeVar("BatchT", bound="BatchedDataDict")
 
 # What a batch knows about its columns, and hands on to every batch made from it.
-_COLUMN_FACTS = ("input_key", "input_lengths_key", "token_columns")
+_COLUMN_FACTS = ("input_key", "input_lengths_key", "token_columns", "ragged_columns")
 
 
 class BatchedDataDict(UserDict[str, Any]):
@@ -47,6 +47,8 @@ class BatchedDataDict(UserDict[str, Any]):
         token_columns: Columns whose dimension 1 is the token dimension. None: every dense column of two or
             more dimensions that is as wide as the token column; a column that is that wide by chance (class
             scores, an image row) is then cut with them, so name the columns where that can happen.
+        ragged_columns: Columns that were ragged before they were padded, and whose dimension 1 nobody has
+            declared to be tokens: dynamic shapes do not know how wide they are to be.
     """
 
     ADDITIONAL_OPTIONAL_KEY_TENSORS: ClassVar[tuple[str, ...]] = ("token_type_ids", "mm_token_type_ids")
@@ -61,6 +63,7 @@ class BatchedDataDict(UserDict[str, Any]):
         self.input_key = "input_ids"
         self.input_lengths_key = "input_lengths"
         self.token_columns: Collection[str] | None = None
+        self.ragged_columns: Collection[str] = ()
         self._drop_plan()
 
     # Columns.
@@ -301,6 +304,12 @@ class BatchedDataDict(UserDict[str, Any]):
         """
         pairs, lengths = self._single_plan()
         names = self._token_columns(sequence_dim)
+        if undeclared := sorted(name for name in self.ragged_columns if name in self.data):
+            raise SchemaError(
+                f"column '{undeclared[0]}' has rows of different lengths and no declaration, so dynamic batching does "
+                f"not know whether to cut it with the tokens: declare(FieldSpec('{undeclared[0]}', Kind.PER_TOKEN, "
+                "dtype)) before the policy is built, or switch policy.dynamic_batching off"
+            )
 
         def microbatches() -> "Iterator[SlicedDataDict]":
             for (start, stop), length in zip(pairs, lengths):

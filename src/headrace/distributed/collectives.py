@@ -3,6 +3,8 @@
 Source: torch.distributed's broadcast_object_list and broadcast.
 """
 
+import pickle
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.distributed.worker_groups.failures import describe_error
-from headrace.errors import TransportError
+from headrace.errors import SchemaError, TransportError
 
 Columns = Mapping[str, Any]
 T = TypeVar("T")
@@ -25,59 +27,78 @@ def from_first_rank(call: Callable[[], T]) -> T:
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            answer = [(call(), None)]
+            answer = [(pickle.dumps(call()), None)]
         except Exception as error:
             dist.broadcast_object_list([(None, describe_error(0, error))], src=0)
             raise
     dist.broadcast_object_list(answer, src=0)
-    value, failure = answer[0]
+    pickled, failure = answer[0]
     if failure is not None:
         raise failure.kind(failure.summary)
-    result: T = value
+    result: T = pickle.loads(pickled)
     return result
 
 
-def broadcast_failure(reason: str, *, src: int, group: dist.ProcessGroup) -> None:
-    """Tell the siblings that wait in `broadcast_columns` that the leader, this rank, has no columns for them."""
-    dist.broadcast_object_list([reason], src=src, group=group)
+def broadcast_columns(read: Callable[[], Columns], *, src: int, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return on every rank of `group` the columns that `read`, which global rank `src` alone calls, returns there.
 
-
-def broadcast_columns(columns: Columns | None, *, src: int, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Send dense columns from global rank `src` to every rank of `group`; each rank returns them all.
-
-    Tensors travel as one flat byte buffer per dtype, on the device of the group's backend; other values travel
-    with the description. The leader passes `columns`, its siblings None; a leader that has none calls
-    `broadcast_failure` in place of this, so that nobody waits.
+    Dense tensors travel as one flat byte buffer per dtype, on the device of the group's backend; other values
+    pickled. All of it is made before any is sent: whatever fails on the leader, no sibling waits.
 
     Raises:
+        SchemaError: on the leader, a column that cannot be sent; and whatever `read` raises.
         TransportError: on the siblings of a leader that failed, with its reason.
     """
-    leader = dist.get_rank() == src
-    message: list[Any] = [_describe(columns) if columns is not None else None]
-    dist.broadcast_object_list(message, src=src, group=group)
-    description = message[0]
-    if isinstance(description, str):
-        raise TransportError(f"rank {src} could not fetch for its replica: {description}")
-    received: dict[str, Any] = dict(description["objects"])
     device = _device_of(group)
-    for dtype, shapes in description["tensors"].items():
-        flat = _flatten(columns, shapes, dtype, device) if leader else _empty(shapes, dtype, device)
+    if dist.get_rank() == src:
+        return _send(read, src, group, device)
+    message: list[Any] = [None]
+    dist.broadcast_object_list(message, src=src, group=group)
+    if isinstance(message[0], str):
+        raise TransportError(f"rank {src} could not fetch for its replica: {message[0]}")
+    order, tensors, pickled = message[0]
+    received: dict[str, Any] = {name: pickle.loads(value) for name, value in pickled.items()}
+    for dtype, shapes in tensors.items():
+        flat = _empty(shapes, dtype, device)
         dist.broadcast(flat, src=src, group=group)
         received.update(_split(flat.view(dtype), shapes))
-    if leader and columns is not None:
-        return dict(columns)
-    return {name: received[name] for name in description["order"]}
+    return {name: received[name] for name in order}
 
 
-def _describe(columns: Columns) -> dict[str, Any]:
-    tensors: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
-    objects: dict[str, Any] = {}
-    for name, value in columns.items():
-        if isinstance(value, torch.Tensor):
-            tensors.setdefault(value.dtype, {})[name] = tuple(value.shape)
-        else:
-            objects[name] = value
-    return {"order": list(columns), "tensors": tensors, "objects": objects}
+def _send(
+    read: Callable[[], Columns], src: int, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, Any]:
+    flats: list[torch.Tensor] | None = None
+    message: Any = None
+    try:
+        columns = read()
+        tensors: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
+        for name, value in columns.items():
+            if _is_dense(value):
+                tensors.setdefault(value.dtype, {})[name] = tuple(value.shape)
+        pickled = {name: _pickled(name, value) for name, value in columns.items() if not _is_dense(value)}
+        flats = [_flatten(columns, shapes, dtype, device) for dtype, shapes in tensors.items()]
+        message = (list(columns), tensors, pickled)
+    finally:
+        # None of it: an error, an interrupt included, is on its way, and the siblings learn of it.
+        told = repr(sys.exception()) if flats is None else message
+        dist.broadcast_object_list([told], src=src, group=group)
+    for flat in flats:
+        dist.broadcast(flat, src=src, group=group)
+    return dict(columns)
+
+
+def _is_dense(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
+
+
+def _pickled(name: str, value: object) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        raise SchemaError(
+            f"column '{name}' is a {type(value).__name__} that cannot be sent: {error}"
+        ) from error
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
@@ -87,9 +108,8 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def _flatten(
-    columns: Columns | None, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    columns: Columns, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    assert columns is not None
     # As bytes: not every backend has every dtype (gloo has no uint16, NCCL no bool).
     return torch.cat([columns[name].to(device).reshape(-1) for name in shapes]).view(dtype).view(torch.uint8)
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from headrace.data_plane.encoded_objects import messages_of
 from headrace.data_plane.leaves import Leaf, Ragged, place_of
 from headrace.data_plane.object_codec import ObjectArray, decode_column
+from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.ragged import byte_view, gather_dense, gather_rows, offsets_from_lengths, own_copy
 from headrace.distributed.ragged_kernel import load_kernel
 
@@ -123,7 +124,7 @@ class Chunk(RowBlock):
         return None
 
     @abstractmethod
-    def leaf(self) -> torch.Tensor | ObjectArray:
+    def leaf(self) -> torch.Tensor | ObjectArray | PackedTensor:
         """Return the column as a TensorDict carries it; tensors share memory."""
 
     @property
@@ -290,18 +291,18 @@ class _ObjectChunk(Chunk):
         return len(self.messages)
 
     def span(self, start: int, stop: int) -> "_ObjectChunk":
-        return _ObjectChunk(self.messages[start:stop])
+        return replace(self, messages=self.messages[start:stop])
 
     def gather(self, rows: Rows) -> "_ObjectChunk":
-        return _ObjectChunk(tuple(self.messages[row] for row in rows.tolist()))
+        return replace(self, messages=tuple(self.messages[row] for row in rows.tolist()))
 
     def copy(self, shared: OwnOffsets | None = None) -> "_ObjectChunk":
         return self
 
     def join(self, others: Sequence[Self]) -> "_ObjectChunk":
-        return _ObjectChunk(tuple(chain(self.messages, *(other.messages for other in others))))
+        return replace(self, messages=tuple(chain(self.messages, *(other.messages for other in others))))
 
-    def leaf(self) -> ObjectArray:
+    def leaf(self) -> ObjectArray | PackedTensor:
         return decode_column(self.messages)
 
     def lengths(self) -> Rows:
@@ -311,6 +312,21 @@ class _ObjectChunk(Chunk):
         lengths = torch.tensor(list(map(len, self.messages)), dtype=torch.int64)
         joined = torch.frombuffer(bytearray(b"".join((*self.messages, b"\0"))), dtype=torch.uint8)
         return Buffers(joined[:-1], offsets_from_lengths(lengths), 1)
+
+
+@dataclass(frozen=True)
+class _MediaChunk(_ObjectChunk):
+    """Rows of a PackedTensor: objects that say what they are also where there are none."""
+
+    dim_to_pack: int = 0
+    kind = "media"
+
+    @property
+    def form(self) -> Form:
+        return Form(self.kind, ragged_dim=self.dim_to_pack)
+
+    def leaf(self) -> ObjectArray | PackedTensor:
+        return decode_column(self.messages) if self.messages else PackedTensor([], self.dim_to_pack)
 
 
 def chunk_from_leaf(name: str, leaf: Leaf, sample_ids: Sequence[str]) -> Chunk:
@@ -323,14 +339,22 @@ def chunk_from_leaf(name: str, leaf: Leaf, sample_ids: Sequence[str]) -> Chunk:
         return _RaggedChunk(leaf)
     if isinstance(leaf, torch.Tensor):
         return _DenseChunk(leaf)
-    return _ObjectChunk(messages_of(name, leaf, sample_ids))
+    messages, first = messages_of(name, leaf, sample_ids), leaf[0] if len(leaf) else None
+    if isinstance(first, PackedTensor) and all(isinstance(value, PackedTensor) for value in leaf):
+        return _MediaChunk(messages, first.dim_to_pack)
+    return _ObjectChunk(messages)
 
 
 def chunk_from_buffers(form: Form, rows: int, values: torch.Tensor, offsets: torch.Tensor | None) -> Chunk:
     """Return the chunk of `rows` rows whose `buffers` these are, sharing their memory."""
     if form.dtype is None:
         data, bounds = values.numpy().tobytes(), offsets.tolist() if offsets is not None else [0]
-        return _ObjectChunk(tuple(data[start:stop] for start, stop in pairwise(bounds)))
+        messages = tuple(data[start:stop] for start, stop in pairwise(bounds))
+        return (
+            _MediaChunk(messages, form.ragged_dim)
+            if form.kind == _MediaChunk.kind
+            else _ObjectChunk(messages)
+        )
     typed = values.view(form.dtype) if values.numel() else values.new_empty(0, dtype=form.dtype)
     if offsets is None:
         return _DenseChunk(typed.view(rows, *form.trailing))

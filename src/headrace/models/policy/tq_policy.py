@@ -21,6 +21,7 @@ from headrace.data_plane.schema import (
     GLOBAL_FORWARD_PAD_SEQLEN,
     LP_SEED_FIELDS,
     PAD_TO_MULTIPLE,
+    added_fields,
     fields_with_optional_routed_experts,
     pad_values,
 )
@@ -52,7 +53,7 @@ class TQPolicy(Policy):
             undo.callback(self.dp_client.close)
             super().__init__(*args, auto_launcher=launcher_for(dp_cfg), **kwargs)
             undo.callback(self.workers.shutdown)
-            self.workers.run_all("setup_data_plane", dp_cfg)
+            self.workers.run_all("setup_data_plane", dp_cfg, added_fields())
             undo.pop_all()
 
     # A step's rows.
