@@ -141,7 +141,8 @@ class TQWorkerMixin:
             )
         )
         if layout == "padded":
-            data.ragged_columns = [n for n, v in wire.items() if n not in FIELDS and is_nested(v)]
+            undeclared = [(name, value) for name, value in wire.items() if name not in FIELDS]
+            data.ragged_columns = [n for n, v in undeclared if isinstance(v, torch.Tensor) and is_nested(v)]
         return data
 
     def _read_and_broadcast(
