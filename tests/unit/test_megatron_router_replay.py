@@ -14,7 +14,7 @@ pytest.importorskip(
 
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,6 +24,7 @@ from headrace.models.megatron.router_replay import MegatronRouterReplay, moe_lay
 
 EXPERTS, TOP_K, LENGTH, BATCH = 8, 2, 6, 2
 FREQUENCY = [0, 1, 1]
+MASK = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,14 +69,23 @@ def gpt(**changes: Any) -> Any:
     )
     torch.manual_seed(0)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    return GPTModel(config, spec, vocab_size=32, max_sequence_length=16, position_embedding_type="rope")
+    mtp = (
+        get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
+    )
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=32,
+        max_sequence_length=16,
+        position_embedding_type="rope",
+        mtp_block_spec=mtp,
+    )
 
 
 def run(model: Any) -> torch.Tensor:
     tokens = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 32
     positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
-    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    return model(tokens, positions, mask)
+    return model(tokens, positions, MASK, labels=tokens if model.config.mtp_num_layers else None)
 
 
 def routes(seed: int = 0) -> torch.Tensor:
@@ -142,17 +152,138 @@ def test_a_recompute_sees_the_rows_of_its_forward_with_two_microbatches_in_fligh
         with replay.backward():
             for loss in losses:
                 loss.backward()
-        if changes:
-            replay.finish()
+        replay.finish()
         return [p.grad for p in model.parameters()]
 
     plain = gradients()
-    recomputed = gradients(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    recomputed = gradients(**FULL)
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
 
-def test_rows_kept_for_a_recompute_that_did_not_come_are_an_error() -> None:
+FULL: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    ],
+    ids=["two of three layers", "the experts alone"],
+)
+def test_layers_that_are_not_recomputed_keep_no_rows(recompute: dict[str, Any]) -> None:
+    gradients = []
+    for changes in ({}, recompute):
+        model = gpt(**changes).train()
+        replay = MegatronRouterReplay([model])
+        with replay.forward(routes(), keep_for_recompute=True):
+            loss = run(model).square().mean()
+        with replay.backward():
+            loss.backward()
+        replay.finish()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_an_evaluation_between_forward_and_backward_leaves_the_kept_rows() -> None:
+    gradients = []
+    for evaluates in (False, True):
+        model = gpt(**FULL).train()
+        replay = MegatronRouterReplay([model])
+        with replay.forward(routes(1), keep_for_recompute=True):
+            loss = run(model).square().mean()
+        if evaluates:
+            with torch.no_grad(), replay.forward(routes(2)):
+                run(model)
+            with pytest.raises(ReplayError, match="never reached"), replay.forward(routes(2)):
+                pass
+        with replay.backward():
+            loss.backward()
+        replay.finish()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_forward_that_failed_keeps_nothing_for_a_recompute() -> None:
+    model = gpt(**FULL).train()
+    replay = MegatronRouterReplay([model])
+    model.output_layer.register_forward_hook(lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError), replay.forward(routes(), keep_for_recompute=True):
+        run(model)
+    replay.finish()
+
+
+def test_a_virtual_pipeline_replays_one_chunk_at_a_time() -> None:
     model = gpt()
+    chunks = [torch.nn.ModuleList([layer]) for layer in model.decoder.layers]
+    for chunk in chunks:
+        chunk.config = model.config
+    replay = MegatronRouterReplay(chunks)
+    hidden = torch.randn(LENGTH, BATCH, 16)
+    given = routes()
+    for number, layer in enumerate(model.decoder.layers):
+        if number:
+            with replay.forward(given, chunk=number):
+                layer(hidden, attention_mask=MASK)
+            assert replay.receipt().totals() == {
+                "replayed": 12,
+                "native": 0,
+                "never_reached": 0,
+                "padding": 0,
+            }
+            with replay.recording():
+                layer(hidden, attention_mask=MASK)
+            assert replay.recorded(number).shape == (BATCH * LENGTH, 1, TOP_K)
+    with (
+        pytest.raises(ReplayError, match=r"never reached.*\[2\].*forward\(ids, chunk=\.\.\.\)"),
+        replay.forward(given),
+    ):
+        model.decoder.layers[1](hidden, attention_mask=MASK)
+    with (
+        pytest.raises(ReplayError, match="chunk=3; this rank has the chunks 0 to 2"),
+        replay.forward(given, chunk=3),
+    ):
+        pass
+
+
+def test_the_routers_of_multi_token_prediction_are_left_alone() -> None:
+    model = gpt(mtp_num_layers=1)
+    assert sum("mtp" in name and name.endswith("router.weight") for name, _ in model.named_parameters()) == 1
+    replay = MegatronRouterReplay([model])
+    assert replay.slots == (0, 1)
+    with replay.forward(routes()):
+        run(model)
+    assert replay.receipt().totals()["replayed"] == 24
+
+
+def test_a_capacity_factor_is_refused_by_name() -> None:
+    with pytest.raises(ReplayError, match=r"moe_expert_capacity_factor=0\.5 lets a router drop"):
+        MegatronRouterReplay([gpt(moe_expert_capacity_factor=0.5)])
+
+
+def test_rows_that_no_router_can_have_chosen_are_refused() -> None:
+    model = gpt()
+    replay = MegatronRouterReplay([model])
+    with pytest.raises(ReplayError, match="token 3, layer 1"), replay.forward(zeroed(routes(), 3, 1)):
+        run(model)
+
+
+def zeroed(ids: torch.Tensor, token: int, layer: int) -> torch.Tensor:
+    ids[token, layer] = 0
+    return ids
+
+
+def test_a_receipt_before_a_forward_is_refused() -> None:
+    with pytest.raises(ReplayError, match="no forward has replayed routes yet"):
+        MegatronRouterReplay([gpt()]).receipt()
+
+
+def test_rows_kept_for_a_recompute_that_did_not_come_are_an_error() -> None:
+    model = gpt(**FULL).train()
     replay = MegatronRouterReplay([model])
     with replay.forward(routes(), keep_for_recompute=True):
         run(model)
@@ -177,7 +308,10 @@ def test_routes_are_consumed_once_and_must_reach_every_router() -> None:
 def test_routes_that_do_not_fit_are_refused() -> None:
     model = gpt()
     replay = MegatronRouterReplay([model])
-    with pytest.raises(ReplayError, match="2 MoE layers"), replay.forward(routes()[:, :1]):
+    with (
+        pytest.raises(ReplayError, match=r"shape \(12, 1, 2\); expected \(tokens, 2 layers"),
+        replay.forward(routes()[:, :1]),
+    ):
         run(model)
     with pytest.raises(ReplayError, match="sees 12 tokens"), replay.forward(routes()[:5]):
         run(model)

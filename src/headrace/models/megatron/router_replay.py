@@ -2,8 +2,8 @@
 
 Megatron keeps these objects in one global list per process, wants int64 ids without gaps, and replays a recompute from
 a list that it consumes once. Here every model has its own, found in its modules: routes go to routers by their global
-layer number, so dense layers, pipeline stages and virtual pipeline need no care; missing rows are routed natively; and
-what is left over after a backward pass is an error.
+layer number, so dense layers and pipeline stages need no care; the routers of multi-token prediction are left alone;
+missing rows are routed natively; and what is left over after a backward pass is an error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
-from headrace.data_plane.routes_codec import signed_routes
-from headrace.errors import ReplayError
+from headrace.data_plane.routes_codec import check_routes, signed_routes
+from headrace.errors import ReplayError, SchemaError
 from headrace.models.router_replay.layer_map import LayerMap
 from headrace.models.router_replay.receipts import Receipt
 
@@ -25,11 +26,20 @@ class GapReplay(RouterReplay):  # type: ignore[misc]
     replayed: int
     native: int
     forwards: int
+    keeps: bool
+    kept_before: int
 
-    def start(self, target: torch.Tensor) -> None:
-        """Take the rows (tokens, k) of one forward."""
-        self.set_target_indices(target)
+    def start(self, target: torch.Tensor, *, keeps: bool) -> None:
+        """Take the rows (tokens, k) of one forward; `keeps` them if this router is one that will be recomputed."""
+        self.target_topk_idx, self.keeps = target, keeps
+        self.kept_before = len(self.replay_backward_list)
         self.replayed, self.native, self.forwards = 0, 0, 0
+
+    def end(self, *, failed: bool) -> None:
+        """End the forward; one that failed leaves no rows for a recompute."""
+        self.target_topk_idx = None
+        if failed:
+            del self.replay_backward_list[self.kept_before :]
 
     def get_replay_topk(
         self,
@@ -70,6 +80,9 @@ class GapReplay(RouterReplay):  # type: ignore[misc]
                     "a router ran twice in one forward, or without routes; each row is consumed once"
                 )
             target: torch.Tensor = self.target_topk_idx
+            # Megatron runs a layer without gradients when, and only when, it will run it again for them.
+            if self.keeps and not torch.is_grad_enabled():
+                self.replay_backward_list.append(target)
             return target
         if not self.replay_backward_list:
             raise ReplayError("a recompute asked for routes that an earlier one has consumed")
@@ -84,23 +97,32 @@ class MegatronRouterReplay:
         """Find the routers.
 
         Raises:
-            ReplayError: no routers with a replay object, or layers that do not fit `moe_layer_freq`.
+            ReplayError: no routers with a replay object, layers that do not fit `moe_layer_freq`, or a capacity factor,
+                with which a router drops choices that it was given.
         """
         found: dict[int, GapReplay] = {}
+        self._chunks: list[dict[int, GapReplay]] = []
         for chunk in chunks:
-            for layer, replay in _routers(chunk):
-                if layer in found:
-                    raise ReplayError(
-                        f"decoder layer {layer} has two routers in these chunks; give each chunk once"
-                    )
+            own = dict(_routers(chunk))
+            if twice := sorted(found.keys() & own.keys()):
+                raise ReplayError(
+                    f"decoder layer {twice[0]} has two routers in these chunks; give each chunk once"
+                )
+            for replay in own.values():
                 replay.__class__ = GapReplay
-                found[layer] = replay
+            self._chunks.append(dict(sorted(own.items())))
+            found.update(own)
         if not found:
             raise ReplayError(
                 "these chunks have no router with a replay object; build the model with "
                 "moe_enable_routing_replay=True and with experts"
             )
         config: Any = next(m.config for m in chunks[0].modules() if hasattr(m, "config"))
+        if config.moe_expert_capacity_factor is not None:
+            raise ReplayError(
+                f"moe_expert_capacity_factor={config.moe_expert_capacity_factor} lets a router drop experts that its "
+                "routes name; build the model with moe_expert_capacity_factor=None"
+            )
         self.layer_map = LayerMap(config.num_layers, moe_layers(config))
         self.top_k = int(config.moe_router_topk)
         self.num_experts = int(config.num_moe_experts)
@@ -110,6 +132,7 @@ class MegatronRouterReplay:
                 f"decoder layers {strangers} have routers, and moe_layer_freq={config.moe_layer_freq} calls them dense"
             )
         self._routers = dict(sorted(found.items()))
+        self._last: dict[int, GapReplay] = {}
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -125,42 +148,52 @@ class MegatronRouterReplay:
         finally:
             self._act(None)
 
-    def recorded(self) -> torch.Tensor:
-        """Return (tokens, routers of this rank, k) of the last recorded forward."""
-        rows = [r.get_recorded_indices() for r in self._routers.values()]
+    def recorded(self, chunk: int | None = None) -> torch.Tensor:
+        """Return (tokens, routers of this rank, k) of the last recorded forward; of one chunk's routers, if given."""
+        rows = [r.get_recorded_indices() for r in self._of(chunk).values()]
         if any(r is None for r in rows):
             raise ReplayError("no routes recorded; run a forward inside recording()")
         return torch.stack([r for r in rows if r is not None], dim=1)
 
     @contextmanager
-    def forward(self, ids: torch.Tensor, *, keep_for_recompute: bool = False) -> Iterator[None]:
+    def forward(
+        self, ids: torch.Tensor, *, chunk: int | None = None, keep_for_recompute: bool = False
+    ) -> Iterator[None]:
         """Replay `ids` (tokens of this rank, all MoE layers, k) in the one forward inside.
 
-        Any dtype of the wire; rows with the missing mark are routed natively. `keep_for_recompute` keeps the rows for
-        a backward pass that recomputes layers (`backward`); otherwise nothing is left behind, as after an evaluation.
+        Any dtype of the wire; rows with the missing mark are routed natively. `chunk` is the chunk that runs, by its
+        place among those of this rank, where a virtual pipeline runs one at a time. `keep_for_recompute` keeps the
+        rows of layers that Megatron will recompute for a backward pass (`backward`); without it nothing is left
+        behind, and rows that earlier forwards kept stay.
 
         Raises:
-            ReplayError: another number of layers or experts per token, or, at the end, routers that did not run.
+            ReplayError: routes that no router of this model can have chosen, or, at the end, routers that did not run.
         """
-        expected = (len(self.layer_map.moe_layers), self.top_k)
-        if ids.dim() != 3 or tuple(ids.shape[1:]) != expected:
-            raise ReplayError(
-                f"routes have shape {tuple(ids.shape)}; expected (tokens, {expected[0]} MoE layers, {expected[1]})"
+        try:
+            check_routes(
+                ids, num_experts=self.num_experts, num_layers=len(self.layer_map.moe_layers), top_k=self.top_k
             )
-        for slot, router in zip(self.slots, self._routers.values()):
-            router.start(signed_routes(ids[:, slot]).contiguous())
-        self._act(RouterReplayAction.REPLAY_FORWARD)
+        except SchemaError as error:
+            raise ReplayError(str(error)) from error
+        running = self._of(chunk)
+        for layer, router in running.items():
+            slot = self.layer_map.moe_layers.index(layer)
+            router.start(signed_routes(ids[:, slot]).contiguous(), keeps=keep_for_recompute)
+        self._act(RouterReplayAction.REPLAY_FORWARD, running)
+        self._last, failed = running, True
         try:
             yield
-            idle = [layer for layer, r in self._routers.items() if not r.forwards]
+            idle = [layer for layer, r in running.items() if not r.forwards]
             if idle:
-                raise ReplayError(f"routes never reached the routers of decoder layers {idle}")
+                raise ReplayError(
+                    f"routes never reached the routers of decoder layers {idle}; where a virtual pipeline runs one "
+                    "chunk at a time, say which: forward(ids, chunk=...)"
+                )
+            failed = False
         finally:
-            self._act(None)
-            for router in self._routers.values():
-                router.target_topk_idx = None
-                if not keep_for_recompute:
-                    router.replay_backward_list = []
+            self._act(None, running)
+            for router in running.values():
+                router.end(failed=failed)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -188,10 +221,16 @@ class MegatronRouterReplay:
             router.clear_indices()
 
     def receipt(self) -> Receipt:
-        """Return what became of the rows of the last forward on this rank."""
-        routers = self._routers.values()
+        """Return what became of the rows of the last forward on this rank.
+
+        Raises:
+            ReplayError: no forward has replayed routes.
+        """
+        if not self._last:
+            raise ReplayError("no forward has replayed routes yet; run one inside forward(ids)")
+        routers = self._last.values()
         return Receipt(
-            tuple(f"decoder layer {layer}" for layer in self._routers),
+            tuple(f"decoder layer {layer}" for layer in self._last),
             max(r.replayed + r.native for r in routers),
             0,
             tuple(r.replayed for r in routers),
@@ -199,8 +238,15 @@ class MegatronRouterReplay:
             tuple(0 for _ in routers),
         )
 
-    def _act(self, action: RouterReplayAction | None) -> None:
-        for router in self._routers.values():
+    def _of(self, chunk: int | None) -> dict[int, GapReplay]:
+        if chunk is None:
+            return self._routers
+        if not 0 <= chunk < len(self._chunks):
+            raise ReplayError(f"chunk={chunk}; this rank has the chunks 0 to {len(self._chunks) - 1}")
+        return self._chunks[chunk]
+
+    def _act(self, action: RouterReplayAction | None, routers: dict[int, GapReplay] | None = None) -> None:
+        for router in (self._routers if routers is None else routers).values():
             router.router_replay_action = action
 
 
@@ -248,7 +294,12 @@ def rows_of_rank(
 
 def _routers(chunk: torch.nn.Module) -> Iterator[tuple[int, Any]]:
     """Yield the decoder layer (from 0, over the whole model) and the replay object of a chunk's routers."""
+    drafting = {
+        m for mtp in chunk.modules() if isinstance(mtp, MultiTokenPredictionLayer) for m in mtp.modules()
+    }
     for layer in chunk.modules():
+        if layer in drafting:
+            continue
         number = getattr(layer, "layer_number", None)
         router = getattr(getattr(layer, "mlp", None), "router", None)
         replay = getattr(router, "router_replay", None)
