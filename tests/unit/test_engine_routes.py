@@ -89,6 +89,49 @@ def test_sglang_ids_are_flat_int32(sparse: RouterReplay) -> None:
     assert np.array_equal(sglang(flat_text(rows), sparse).numpy(), rows)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_ids_in_an_unsigned_dtype_are_read_with_their_missing_rows(sparse: RouterReplay, dtype: str) -> None:
+    rows = choices(ROWS, 2).astype(dtype)
+    rows[2, 1] = np.iinfo(dtype).max
+    text = base64.b64encode(rows.astype(np.dtype(dtype).newbyteorder("<")).tobytes()).decode()
+    meta = {"routed_experts": text, "routed_experts_dtype": dtype}
+    read = read_sglang(meta, model=sparse, prompt_tokens=PROMPT, new_tokens=NEW)
+    assert torch.equal(read, vllm(None, rows, sparse))
+    assert missing_rows(read).nonzero().tolist() == [[2, 1]]
+    read[2, 1], rows[2, 1] = 0, 0
+    assert np.array_equal(read.numpy(), rows)
+
+
+def test_vllm_rows_from_a_start_join_those_of_earlier_turns(sparse: RouterReplay) -> None:
+    rows = choices(ROWS, 2).astype(np.uint8)
+    alone = vllm(None, rows[3:], sparse, start=3)
+    assert missing_rows(alone)[:3].all()
+    assert np.array_equal(alone[3:].numpy(), rows[3:])
+    earlier = vllm(None, rows, sparse)[:3]
+    assert np.array_equal(vllm(None, rows[3:], sparse, start=3, earlier=earlier).numpy(), rows)
+    with pytest.raises(GenerationError, match="expected 5 rows of both together, from token 3"):
+        vllm(None, rows, sparse, start=3)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"routed_experts_start_len": 2}, "begins with token 2, as SGLang says.*expected 0: pass start=2"),
+        (
+            {"routed_experts_dtype": "int8"},
+            "routed_experts_dtype is 'int8'; expected one of int32, uint16, uint8",
+        ),
+        ({"routed_experts_dtype": ["int32"]}, "routed_experts_dtype is"),
+    ],
+)
+def test_what_sglang_says_of_its_routes_is_checked(
+    sparse: RouterReplay, said: dict[str, Any], message: str
+) -> None:
+    meta = {"routed_experts": flat_text(choices(ROWS, 2)), **said}
+    with pytest.raises(GenerationError, match=message):
+        read_sglang(meta, model=sparse, prompt_tokens=PROMPT, new_tokens=NEW)
+
+
 def test_sglang_rows_from_a_start_join_those_of_earlier_turns(sparse: RouterReplay) -> None:
     rows = choices(ROWS, 2)
     alone = sglang(flat_text(rows[3:]), sparse, start=3)
@@ -217,7 +260,7 @@ def test_what_is_not_a_vllm_payload_is_refused(
         (flat_text(choices(ROWS, 2).reshape(-1)[:-1]), "31 ids"),
         (flat_text(choices(ROWS - 1, 2)), "28 ids; expected a multiple of 8 tokens"),
         ("", "0 ids"),
-        (base64.b64encode(b"abc").decode(), "3 bytes; expected ids of four bytes"),
+        (base64.b64encode(b"abc").decode(), "3 bytes; expected int32 ids of 4 bytes"),
         ([[1, 2]], "not base64"),
     ],
 )

@@ -1,9 +1,11 @@
 """Routed experts as vLLM and SGLang return them, read into the wire's form: (prompt + answer - 1, MoE layers, k).
 
 An engine never computes the last sampled token, so it has no route. Neither engine is imported: readers take what
-their documented outputs hold. Rows that the engine marks with -1 (a prefix-cache hit, say) are missing here too.
+their documented outputs hold. Rows that the engine marks with -1, or with 255 or 65535 in unsigned ids (a prefix-cache
+hit, say), are missing here too.
 
-Source: vLLM, docs/training/routed_experts_replay.md (0.21); SGLang, docs/basic_usage/openai_api_completions.md.
+Source: vLLM, docs/training/routed_experts_replay.md (0.21) and SamplingParams.routed_experts_prompt_start (0.27);
+SGLang, docs/basic_usage/openai_api_completions.md and its `routed_experts_dtype`.
 """
 
 import base64
@@ -16,12 +18,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from headrace.data_plane.routes_codec import RouteShape, check_routes, pack_routes
+from headrace.data_plane.routes_codec import RouteShape, check_routes, pack_routes, signed_routes
 from headrace.errors import GenerationError, ReplayError, SchemaError
 from headrace.models.router_replay import LayerMap
 
 LayerAxis = Literal["auto", "moe", "all"]
 
+_SGLANG_DTYPES = {"int32": "<i4", "uint16": "<u2", "uint8": "|u1"}
 _NPY = b"\x93NUMPY"
 # What NumPy raises for a .npy header that was changed on the way, besides what it documents.
 _DAMAGE = (ValueError, EOFError, OSError, TypeError, OverflowError, MemoryError, SyntaxError, TokenError)
@@ -48,6 +51,8 @@ def read_vllm(
     model: RoutedModelSpec,
     prompt_tokens: int,
     new_tokens: int,
+    start: int = 0,
+    earlier: torch.Tensor | None = None,
     layers: LayerAxis = "auto",
     name: str = "sample",
 ) -> torch.Tensor:
@@ -61,6 +66,8 @@ def read_vllm(
         model: The model's routers.
         prompt_tokens: Tokens of the prompt.
         new_tokens: Sampled tokens.
+        start: The request's `routed_experts_prompt_start`; `routed_experts` then begins with that token.
+        earlier: Routes of the first `start` tokens, from earlier turns; None marks them missing.
         layers: Whether the layer axis counts MoE layers or all; "auto" takes what its size can only be.
         name: The sample, for messages.
 
@@ -79,13 +86,13 @@ def read_vllm(
         prompt = _select(_rows(prompt_routed_experts, name), model, layers, name)
         _expect(prompt, prompt_tokens, f"{name}: prompt_routed_experts")
         return _finish(torch.cat([prompt, _fit(answer, new_tokens, name)]), model, name)
-    total = prompt_tokens + new_tokens
-    if len(answer) not in (total - 1, total):
+    rows = prompt_tokens + new_tokens - 1 - start
+    if len(answer) not in (rows, rows + 1):
         raise GenerationError(
             f"{name}: routed_experts has {len(answer)} rows for {prompt_tokens} prompt and {new_tokens} new tokens, "
-            f"and there is no prompt_routed_experts; expected {total - 1} rows of both together"
+            f"and there is no prompt_routed_experts; expected {rows} rows of both together, from token {start}"
         )
-    return _finish(answer[: total - 1], model, name)
+    return _join(answer[:rows], start, earlier, model, name)
 
 
 def read_sglang(
@@ -103,7 +110,8 @@ def read_sglang(
 
     Args:
         meta_info: A response's `meta_info` (or `sgl_ext` of an OpenAI choice), whose `routed_experts` is base64 of
-            int32 ids, flat, in the order token, layer, k, of tokens [start, prompt + new - 1).
+            ids, flat, in the order token, layer, k, of tokens [start, prompt + new - 1). They are int32 unless
+            `routed_experts_dtype` says uint16 or uint8; a `routed_experts_start_len` there must be `start`.
         model: The model's routers.
         prompt_tokens: Tokens of the prompt.
         new_tokens: Sampled tokens.
@@ -124,7 +132,13 @@ def read_sglang(
             f"{name}: SGLang returned no routed_experts; start it with --enable-return-routed-experts and ask with "
             "return_routed_experts=true"
         )
-    flat = _int32(_decode(payload, name), name)
+    echoed = meta_info.get("routed_experts_start_len", start)
+    if echoed != start:
+        raise GenerationError(
+            f"{name}: routed_experts begins with token {echoed}, as SGLang says (routed_experts_start_len); expected "
+            f"{start}: pass start={echoed}, or ask for routed_experts_start_len={start}"
+        )
+    flat = _flat_ids(_decode(payload, name), meta_info.get("routed_experts_dtype", "int32"), name)
     tokens = prompt_tokens + new_tokens - 1 - start
     count, rest = divmod(len(flat), tokens * model.shape.top_k) if tokens > 0 else (0, 1)
     if rest or not count:
@@ -134,8 +148,14 @@ def read_sglang(
         )
     if layers == "auto":
         _refuse_two_readings(len(flat) // model.shape.top_k, tokens, model.layer_map, name)
-    recorded = torch.from_numpy(flat.reshape(tokens, count, model.shape.top_k).copy())
-    rows = _select(recorded, model, layers, name)
+    recorded = _signed(flat.reshape(tokens, count, model.shape.top_k))
+    return _join(_select(recorded, model, layers, name), start, earlier, model, name)
+
+
+def _join(
+    rows: torch.Tensor, start: int, earlier: torch.Tensor | None, model: RoutedModelSpec, name: str
+) -> torch.Tensor:
+    """Return rows from token `start` on behind those of earlier turns, or behind missing ones, checked."""
     if earlier is None:
         head = torch.full((start, *rows.shape[1:]), -1, dtype=rows.dtype)
         return _finish(torch.cat([head, rows]), model, name)
@@ -162,6 +182,8 @@ def _rows(value: Any, name: str) -> torch.Tensor:
             f"{name}: routed experts of shape {array.shape} and dtype {array.dtype}; expected integers "
             "(tokens, layers, k)"
         )
+    if array.dtype.kind == "u" and array.dtype.itemsize < 4:
+        return _signed(array)
     narrow = array.astype(np.int32)
     if not np.can_cast(array.dtype, np.int32) and (changed := np.argwhere(narrow != array).tolist()):
         token, layer, entry = changed[0]
@@ -171,6 +193,12 @@ def _rows(value: Any, name: str) -> torch.Tensor:
     return torch.from_numpy(narrow)
 
 
+def _signed(array: np.ndarray) -> torch.Tensor:
+    """Return a copy of ids in which missing rows are -1: an unsigned dtype marks them with its highest number."""
+    ids = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("=")))
+    return signed_routes(ids) if array.dtype.kind == "u" else ids
+
+
 def _decode(payload: Any, name: str) -> bytes:
     try:
         return base64.b64decode(payload, validate=True)
@@ -178,12 +206,17 @@ def _decode(payload: Any, name: str) -> bytes:
         raise GenerationError(f"{name}: routed_experts is not base64 ({error})") from error
 
 
-def _int32(content: bytes, name: str) -> np.ndarray:
-    if len(content) % 4:
+def _flat_ids(content: bytes, dtype: Any, name: str) -> np.ndarray:
+    if not isinstance(dtype, str) or dtype not in _SGLANG_DTYPES:
         raise GenerationError(
-            f"{name}: routed_experts is base64 of {len(content)} bytes; expected ids of four bytes each"
+            f"{name}: routed_experts_dtype is {dtype!r}; expected one of {', '.join(_SGLANG_DTYPES)}"
         )
-    return np.frombuffer(content, dtype="<i4")
+    wire = np.dtype(_SGLANG_DTYPES[dtype])
+    if len(content) % wire.itemsize:
+        raise GenerationError(
+            f"{name}: routed_experts is base64 of {len(content)} bytes; expected {dtype} ids of {wire.itemsize} bytes"
+        )
+    return np.frombuffer(content, dtype=wire)
 
 
 def _load_npy(content: bytes, name: str) -> Any:
