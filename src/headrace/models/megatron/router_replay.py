@@ -23,6 +23,7 @@ from headrace.models.router_replay.receipts import Receipt
 class GapReplay(RouterReplay):  # type: ignore[misc]
     """A router's replay object that routes rows of -1 natively and counts what it does."""
 
+    target_topk_idx: torch.Tensor | None
     replayed: int
     native: int
     forwards: int
