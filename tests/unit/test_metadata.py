@@ -204,6 +204,46 @@ def test_concat_raises_a_pad_target_that_is_smaller_than_the_longest_row() -> No
     assert second.concat(first).extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 104
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+def test_concat_pads_to_what_suits_every_part_in_any_order(order: tuple[int, ...]) -> None:
+    parts = [
+        meta(sequence_lengths=[17, 1, 1], extra_info={GLOBAL_FORWARD_PAD_SEQLEN: 17}),
+        meta(extra_info={GLOBAL_FORWARD_PAD_SEQLEN: 8, PAD_TO_MULTIPLE: 8}),
+        meta(extra_info={PAD_TO_MULTIPLE: 12}),
+    ]
+    joined = parts[0].concat(parts[1])
+    assert (joined.extra_info[GLOBAL_FORWARD_PAD_SEQLEN], joined.extra_info[PAD_TO_MULTIPLE]) == (24, 8)
+    first, *others = (parts[place] for place in order)
+    assert first.concat(*others).extra_info == {GLOBAL_FORWARD_PAD_SEQLEN: 24, PAD_TO_MULTIPLE: 24}
+
+
+def test_a_pad_target_is_stamped_for_both_multiples_and_never_shrinks() -> None:
+    rows = meta(sequence_lengths=[5, 3, 1], extra_info={PAD_TO_MULTIPLE: 4})
+    rows.stamp_pad_target(6)
+    assert rows.extra_info == {GLOBAL_FORWARD_PAD_SEQLEN: 12, PAD_TO_MULTIPLE: 12}
+    rows.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = 13
+    rows.stamp_pad_target(1)
+    assert rows.extra_info == {GLOBAL_FORWARD_PAD_SEQLEN: 24, PAD_TO_MULTIPLE: 12}
+
+
+@pytest.mark.parametrize("bad", [0, -8, 1.5, "8"])
+def test_a_pad_multiple_that_is_no_size_is_refused(bad: Any) -> None:
+    rows = meta(extra_info={PAD_TO_MULTIPLE: bad})
+    with pytest.raises(SchemaError, match=f"pad_to_multiple={bad!r}; expected a whole number, 1 or more"):
+        rows.concat(meta())
+    with pytest.raises(SchemaError, match="pad_to_multiple="):
+        meta().stamp_pad_target(bad)
+
+
+def test_texts_in_place_of_lists_are_refused() -> None:
+    with pytest.raises(SchemaError, match="tags='abc' is a text"):
+        meta(tags="abc")
+    with pytest.raises(SchemaError, match=r"tag 'r'='abc' is a text"):
+        meta().stamp_tags({"r": "abc"})
+    with pytest.raises(SchemaError, match="fields='input_ids' is a text"):
+        meta().add_fields("input_ids")
+
+
 def test_concat_keeps_the_largest_pad_target() -> None:
     parts = [meta(extra_info={GLOBAL_FORWARD_PAD_SEQLEN: n}) for n in (16, 64, 32)]
     assert parts[0].concat(*parts[1:]).extra_info[GLOBAL_FORWARD_PAD_SEQLEN] == 64

@@ -2,6 +2,9 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import Error as CopyError
+from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -9,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from headrace.data_plane.codec import check_trailing_dims
-from headrace.data_plane.interfaces import KVBatchMeta, texts
+from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.leaves import Leaf, Ragged, leaves
 from headrace.data_plane.routes_codec import RouteShape, check_routes, most_experts
 from headrace.data_plane.schema import (
@@ -22,8 +25,11 @@ from headrace.data_plane.schema import (
 )
 from headrace.distributed.ragged import ragged_from_nested
 from headrace.errors import SchemaError
+from headrace.utils.arguments import names_list, texts
 
 _SHOWN = 8
+_LONGEST = 2**31 - 1
+_UNCHANGING = {str, int, float, bool, bytes, type(None)}
 
 
 def shown(names: Sequence[str]) -> str:
@@ -39,6 +45,15 @@ def id_list(sample_ids: Sequence[str]) -> list[str]:
         SchemaError: one text in place of a list.
     """
     return texts("sample_ids", sample_ids)
+
+
+def column_names(select_fields: Sequence[str]) -> list[str]:
+    """Return the columns of a request as a list of texts, each once.
+
+    Raises:
+        SchemaError: one text in place of a list.
+    """
+    return list(dict.fromkeys(texts("select_fields", select_fields)))
 
 
 def checked_ids(sample_ids: Sequence[str]) -> list[str]:
@@ -58,13 +73,31 @@ def checked_tags(tags: Sequence[Mapping[str, Any]] | None, rows: int) -> list[di
     """Return copies of the tags of a put.
 
     Raises:
-        SchemaError: not one per row.
+        SchemaError: not one mapping per row, or a value that cannot be copied.
     """
     if tags is None:
         return None
+    names_list("tags", tags)
     if len(tags) != rows:
         raise SchemaError(f"{len(tags)} tags for {rows} sample ids; give one per sample")
-    return [dict(tag) for tag in tags]
+    other = next((tag for tag in tags if not isinstance(tag, Mapping)), None)
+    if other is not None:
+        raise SchemaError(
+            f"tags hold a {type(other).__name__}; expected a mapping of names to values per sample"
+        )
+    try:
+        return copied_tags(tags)
+    except (CopyError, TypeError, ValueError, RuntimeError) as error:
+        raise SchemaError(
+            f"tags that cannot be stored: {error}; expected small values, such as numbers"
+        ) from error
+
+
+def copied_tags(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return copies of tags, and of their values where those can change."""
+    if set(map(type, chain.from_iterable(tag.values() for tag in tags))) <= _UNCHANGING:
+        return [dict(tag) for tag in tags]
+    return [{name: deepcopy(value) for name, value in tag.items()} for tag in tags]
 
 
 def checked_leaves(fields: TensorDict | None, rows: int) -> dict[str, Leaf]:
@@ -72,9 +105,11 @@ def checked_leaves(fields: TensorDict | None, rows: int) -> dict[str, Leaf]:
 
     Raises:
         SchemaError: another number of rows, or a declared column of another kind, dtype or number of dimensions,
-            or without values for its tokens, or whose rows do not have the lengths that the same put declares.
+            or without values for its tokens, or whose rows do not have the lengths that the same put declares;
+            lengths that no row can have.
     """
     columns = dict(leaves(fields)) if fields is not None else {}
+    lengths = _declared_lengths(columns.get(INPUT_LENGTHS))
     for name, leaf in columns.items():
         count = (
             leaf.offsets.shape[0] - 1 if isinstance(leaf, Ragged) else (leaf.shape[0] if leaf.ndim else -1)
@@ -82,11 +117,26 @@ def checked_leaves(fields: TensorDict | None, rows: int) -> dict[str, Leaf]:
         if count != rows:
             got = "is a single number" if count < 0 else f"has {count} rows"
             raise SchemaError(f"column '{name}' {got}; expected {rows} rows, one per sample id")
-        _check_declared(name, leaf, columns.get(INPUT_LENGTHS))
+        _check_declared(name, leaf, lengths)
     return columns
 
 
-def _check_declared(name: str, leaf: Leaf, lengths: Leaf | None) -> None:
+def _declared_lengths(leaf: Leaf | None) -> torch.Tensor | None:
+    """Return the lengths that a put declares, one per row; None if it has no such column."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    check_dtype(INPUT_LENGTHS, leaf.dtype)
+    lengths = leaf.reshape(-1).cpu().long()
+    wrong = (lengths < 0) | (lengths > _LONGEST)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise SchemaError(
+            f"column '{INPUT_LENGTHS}' is {int(lengths[row])} in row {row}; expected tokens, 0 to {_LONGEST}"
+        )
+    return lengths
+
+
+def _check_declared(name: str, leaf: Leaf, lengths: torch.Tensor | None) -> None:
     spec = FIELDS.get(name)
     if spec is None:
         return
@@ -103,8 +153,8 @@ def _check_declared(name: str, leaf: Leaf, lengths: Leaf | None) -> None:
     if spec.kind is not Kind.PER_TOKEN or (spec.broadcast and values is leaf and values.dim() == 1):
         return
     _check_per_token(name, leaf, values, spec)
-    if isinstance(leaf, Ragged) and isinstance(lengths, torch.Tensor):
-        _check_lengths(name, leaf.offsets.diff(), lengths.reshape(-1).cpu().long())
+    if lengths is not None:
+        _check_lengths(name, leaf, lengths)
 
 
 def _check_per_token(name: str, leaf: Leaf, values: torch.Tensor, spec: FieldSpec) -> None:
@@ -163,11 +213,13 @@ def check_route_ids(fields: TensorDict, meta: KVBatchMeta, shape: RouteShape | N
     )
 
 
-def _check_lengths(name: str, got: torch.Tensor, declared: torch.Tensor) -> None:
+def _check_lengths(name: str, leaf: Ragged | torch.Tensor, declared: torch.Tensor) -> None:
+    got = leaf.offsets.diff() if isinstance(leaf, Ragged) else torch.full((len(leaf),), leaf.shape[1])
     if got.shape != declared.shape or torch.equal(got, declared):
         return
     row = int((got != declared).nonzero()[0])
+    hint = "" if isinstance(leaf, Ragged) else "; pack padded rows with kv_first_write or write_columns"
     raise SchemaError(
         f"column '{name}' has {int(got[row])} tokens in row {row}; column '{INPUT_LENGTHS}' says "
-        f"{int(declared[row])}"
+        f"{int(declared[row])}{hint}"
     )

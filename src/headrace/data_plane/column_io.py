@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from headrace.data_plane.checks import check_route_ids
+from headrace.data_plane.checks import check_route_ids, checked_tags, column_names
 from headrace.data_plane.codec import RowPacker, materialize, nest, stack_or_nest
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, texts
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.leaves import wire_tensordict
 from headrace.data_plane.object_codec import ObjectArray, object_array
 from headrace.data_plane.routes_codec import RouteShape
@@ -27,6 +27,7 @@ from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.ragged import PadValue, dtype_of, is_nested, wants_grad
 from headrace.errors import SchemaError
+from headrace.utils.arguments import texts, whole_number
 from headrace.utils.rounding import round_up
 
 _NUMERIC = "biufc"
@@ -51,7 +52,7 @@ def read_columns(
     Raises:
         SampleNotFound: unknown ids, or columns that a row does not have.
     """
-    wire = dp_client.get_samples(meta.sample_ids, meta.partition_id, list(select_fields))
+    wire = dp_client.get_samples(meta.sample_ids, meta.partition_id, column_names(select_fields))
     target = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0))
     return materialize(wire, layout=layout, pad_value_dict=pad_value_dict, pad_to_seqlen=target)
 
@@ -108,11 +109,10 @@ def kv_first_write(
     ids = texts("sample_ids", sample_ids)
     if INPUT_LENGTHS not in final_batch_cpu:
         raise SchemaError(f"the batch has no column '{INPUT_LENGTHS}'; it says how many tokens each row has")
-    if pad_to_multiple < 1:
-        raise SchemaError(f"pad_to_multiple={pad_to_multiple}; expected 1 or more")
     info = dict(extra_info or {})
-    if pad_to_multiple > 1:
-        info[PAD_TO_MULTIPLE] = pad_to_multiple
+    multiple = whole_number(PAD_TO_MULTIPLE, pad_to_multiple, 1)
+    if multiple > 1:
+        info[PAD_TO_MULTIPLE] = multiple
     lengths = as_column(INPUT_LENGTHS, final_batch_cpu[INPUT_LENGTHS])
     if not isinstance(lengths, torch.Tensor):
         raise SchemaError(f"column '{INPUT_LENGTHS}' holds objects; expected one integer per row")
@@ -124,7 +124,7 @@ def kv_first_write(
         fields=list(wire.keys()),
         sequence_lengths=lengths.reshape(-1).tolist(),
         extra_info=info,
-        tags=None if tags is None else [dict(tag) for tag in tags],
+        tags=checked_tags(tags, len(ids)),
     )
     if not routes_checked:
         check_route_ids(wire, meta, route_shape)

@@ -8,6 +8,7 @@ each task every ready row once, `get_data` reads what was claimed).
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from headrace.data_plane.schema import (
     PAD_TO_MULTIPLE,
 )
 from headrace.errors import DataPlaneError, SchemaError
+from headrace.utils.arguments import names_list, texts, whole_number, whole_numbers
 from headrace.utils.rounding import round_up
 
 __all__ = ["DataPlaneClient", "DataPlaneConfig", "KVBatchMeta"]
@@ -56,7 +58,7 @@ class KVBatchMeta:
         self.fields = None if self.fields is None else list(names_list("fields", self.fields))
         self.extra_info = dict(self.extra_info)
         if self.sequence_lengths is not None:
-            self.sequence_lengths = _whole(
+            self.sequence_lengths = whole_numbers(
                 "sequence length", "a whole number of tokens", self.sequence_lengths
             )
             self._check_aligned("sequence_lengths", len(self.sequence_lengths))
@@ -67,7 +69,7 @@ class KVBatchMeta:
                     "expected 0 or more"
                 )
         if self.tags is not None:
-            self.tags = [dict(t) for t in self.tags]
+            self.tags = [dict(t) for t in names_list("tags", self.tags)]
             self._check_aligned("tags", len(self.tags))
 
     def _check_aligned(self, name: str, got: int) -> None:
@@ -133,7 +135,7 @@ class KVBatchMeta:
     def add_fields(self, names: Sequence[str]) -> None:
         """Add columns to the known ones, in place; if they are not known, they stay so."""
         if self.fields is not None:
-            self.fields = list(dict.fromkeys([*self.fields, *names]))
+            self.fields = list(dict.fromkeys([*self.fields, *names_list("fields", names)]))
 
     def stamp_tags(self, values: Mapping[str, Sequence[Any]]) -> "KVBatchMeta":
         """Set one tag value per row for every name, in place, and return self.
@@ -141,7 +143,7 @@ class KVBatchMeta:
         Example: `meta.stamp_tags({"reward": [0.0, 1.0]})` on a meta of two rows.
         """
         for name, column in values.items():
-            self._check_aligned(f"tag '{name}'", len(column))
+            self._check_aligned(f"tag '{name}'", len(names_list(f"tag '{name}'", column)))
         if self.tags is None:
             self.tags = [{} for _ in range(self.size)]
         for name, column in values.items():
@@ -153,8 +155,9 @@ class KVBatchMeta:
         """Return the rows of all parts, in order.
 
         Known columns are merged; lengths and tags are None if any part lacks them; the first part's
-        `extra_info` wins, a microbatch plan is dropped, and the pad target is the largest of all parts, raised
-        to cover the longest row.
+        `extra_info` wins, and a microbatch plan is dropped. What rows are padded to suits every part: its multiple is
+        the smallest that all parts' multiples divide, and a pad target is such a multiple that covers the longest row
+        and the targets of all parts.
 
         Raises:
             SchemaError: parts of different partitions.
@@ -177,12 +180,20 @@ class KVBatchMeta:
             tags=_join([p.tags for p in parts]),
             extra_info=extra,
         )
-        targets = [p.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0) for p in parts]
-        if any(targets):
-            multiple = int(extra.get(PAD_TO_MULTIPLE, 1))
-            longest = max((max(p.sequence_lengths or [0]) for p in parts), default=0)
-            meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = max(*targets, round_up(longest, multiple))
+        if PAD_TO_MULTIPLE in extra:
+            meta.extra_info[PAD_TO_MULTIPLE] = _common_multiple(parts)
+        if GLOBAL_FORWARD_PAD_SEQLEN in extra:
+            meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = _pad_target(parts)
         return meta
+
+    def stamp_pad_target(self, multiple: int) -> None:
+        """Set the batch-wide pad target, in place: it covers the longest row, and the target that there is.
+
+        It is a multiple of `multiple` and of `extra_info["pad_to_multiple"]`, which becomes so, too.
+        """
+        own = whole_number(PAD_TO_MULTIPLE, multiple, 1)
+        self.extra_info[PAD_TO_MULTIPLE] = lcm(own, _common_multiple([self]))
+        self.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = _pad_target([self])
 
     def longest_padded(self) -> int:
         """Return the longest row's length, rounded up to `extra_info["pad_to_multiple"]`; 0 without lengths."""
@@ -215,48 +226,7 @@ def _row_numbers(indices: Sequence[int] | torch.Tensor) -> list[int]:
     rows = indices.tolist() if isinstance(indices, torch.Tensor | np.ndarray) else list(indices)
     if any(issubclass(kind, bool | np.bool_) for kind in set(map(type, rows))):
         raise SchemaError("got a boolean mask; expected row indices, as mask.nonzero().flatten() gives them")
-    return _whole("row index", "a whole number", rows)
-
-
-def names_list(what: str, names: Sequence[str]) -> Sequence[str]:
-    """Return `names`, which is no text: a text would be taken for a list of one-letter names.
-
-    Raises:
-        SchemaError: a text in place of a list.
-    """
-    if isinstance(names, str):
-        raise SchemaError(f"{what}='{names}' is a text; expected a list of names, for example ['{names}']")
-    return names
-
-
-def texts(what: str, names: Sequence[str]) -> list[str]:
-    """Return `names` as a list of their own, each as text.
-
-    Raises:
-        SchemaError: a text in place of a list.
-    """
-    own = list(names_list(what, names))
-    return own if set(map(type, own)) <= {str} else list(map(str, own))
-
-
-def _whole(what: str, expected: str, values: Sequence[int]) -> list[int]:
-    """Return `values` as integers of their own; refuses one that is not whole, by its value."""
-    if set(map(type, values)) <= {int}:
-        return list(values)
-    numbers: list[int] = []
-    for value in values:
-        number = _as_integer(value)
-        if number is None or number != value:
-            raise SchemaError(f"{what} {value!r}; expected {expected}")
-        numbers.append(number)
-    return numbers
-
-
-def _as_integer(value: int) -> int | None:
-    try:
-        return int(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last for a tensor of several elements
-        return None
+    return whole_numbers("row index", "a whole number", rows)
 
 
 def _pick(values: list[Any] | None, rows: list[int]) -> list[Any] | None:
@@ -270,6 +240,19 @@ def _join(parts: list[list[Any] | None]) -> list[Any] | None:
             return None
         joined.extend(part)
     return joined
+
+
+def _common_multiple(parts: Sequence[KVBatchMeta]) -> int:
+    return lcm(*(whole_number(PAD_TO_MULTIPLE, p.extra_info.get(PAD_TO_MULTIPLE, 1), 1) for p in parts))
+
+
+def _pad_target(parts: Sequence[KVBatchMeta]) -> int:
+    targets = [
+        whole_number(GLOBAL_FORWARD_PAD_SEQLEN, p.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0), 0)
+        for p in parts
+    ]
+    longest = [max(p.sequence_lengths or [0]) for p in parts]
+    return round_up(max(*targets, *longest), _common_multiple(parts))
 
 
 def _union(parts: list[list[str] | None]) -> list[str] | None:
@@ -289,16 +272,25 @@ class DataPlaneClient(ABC):
         consumer_tasks: Sequence[str],
         grpo_group_size: int | None = None,
         enums: Mapping[str, Sequence[str]] | None = None,
+        *,
+        group_tag: str | None = None,
     ) -> None:
         """Open a partition, or empty and re-open one of the same id.
 
         Args:
             partition_id: Name of the partition.
             fields: Columns that consumers will ask for; producers may write others too.
-            num_samples: Rows expected; checked against the capacity at once.
+            num_samples: Rows expected, and the most it holds at a time; checked against the capacity at once.
             consumer_tasks: Tasks that claim rows, each with a cursor of its own.
-            grpo_group_size: A claim hands out whole groups of this many consecutive rows.
+            grpo_group_size: Rows of a group, which claims hand out together or not at all. A group is the rows of
+                one uid, whichever puts they came with: a sample's uid is its id up to the last `_g`, as of `a_g0`.
             enums: Allowed values per tag name.
+            group_tag: The tag that holds a sample's uid, in place of its id; its first put has to bring it.
+
+        Raises:
+            DataPlaneError: sizes that are no numbers of rows, or samples that make no whole groups.
+            CapacityExceeded: more samples than the store holds.
+            SchemaError: a text in place of a list.
         """
 
     @abstractmethod
@@ -311,15 +303,35 @@ class DataPlaneClient(ABC):
         dp_rank: int | None = None,
         blocking: bool = True,
         timeout_s: float = 60.0,
+        *,
+        allow_partial: bool = False,
     ) -> KVBatchMeta | None:
         """Take the next `batch_size` rows that have all `required_fields` and that the task has not had.
 
+        Rows come in the order of their first puts; where they make groups, one group after the other, in the order
+        in which they became whole. A group of which a row is missing or claimed is not handed out.
         With `dp_rank`, repeating the call for another rank takes further rows: no two ranks share one.
         Not blocking: None if too few rows are ready.
 
+        With `allow_partial`, the last rows of a partition are handed out also if they are fewer: when all
+        `num_samples` rows have come, and all that the task has not had are ready. None, at once: it has had them all.
+        So a loop over claims ends with the partition.
+
+        Args:
+            partition_id: A registered partition.
+            task_name: One of its `consumer_tasks`.
+            required_fields: Columns that a row must have, and that the meta names.
+            batch_size: Rows to take, in whole groups.
+            dp_rank: Who claims; told for the caller's own use.
+            blocking: Whether to wait for the rows.
+            timeout_s: How long to wait; `math.inf` is for ever, and 0 or less not at all.
+            allow_partial: Whether fewer rows will do at the end of the partition.
+
         Raises:
             ClaimTimeout: blocking, and too few rows became ready within `timeout_s`.
-            DataPlaneError: unknown partition or task.
+            DataPlaneError: unknown partition or task, a `batch_size` that makes no whole groups, a `timeout_s` that is
+                no number, or samples whose ids name no group where groups are asked for.
+            SchemaError: a text in place of a list.
         """
 
     @abstractmethod
@@ -328,7 +340,10 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """Return whether each task has claimed every row; an empty partition is not consumed."""
+        """Return whether all rows that the partition was registered for have come, and each task has claimed them.
+
+        Claimed rows that were cleared by their ids count; a partition that nothing was put into is not consumed.
+        """
 
     @abstractmethod
     def put_samples(
@@ -366,16 +381,28 @@ class DataPlaneClient(ABC):
 
     @abstractmethod
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        """Remove rows; None removes all rows of the partition. Ids that are not there are ignored."""
+        """Remove rows; ids that are not there are ignored. None removes the partition, with all its rows and claims.
 
-    def sample_ids(self, partition_id: str) -> list[str]:
-        """Return the ids that a partition holds, in order of their first put; for leak reports.
-
-        Raises:
-            DataPlaneError: the store cannot list its samples.
+        It may be filled again: as it was registered, unless more than a thousand others have been removed since.
         """
-        raise DataPlaneError(f"{type(self).__name__} cannot list the samples of partition '{partition_id}'")
 
     @abstractmethod
     def close(self) -> None:
         """Let go of the store; may be called twice."""
+
+    # For leak reports. A store that cannot say raises DataPlaneError.
+
+    def partition_ids(self) -> list[str]:
+        """Return the partitions that are registered or hold rows."""
+        raise self._cannot("list its partitions")
+
+    def sample_ids(self, partition_id: str) -> list[str]:
+        """Return the ids that a partition holds, in the order of their first puts; none if there is no such."""
+        raise self._cannot(f"list the samples of partition '{partition_id}'")
+
+    def stored_bytes(self, partition_id: str | None = None) -> int:
+        """Return the bytes that a partition's columns take, or those of all partitions."""
+        raise self._cannot("count its bytes")
+
+    def _cannot(self, what: str) -> DataPlaneError:
+        return DataPlaneError(f"{type(self).__name__} cannot {what}")

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from headrace.errors import SchemaError
+from headrace.utils.arguments import names_list
 
 Layout = Literal["padded", "jagged"]
 
@@ -216,7 +217,7 @@ def added_fields() -> tuple[FieldSpec, ...]:
 
 def fields_with_optional_routed_experts(fields: Sequence[str], *, enabled: bool) -> list[str]:
     """Return `fields`, with the routes column appended once when router replay is `enabled`."""
-    names = list(fields)
+    names = list(names_list("fields", fields))
     if enabled and ROUTED_EXPERTS_FIELD not in names:
         names.append(ROUTED_EXPERTS_FIELD)
     return names

@@ -38,6 +38,7 @@ from headrace.distributed.batched_data_dict import BatchedDataDict, SlicedDataDi
 from headrace.distributed.collectives import broadcast_columns
 from headrace.distributed.ragged import is_nested
 from headrace.errors import DataPlaneError
+from headrace.utils.arguments import names_list
 
 FetchPolicy = Literal["auto", "independent", "leader_broadcast"]
 Batch = BatchedDataDict
@@ -264,6 +265,7 @@ def plan_fields(available: Sequence[str] | None, wanted: Sequence[str]) -> list[
     logprobs). An undeclared one is asked for all the same, so that the store names it if it is not there. With
     `available` None, all is asked for but optional columns.
     """
+    names_list("fields", wanted)
     if available is None:
         return [name for name in wanted if name not in FIELDS or not FIELDS[name].optional]
     there = set(available)

@@ -19,6 +19,7 @@ from headrace.distributed.first_fit import IntArray
 from headrace.distributed.packed_plan import BatchShares, pack_batch
 from headrace.distributed.plan_report import describe_plan
 from headrace.errors import ConfigError
+from headrace.utils.arguments import whole_number
 from headrace.utils.rounding import round_up
 
 __all__ = [
@@ -146,6 +147,7 @@ def plan_microbatches(
         SchemaError: lengths that are not N integers of at least 0.
     """
     costs = as_lengths(lengths)
+    shards = whole_number("shards", shards, 1, ConfigError)
     batches = _count_batches(len(costs), shards, batch_size, allow_uneven_shards)
     if sequence_packing_args is not None and dynamic_batching_args is not None:
         raise ConfigError(
@@ -159,12 +161,9 @@ def plan_microbatches(
 
 
 def _count_batches(rows: int, shards: int, batch_size: int | None, allow_uneven: bool) -> int:
-    if shards < 1:
-        raise ConfigError(f"shards={shards}; expected 1 or more data-parallel ranks")
     if batch_size is None:
         return 1
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size}; expected 1 or more rows, or None for one global batch")
+    batch_size = whole_number("batch_size", batch_size, 1, ConfigError)
     if allow_uneven:
         raise ConfigError("allow_uneven_shards needs batch_size=None: uneven shards are cut from one batch")
     if rows % batch_size:
@@ -286,6 +285,4 @@ def _positive(name: str, args: Mapping[str, Any], key: str, default: int | None 
     value = args.get(key, default)
     if value is None:
         raise ConfigError(f"{name} has no '{key}'; set it")
-    if int(value) != value or value < 1:
-        raise ConfigError(f"{name}.{key}={value}; expected an integer of 1 or more")
-    return int(value)
+    return whole_number(f"{name}.{key}", value, 1, ConfigError)

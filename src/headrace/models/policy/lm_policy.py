@@ -24,6 +24,7 @@ from headrace.models.interfaces import Generator, LossFn
 from headrace.models.policy.launch import Launcher, build_worker_group
 from headrace.models.policy.results import aggregate_train_results, merge_rows
 from headrace.models.router_replay.proof import ReplayProof
+from headrace.utils.arguments import names_list
 from headrace.utils.config_errors import validated
 from headrace.utils.timer import Timer
 
@@ -58,7 +59,7 @@ class Policy:
     ) -> None:
         self.cfg = validated(PolicyConfig, cfg, "policy")
         self.tokenizer = tokenizer
-        self.media_fields = tuple(media_fields)
+        self.media_fields = tuple(names_list("media_fields", media_fields))
         self.workers = workers or build_worker_group(
             self.cfg,
             validated(GenerationConfig, generation, "generation"),

@@ -18,9 +18,7 @@ from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.preshard import shard_meta_for_dp
 from headrace.data_plane.schema import (
     DP_TRAIN_FIELDS,
-    GLOBAL_FORWARD_PAD_SEQLEN,
     LP_SEED_FIELDS,
-    PAD_TO_MULTIPLE,
     added_fields,
     fields_with_optional_routed_experts,
     pad_values,
@@ -74,7 +72,7 @@ class TQPolicy(Policy):
 
     def discard_samples(self, sample_ids: Sequence[str], partition_id: str) -> None:
         """Remove rows in mid-step (filtered groups, a failed step)."""
-        self.dp_client.clear_samples(list(sample_ids), partition_id)
+        self.dp_client.clear_samples(sample_ids, partition_id)
 
     def finish_step(self, meta: KVBatchMeta) -> None:
         """Remove the step's rows."""
@@ -86,9 +84,7 @@ class TQPolicy(Policy):
             raise SchemaError(
                 f"the meta of partition '{meta.partition_id}' has no sequence_lengths to pad by"
             )
-        meta.extra_info.setdefault(PAD_TO_MULTIPLE, self.cfg.make_sequence_length_divisible_by)
-        stamped = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0))
-        meta.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = max(stamped, meta.longest_padded())
+        meta.stamp_pad_target(self.cfg.make_sequence_length_divisible_by)
 
     def read_from_dataplane(
         self,
@@ -99,7 +95,7 @@ class TQPolicy(Policy):
     ) -> BatchedDataDict:
         """Read columns on the driver, padded as the workers pad them. For small columns and few rows."""
         pads = {**pad_values(self._pad_token_id), **(pad_value_dict or {})}
-        return read_columns(self.dp_client, meta, list(select_fields), pad_value_dict=pads)
+        return read_columns(self.dp_client, meta, select_fields, pad_value_dict=pads)
 
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
         """Write columns that the driver computed and add them to `meta.fields`."""
@@ -172,7 +168,7 @@ class TQPolicy(Policy):
     ) -> dict[str, Any]:
         """Train on the rows of `meta`; returns what `Policy.train` returns. The rows stay in the store."""
         gbs = gbs or self.cfg.train_global_batch_size
-        wanted = fields_with_optional_routed_experts(list(train_fields), enabled=True)
+        wanted = fields_with_optional_routed_experts(train_fields, enabled=True)
         shards, _ = self._shard_meta(meta, [*wanted, *self.media_fields], "train_mb_tokens", gbs, "train")
         with timed(timer, "policy_training/run"):
             results = self.workers.run_sharded(

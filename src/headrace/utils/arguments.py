@@ -1,0 +1,57 @@
+"""Arguments of calls, checked: lists that are no texts, and sizes that are whole numbers."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from headrace.errors import HeadraceError, SchemaError
+
+T = TypeVar("T")
+
+
+def names_list(what: str, names: Sequence[T]) -> Sequence[T]:
+    """Return `names`, or other values, which are no text: a text would be taken for a list of its letters.
+
+    Raises:
+        SchemaError: a text in place of a list.
+    """
+    if isinstance(names, str | bytes):
+        raise SchemaError(f"{what}={names!r} is a text; expected a list of names, for example [{names!r}]")
+    return names
+
+
+def texts(what: str, names: Sequence[str]) -> list[str]:
+    """Return `names` as a list of their own, each as text.
+
+    Raises:
+        SchemaError: a text in place of a list.
+    """
+    own = list(names_list(what, names))
+    return own if set(map(type, own)) <= {str} else list(map(str, own))
+
+
+def whole_numbers(what: str, expected: str, values: Sequence[int]) -> list[int]:
+    """Return `values` as integers of their own; refuses one that is not whole, by its value."""
+    if set(map(type, values)) <= {int}:
+        return list(values)
+    numbers: list[int] = []
+    for value in values:
+        number = _as_integer(value)
+        if number is None or number != value:
+            raise SchemaError(f"{what} {value!r}; expected {expected}")
+        numbers.append(number)
+    return numbers
+
+
+def whole_number(name: str, value: int, least: int, error: type[HeadraceError] = SchemaError) -> int:
+    """Return the value of an argument as an integer; raises `error` if it is not whole, or less than `least`."""
+    number = None if isinstance(value, bool) else _as_integer(value)
+    if number is None or number != value or number < least:
+        raise error(f"{name}={value!r}; expected a whole number, {least} or more")
+    return number
+
+
+def _as_integer(value: int) -> int | None:
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last for a tensor of several elements
+        return None
