@@ -1,4 +1,4 @@
-"""The contract of DataPlaneClient, held by every store. A new adapter joins by one line in CONFIGS."""
+"""The contract of DataPlaneClient, held by every store. A new adapter joins by one line in STORES."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,22 +9,22 @@ from contract_batches import Start
 from headrace.data_plane import DataPlaneClient, build_data_plane_client
 from ray_session import MOONCAKE, SIMPLE, fresh_store
 
-CONFIGS: dict[str, dict[str, Any]] = {
+STORES: dict[str, dict[str, Any]] = {
     "local": {"impl": "local"},
-    "local-metrics": {"impl": "local", "observability": {"enabled": True}},
     "transfer_queue-simple": SIMPLE,
     "transfer_queue-mooncake": MOONCAKE,
 }
 ENGINES = {"transfer_queue-simple": "transfer_queue_engine", "transfer_queue-mooncake": "mooncake_engine"}
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=[f"{store}{wrapper}" for store in STORES for wrapper in ("", "-metrics")])
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The config of one kind of store."""
-    if request.param in ENGINES:
-        request.getfixturevalue(ENGINES[request.param])
-        return fresh_store(CONFIGS[request.param])
-    return CONFIGS[request.param]
+    """The config of one kind of store, by itself or behind the metrics wrapper."""
+    name = request.param.removesuffix("-metrics")
+    observed = {"observability": {"enabled": name != request.param}}
+    if name in ENGINES:
+        request.getfixturevalue(ENGINES[name])
+    return {**fresh_store(STORES[name]), **observed}
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Small batches for the contract tests."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -29,3 +30,16 @@ def put_numbers(
 
 def numbers(client: DataPlaneClient, ids: Sequence[str], name: str, partition: str = "p") -> list[float]:
     return client.get_samples(ids, partition, [name])[name].tolist()
+
+
+def register(client: DataPlaneClient, *tasks: str, rows: int = 8, **options: Any) -> None:
+    client.register_partition("p", ["x", "y"], rows, list(tasks), **options)
+
+
+def claim(
+    client: DataPlaneClient, count: int, task: str = "train", *fields: str, **options: Any
+) -> list[str] | None:
+    """Claim without waiting; the ids."""
+    options = {"blocking": False, **options}
+    meta = client.claim_meta("p", task, list(fields) or ["x"], count, **options)
+    return None if meta is None else meta.sample_ids

@@ -5,19 +5,10 @@ import time
 
 import pytest
 import torch
-from contract_batches import Start, put_numbers, tokens, wire
+from contract_batches import Start, claim, put_numbers, register, tokens, wire
 
 from headrace.data_plane import DataPlaneClient, KVBatchMeta
 from headrace.errors import CapacityExceeded, ClaimTimeout, DataPlaneError, SampleNotFound, SchemaError
-
-
-def register(client: DataPlaneClient, *tasks: str, group_size: int | None = None) -> None:
-    client.register_partition("p", ["x", "y"], 8, list(tasks), grpo_group_size=group_size)
-
-
-def claim(client: DataPlaneClient, count: int, task: str = "train", *fields: str) -> list[str] | None:
-    meta = client.claim_meta("p", task, list(fields) or ["x"], count, blocking=False)
-    return None if meta is None else meta.sample_ids
 
 
 def test_a_task_gets_every_row_once_in_the_order_of_the_puts(client: DataPlaneClient) -> None:
@@ -55,44 +46,6 @@ def test_no_two_ranks_share_a_row(client: DataPlaneClient) -> None:
     put_numbers(client, list("abcdef"), x=0)
     shares = [client.claim_meta("p", "train", ["x"], 2, dp_rank=rank, blocking=False) for rank in range(3)]
     assert [share.sample_ids for share in shares if share] == [["a", "b"], ["c", "d"], ["e", "f"]]
-
-
-def test_groups_are_handed_out_whole(client: DataPlaneClient) -> None:
-    register(client, "train", group_size=2)
-    put_numbers(client, ["p0_g0", "p0_g1", "p1_g0"], x=0)
-    assert claim(client, 4) is None
-    put_numbers(client, ["p1_g1", "p2_g0"], x=0)
-    assert claim(client, 4) == ["p0_g0", "p0_g1", "p1_g0", "p1_g1"]
-    assert claim(client, 2) is None
-
-
-def test_a_group_waits_for_the_columns_of_all_its_rows(client: DataPlaneClient) -> None:
-    register(client, "train", group_size=2)
-    put_numbers(client, list("abcd"), x=0)
-    put_numbers(client, ["b", "c", "d"], y=0)
-    assert claim(client, 2, "train", "x", "y") == ["c", "d"]
-
-
-def test_groups_stay_aligned_after_a_group_was_cleared(client: DataPlaneClient) -> None:
-    register(client, "train", group_size=2)
-    put_numbers(client, list("abcdef"), x=0)
-    client.clear_samples(["a", "b"], "p")
-    assert claim(client, 4) == ["c", "d", "e", "f"]
-
-
-def test_what_is_left_of_a_broken_group_is_not_handed_out(client: DataPlaneClient) -> None:
-    register(client, "train", group_size=2)
-    put_numbers(client, list("abcd"), x=0)
-    client.clear_samples(["a"], "p")
-    assert claim(client, 2) == ["c", "d"]
-    assert claim(client, 2) is None
-
-
-@pytest.mark.parametrize("count", [0, -1, 3])
-def test_a_claim_that_splits_a_group_is_refused(client: DataPlaneClient, count: int) -> None:
-    register(client, "train", group_size=2)
-    with pytest.raises(DataPlaneError, match=f"batch_size={count}"):
-        claim(client, count)
 
 
 def test_cleared_rows_are_no_longer_counted(client: DataPlaneClient) -> None:
@@ -221,29 +174,6 @@ def test_unknown_partitions_and_tasks_are_errors(client: DataPlaneClient) -> Non
         client.check_consumption_status("p", ["val"])
 
 
-def test_a_partition_is_consumed_when_each_task_had_every_row(client: DataPlaneClient) -> None:
-    register(client, "logprob", "train")
-    put_numbers(client, ["a", "b"], x=0)
-    claim(client, 2, "train")
-    assert client.check_consumption_status("p", ["train"])
-    assert not client.check_consumption_status("p", ["train", "logprob"])
-    claim(client, 1, "logprob")
-    assert not client.check_consumption_status("p", ["train", "logprob"])
-    claim(client, 1, "logprob")
-    assert client.check_consumption_status("p", ["train", "logprob"])
-    put_numbers(client, ["c"], x=0)
-    assert not client.check_consumption_status("p", ["train"])
-
-
-def test_an_empty_partition_is_not_a_consumed_one(client: DataPlaneClient) -> None:
-    register(client, "train")
-    assert not client.check_consumption_status("p", ["train"])
-    put_numbers(client, ["a"], x=0)
-    claim(client, 1)
-    client.clear_samples(None, "p")
-    assert not client.check_consumption_status("p", ["train"])
-
-
 def test_registering_again_empties_the_partition(client: DataPlaneClient) -> None:
     register(client, "train")
     put_numbers(client, ["a"], x=0)
@@ -253,14 +183,6 @@ def test_registering_again_empties_the_partition(client: DataPlaneClient) -> Non
         client.get_samples(["a"], "p", ["x"])
     put_numbers(client, ["a"], x=0)
     assert (claim(client, 1), claim(client, 1, "late")) == (["a"], ["a"])
-
-
-def test_a_cleared_partition_keeps_its_tasks(client: DataPlaneClient) -> None:
-    register(client, "train")
-    put_numbers(client, ["a"], x=0)
-    client.clear_samples(None, "p")
-    put_numbers(client, ["b"], x=0)
-    assert claim(client, 1) == ["b"]
 
 
 def test_more_samples_than_the_store_holds_are_refused_at_registration(start: Start) -> None:

@@ -62,6 +62,49 @@ def test_every_column_that_says_a_length_is_held_to_it(
     assert lengths(client, "a", "input_ids") == [2]
 
 
+def test_a_dense_column_has_as_many_tokens_as_it_is_wide(client: DataPlaneClient) -> None:
+    put(client, "ab", input_ids=ids_of(3, 5))
+    with pytest.raises(
+        SchemaError, match=r"'prev_logprobs' has 2 tokens for sample 'a'; column 'input_ids' .*3"
+    ):
+        put(client, "ab", prev_logprobs=torch.ones(2, 2))
+    with pytest.raises(
+        SchemaError, match=r"'prev_logprobs' has 2 tokens in row 0; .* says 3; pack padded rows"
+    ):
+        put(client, "cd", input_lengths=torch.tensor([3, 5]), prev_logprobs=torch.ones(2, 2))
+    with pytest.raises(
+        SchemaError, match=r"'prev_logprobs' has 2 tokens for sample 'd'; .* of the same put says 5"
+    ):
+        put(client, "cd", input_ids=ids_of(2, 5), prev_logprobs=torch.ones(2, 2))
+    with pytest.raises(SchemaError, match="'routed_experts' has 4 tokens for sample 'a'"):
+        put(client, "ab", routed_experts=torch.zeros(2, 4, 1, 2, dtype=torch.uint8))
+    with pytest.raises(SampleNotFound):
+        client.get_samples(["a"], "p", ["prev_logprobs"])
+    assert client.sample_ids("p") == ["a", "b"]
+
+
+def test_a_dense_column_of_the_right_width_is_taken_and_binds(client: DataPlaneClient) -> None:
+    put(client, "ab", prev_logprobs=torch.ones(2, 3), advantages=torch.ones(2))
+    with pytest.raises(SchemaError, match=r"4 tokens for sample 'b'; column 'prev_logprobs' .* says 3"):
+        put(client, "ba", input_ids=ids_of(4, 3))
+    fields = wire(2, input_ids=torch.ones(2, 3, dtype=torch.int64), input_lengths=torch.tensor([3, 3]))
+    assert client.put_samples(["b", "a"], "p", fields=fields).sequence_lengths == [3, 3]
+    put(client, "c", input_ids=torch.ones(1, 3, dtype=torch.int64))
+    assert put_numbers(client, ["c"], x=0).sequence_lengths == [3]
+
+
+@pytest.mark.parametrize("length", [-5, -1, 2**31])
+def test_a_number_of_tokens_that_no_row_has_is_refused(client: DataPlaneClient, length: int) -> None:
+    with pytest.raises(
+        SchemaError, match=f"'input_lengths' is {length} in row 1; expected tokens, 0 to 2147483647"
+    ):
+        put(client, "ab", input_lengths=torch.tensor([2, length]))
+    assert client.sample_ids("p") == []
+    put(client, "ab", input_lengths=torch.tensor([2, 0]))
+    with pytest.raises(SchemaError, match=r"1 tokens for sample 'b'; column 'input_lengths' .* says 0"):
+        put(client, "b", input_ids=ids_of(1))
+
+
 def test_a_stored_number_of_tokens_binds_as_the_tokens_do(client: DataPlaneClient) -> None:
     put(client, "ab", input_lengths=torch.tensor([2, 4]))
     with pytest.raises(SchemaError, match=r"3 tokens for sample 'b'; column 'input_lengths' .* says 4"):

@@ -102,13 +102,6 @@ def test_a_slot_that_holds_another_block_by_now_is_a_lost_block(client: Any) -> 
             client.get_samples(asked, "p", ["x"])
 
 
-def test_a_second_store_of_the_same_name_is_refused(client: Any, store: dict[str, Any]) -> None:
-    with pytest.raises(DataPlaneError, match="open already"):
-        build_data_plane_client(store, bootstrap=True)
-    put_numbers(client, ["a"], x=1)
-    assert numbers(client, ["a"], "x") == [1]
-
-
 def test_attaching_to_a_store_that_nobody_opened_is_an_error(store: dict[str, Any]) -> None:
     with pytest.raises(DataPlaneError, match="never opened"):
         build_data_plane_client(store, bootstrap=False)

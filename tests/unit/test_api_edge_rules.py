@@ -440,7 +440,7 @@ def make_policy() -> Iterator[Callable[..., TQPolicy]]:
     made: list[TQPolicy] = []
 
     def make(observed: bool = False, **changes: Any) -> TQPolicy:
-        cfg = {**LOCAL, "observability": {"enabled": observed}}
+        cfg = {**LOCAL, "store_name": f"store{len(made)}", "observability": {"enabled": observed}}
         parts = (tiny_policy_config("llama", **changes), tiny_generation_config())
         made.append(TQPolicy(*parts, tokenizer=tiny_tokenizer(), seed=0, with_reference=True, dp_cfg=cfg))
         made[-1].prepare_step(len(IDS), group_size=2)
@@ -581,9 +581,8 @@ def test_a_validation_partition_has_one_task_and_no_groups(make_policy: Any) -> 
 
 def test_groups_of_a_step_are_claimed_whole(make_policy: Any) -> None:
     client = make_policy().dp_client
-    client.put_samples(["a", "b", "c"], "train", tags=[{}] * 3)
-    assert client.claim_meta("train", "train", [], 2).sample_ids == ["a", "b"]
-    client.put_samples(["d"], "train", tags=[{}])
+    client.put_samples(["a_g0", "b_g0", "a_g1"], "train", tags=[{}] * 3)
+    assert client.claim_meta("train", "train", [], 2).sample_ids == ["a_g0", "a_g1"]
     with pytest.raises(DataPlaneError, match="grpo_group_size=2"):
         client.claim_meta("train", "train", [], 1, timeout_s=0.01)
 

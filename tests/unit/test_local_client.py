@@ -26,16 +26,30 @@ def test_a_client_made_directly_has_a_store_of_its_own() -> None:
     assert (first.sample_ids("p"), second.sample_ids("p")) == (["a"], [])
 
 
-def test_the_factory_starts_a_store_and_attaches_to_the_latest() -> None:
-    earlier = build_data_plane_client({"impl": "local"}, bootstrap=True)
-    latest = build_data_plane_client({"enabled": True, "impl": "local"}, bootstrap=True)
-    attached = build_data_plane_client({"impl": "local"}, bootstrap=False)
-    latest.put_samples(["a"], "p", tags=[{"r": 1}])
+def test_the_factory_starts_stores_by_name_and_attaches_to_them() -> None:
+    first, second = (
+        build_data_plane_client({"impl": "local", "store_name": name}, bootstrap=True) for name in ("a", "b")
+    )
+    attached = build_data_plane_client({"enabled": True, "impl": "local", "store_name": "b"}, bootstrap=False)
+    second.put_samples(["a"], "p", tags=[{"r": 1}])
     assert attached.put_samples(["a"], "p").tags == [{"r": 1}]
-    assert earlier.put_samples(["a"], "p").tags is None
-    earlier.close()
+    assert first.put_samples(["a"], "p").tags is None
+    first.close()
     assert attached.put_samples(["a"], "p").tags == [{"r": 1}]
-    latest.close()
+    second.close()
+
+
+def test_a_name_is_free_when_the_client_that_started_its_store_has_gone() -> None:
+    gone = build_data_plane_client({"store_name": "gone"}, bootstrap=True)
+    attached = build_data_plane_client({"store_name": "gone"}, bootstrap=False)
+    del gone
+    with pytest.raises(DataPlaneError, match="no local store 'gone' to attach to"):
+        build_data_plane_client({"store_name": "gone"}, bootstrap=False)
+    again = build_data_plane_client({"store_name": "gone"}, bootstrap=True)
+    attached.put_samples(["a"], "p")
+    assert again.sample_ids("p") == []
+    again.close()
+    attached.close()
 
 
 def test_attaching_without_a_store_says_who_starts_it() -> None:

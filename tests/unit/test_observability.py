@@ -1,10 +1,14 @@
+import inspect
 import logging
+import pickle
+from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
 
 from headrace.data_plane import (
+    DataPlaneClient,
     DataPlaneEvent,
     KVBatchMeta,
     MetricsDataPlaneClient,
@@ -14,7 +18,7 @@ from headrace.data_plane import (
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.codec import nest
 from headrace.data_plane.object_codec import encode, object_array
-from headrace.errors import ClaimTimeout, SampleNotFound, SchemaError
+from headrace.errors import ClaimTimeout, DataPlaneError, SampleNotFound, SchemaError
 
 
 def measured() -> tuple[MetricsDataPlaneClient, list[DataPlaneEvent]]:
@@ -111,6 +115,45 @@ def test_an_overwrite_is_not_new_bytes_and_a_clear_gives_them_back() -> None:
     assert client.snapshot()["bytes_held"] == 4
     client.register_partition("other", [], 1, [])
     assert client.snapshot()["bytes_held"] == 0
+
+
+def public(kind: type) -> dict[str, Any]:
+    return {name: member for name, member in inspect.getmembers(kind, callable) if not name.startswith("_")}
+
+
+def test_the_wrapper_has_every_method_of_the_contract_as_it_is_called_there() -> None:
+    mine = public(MetricsDataPlaneClient)
+    for name, method in public(DataPlaneClient).items():
+        assert inspect.signature(mine[name]) == inspect.signature(method), name
+        assert mine[name] is not method, f"{name} does not reach the store"
+
+
+def test_the_wrapper_hides_nothing_that_a_store_has() -> None:
+    class Remote(LocalDataPlaneClient):
+        capacity = 7
+
+        def stored_blocks(self, doubled: bool = False) -> int:
+            return 2 if doubled else 1
+
+    client: Any = MetricsDataPlaneClient(Remote(), lambda _: None)
+    client.put_samples(["a"], "p", fields=wire(1, x=torch.ones(1)))
+    assert (client.partition_ids(), client.sample_ids("p")) == (["p"], ["a"])
+    assert (client.stored_bytes(), client.stored_bytes("p"), client.stored_bytes("q")) == (4, 4, 0)
+    assert (client.capacity, client.stored_blocks(), client.stored_blocks(doubled=True)) == (7, 1, 2)
+    with pytest.raises(AttributeError, match="nothing"):
+        client.nothing()
+    copied = pickle.loads(pickle.dumps(MetricsDataPlaneClient.__new__(MetricsDataPlaneClient)))
+    assert not hasattr(copied, "inner")
+
+
+def test_a_refused_call_is_an_event_whatever_was_given() -> None:
+    client, events = measured()
+    for rows in ("8", None):
+        with pytest.raises(DataPlaneError, match="num_samples"):
+            client.register_partition("p", ["x"], rows, ["t"])  # type: ignore[arg-type]
+    assert [(event.op, event.rows, event.status) for event in events] == [
+        ("register_partition", 0, "error")
+    ] * 2
 
 
 def test_the_snapshot_is_a_copy() -> None:

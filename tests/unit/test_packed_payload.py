@@ -16,6 +16,7 @@ from headrace.data_plane.checks import checked_leaves
 from headrace.data_plane.codec import nest
 from headrace.data_plane.object_codec import object_array
 from headrace.data_plane.packed_payload import BlockError, PackedColumns, pack, select_rows, unpack
+from headrace.data_plane.requests import Registration
 from headrace.errors import CapacityExceeded, DataPlaneError, SampleNotFound, SchemaError, TransportError
 from reference import rows_of, same_bits, same_rows
 
@@ -131,7 +132,7 @@ def test_blocks_become_garbage_when_their_last_row_goes() -> None:
 def test_blocks_of_a_registered_again_partition_are_garbage() -> None:
     index = SampleIndex(16)
     index.put("p", ["a"], pack(chunks_of(1, x=torch.zeros(1)), "k").columns, None)
-    index.register("p", 1, [], None, None)
+    index.register(Registration.of("p", [], 1, [], None, None, None))
     assert index.take_garbage() == ["k.0"]
 
 

@@ -49,7 +49,7 @@ class CountingStore(LocalDataPlaneClient):
 @pytest.fixture
 def store() -> Iterator[CountingStore]:
     client = CountingStore()
-    client.register_partition(PARTITION, DP_TRAIN_FIELDS, 12, ["train"], grpo_group_size=3)
+    client.register_partition(PARTITION, DP_TRAIN_FIELDS, 24, ["train"], grpo_group_size=3)
     yield client
     client.close()
 

@@ -23,7 +23,7 @@ def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstr
     Raises:
         ConfigError: `enabled` is false, a key or value that the config does not take, or an `impl` that is not
             installed.
-        DataPlaneError: nothing to attach to.
+        DataPlaneError: bootstrap: a store of that name is open; otherwise: nothing to attach to.
     """
     config = validated(DataPlaneConfig, cfg, "data_plane")
     if not config.enabled:
@@ -37,8 +37,8 @@ def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstr
 def _connect(config: DataPlaneConfig, bootstrap: bool) -> DataPlaneClient:
     if config.impl == "local":
         if bootstrap:
-            return LocalDataPlaneClient.start(config.storage_capacity)
-        return LocalDataPlaneClient.attach()
+            return LocalDataPlaneClient.start(config.storage_capacity, config.store_name)
+        return LocalDataPlaneClient.attach(config.store_name)
     # Read when the native libraries are loaded.
     os.environ.setdefault("GLOG_minloglevel", "2")
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")

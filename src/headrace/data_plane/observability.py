@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from functools import update_wrapper
+from typing import Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from headrace.errors import ClaimTimeout
 
 RowBytes = NDArray[np.int64]
 Status = Literal["ok", "error", "timeout"]
+
+Wrapper = TypeVar("Wrapper", bound=DataPlaneClient)
 
 _log = logging.getLogger("headrace.data_plane")
 
@@ -83,8 +86,26 @@ def print_event(event: DataPlaneEvent) -> None:
     )
 
 
+def _passing_on(name: str) -> Callable[..., Any]:
+    def call(self: "MetricsDataPlaneClient", *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    return update_wrapper(call, getattr(DataPlaneClient, name))
+
+
+def _hiding_nothing(wrapper: type[Wrapper]) -> type[Wrapper]:
+    """Have a class pass on every public method of DataPlaneClient that it does not measure itself."""
+    for name, member in vars(DataPlaneClient).items():
+        if not name.startswith("_") and callable(member) and name not in vars(wrapper):
+            setattr(wrapper, name, _passing_on(name))
+    return wrapper
+
+
+@_hiding_nothing
 class MetricsDataPlaneClient(DataPlaneClient):
     """Passes every call on to `inner`, and gives `on_event` one DataPlaneEvent for each, failed ones too.
+
+    What a store has beyond the contract is to be had here as well, unmeasured.
 
     Object columns that are read are encoded once more to know their size; those of a put are encoded here, and
     `inner` stores what came of it. What `on_event` raises reaches the caller.
@@ -117,12 +138,14 @@ class MetricsDataPlaneClient(DataPlaneClient):
         consumer_tasks: Sequence[str],
         grpo_group_size: int | None = None,
         enums: Mapping[str, Sequence[str]] | None = None,
+        *,
+        group_tag: str | None = None,
     ) -> None:
         """Measure `register_partition`; its rows are `num_samples`."""
-        with self._measure("register_partition", partition_id, num_samples):
-            self.inner.register_partition(
-                partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums
-            )
+        asked = (partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums)
+        with self._measure("register_partition", partition_id, 0) as record:
+            self.inner.register_partition(*asked, group_tag=group_tag)
+            record.rows = int(num_samples)
             with self._lock:
                 self._held.clear(partition_id, None)
 
@@ -135,12 +158,13 @@ class MetricsDataPlaneClient(DataPlaneClient):
         dp_rank: int | None = None,
         blocking: bool = True,
         timeout_s: float = 60.0,
+        *,
+        allow_partial: bool = False,
     ) -> KVBatchMeta | None:
         """Measure `claim_meta`, waiting included; its rows are those handed out."""
+        asked = (partition_id, task_name, required_fields, batch_size, dp_rank, blocking, timeout_s)
         with self._measure("claim_meta", partition_id, 0) as record:
-            meta = self.inner.claim_meta(
-                partition_id, task_name, required_fields, batch_size, dp_rank, blocking, timeout_s
-            )
+            meta = self.inner.claim_meta(*asked, allow_partial=allow_partial)
             record.rows = 0 if meta is None else meta.size
             return meta
 
@@ -190,13 +214,14 @@ class MetricsDataPlaneClient(DataPlaneClient):
             with self._lock:
                 self._held.clear(partition_id, sample_ids)
 
-    def sample_ids(self, partition_id: str) -> list[str]:
-        """Return what `inner` lists."""
-        return self.inner.sample_ids(partition_id)
-
     def close(self) -> None:
         """Close `inner`."""
         self.inner.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "inner" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
+        return getattr(self.inner, name)
 
     @contextmanager
     def _measure(self, op: str, partition: str, rows: int) -> "Iterator[_Record]":

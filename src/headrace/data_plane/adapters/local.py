@@ -1,28 +1,31 @@
 """The data plane inside one process: no server, no serialisation of tensors, every promise of the contract.
 
-The process has one store at a time: `start` makes it, `attach` gives further clients of it, and closing the
-client that started it drops it. A client made directly has a store of its own.
+`start` makes a store of a name, `attach` gives further clients of it, and closing the client that started it drops it.
+A client made directly has a store of its own, without a name.
 """
 
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
-from headrace.data_plane.adapters.local_chunks import Chunk, OwnOffsets, chunk_from_leaf
-from headrace.data_plane.adapters.local_partition import Partition
+from headrace.data_plane.adapters.local_chunks import OwnOffsets, chunk_from_leaf
 from headrace.data_plane.adapters.local_store import LocalStore, RowFacts
 from headrace.data_plane.adapters.partition_lengths import said_lengths
-from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags, id_list
+from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags, column_names, id_list
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, meta_of_checked
 from headrace.data_plane.leaves import wire_tensordict
+from headrace.data_plane.requests import ClaimRequest, Registration, waiting_time
 from headrace.errors import DataPlaneError
+from headrace.utils.arguments import texts
 
-_process_lock = threading.Lock()
-_process_store: LocalStore | None = None
+_owners_lock = threading.Lock()
+# By store name. A name belongs to the client that started the store, for as long as that lives.
+_owners: WeakValueDictionary[str, "LocalDataPlaneClient"] = WeakValueDictionary()
 
 
 class LocalDataPlaneClient(DataPlaneClient):
@@ -35,37 +38,43 @@ class LocalDataPlaneClient(DataPlaneClient):
     def __init__(self, store: LocalStore | None = None) -> None:
         self._owns_store = store is None
         self._store = LocalStore(DataPlaneConfig().storage_capacity) if store is None else store
+        self._name: str | None = None
         self._is_closed = False
 
     @classmethod
-    def start(cls, storage_capacity: int) -> "LocalDataPlaneClient":
-        """Make this process's store and return the client that owns it.
+    def start(cls, storage_capacity: int, name: str = "headrace") -> "LocalDataPlaneClient":
+        """Make a store of this process and return the client that owns it.
 
-        Clients of a store started earlier keep that store; `attach` gives the latest.
+        Raises:
+            DataPlaneError: there is one of that name.
         """
-        global _process_store
         client = cls(LocalStore(storage_capacity))
         client._owns_store = True
-        with _process_lock:
-            _process_store = client._store
+        with _owners_lock:
+            if name in _owners:
+                raise DataPlaneError(
+                    f"store '{name}' is open already; attach to it, close it first, or set another "
+                    "data_plane.store_name"
+                )
+            _owners[name], client._name = client, name
         return client
 
     @classmethod
-    def attach(cls) -> "LocalDataPlaneClient":
-        """Return a client of this process's store.
+    def attach(cls, name: str = "headrace") -> "LocalDataPlaneClient":
+        """Return a client of a store of this process.
 
         Raises:
-            DataPlaneError: the process has none.
+            DataPlaneError: the process has none of that name.
         """
-        with _process_lock:
-            store = _process_store
-        if store is None:
+        with _owners_lock:
+            owner = _owners.get(name)
+        if owner is None:
             raise DataPlaneError(
-                "this process has no local store to attach to; the driver starts one first with "
+                f"this process has no local store '{name}' to attach to; the driver starts one first with "
                 "build_data_plane_client(cfg, bootstrap=True). Workers in other processes need "
                 "data_plane.impl=transfer_queue"
             )
-        return cls(store)
+        return cls(owner._store)
 
     def register_partition(
         self,
@@ -75,12 +84,12 @@ class LocalDataPlaneClient(DataPlaneClient):
         consumer_tasks: Sequence[str],
         grpo_group_size: int | None = None,
         enums: Mapping[str, Sequence[str]] | None = None,
+        *,
+        group_tag: str | None = None,
     ) -> None:
         """Open a partition, or empty and re-open one of the same id."""
-        partition = Partition[Chunk](
-            partition_id, consumer_tasks=consumer_tasks, group_size=grpo_group_size, enums=enums
-        )
-        self._open().register(partition, num_samples)
+        asked = (partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, group_tag)
+        self._open().register(Registration.of(*asked))
 
     def claim_meta(
         self,
@@ -91,19 +100,18 @@ class LocalDataPlaneClient(DataPlaneClient):
         dp_rank: int | None = None,
         blocking: bool = True,
         timeout_s: float = 60.0,
+        *,
+        allow_partial: bool = False,
     ) -> KVBatchMeta | None:
-        """Take the next ready rows of a task, in the order of their first puts.
-
-        A group of which a row was cleared is never whole again, so its other rows are not handed out.
-        """
-        store = self._open()
-        wait_s = timeout_s if blocking else 0.0
-        facts = store.claim(partition_id, task_name, required_fields, batch_size, wait_s)
-        if facts is not None:
-            return _meta(partition_id, task_name, list(required_fields), facts)
-        if blocking:
-            raise store.claim_timeout(partition_id, task_name, required_fields, batch_size)
-        return None
+        """Take the next ready rows of a task."""
+        request = ClaimRequest.of(partition_id, task_name, required_fields, batch_size, allow_partial)
+        store, wait_s = self._open(), waiting_time(blocking, timeout_s)
+        facts = store.claim(request, wait_s)
+        if facts is None and blocking:
+            raise store.claim_timeout(request)
+        if facts is None or not facts.sample_ids:
+            return None
+        return _meta(partition_id, task_name, request.fields, facts)
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """Read the rows of `meta`."""
@@ -113,8 +121,8 @@ class LocalDataPlaneClient(DataPlaneClient):
         return self.get_samples(meta.sample_ids, meta.partition_id, names)
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """Return whether each task has claimed every row; an empty partition is not consumed."""
-        return self._open().is_consumed(partition_id, task_names)
+        """Return whether all registered rows have come, and each task has claimed them."""
+        return self._open().is_consumed(partition_id, texts("task_names", task_names))
 
     def put_samples(
         self,
@@ -140,32 +148,29 @@ class LocalDataPlaneClient(DataPlaneClient):
         """Read columns of rows, in the order asked, repeated ids included."""
         # The store makes texts of ids that it has to look up, which all rows in their order are not.
         ids = sample_ids if type(sample_ids) is list else id_list(sample_ids)
-        chunks = self._open().get(partition_id, ids, list(dict.fromkeys(select_fields)))
+        chunks = self._open().get(partition_id, ids, column_names(select_fields))
         offsets: list[torch.Tensor] = []
         columns = {name: chunk.with_shared_offsets(offsets).leaf() for name, chunk in chunks.items()}
         return wire_tensordict(columns, len(ids))
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        """Remove rows; None removes all rows of the partition. Ids that are not there are ignored."""
+        """Remove rows, or with None the partition; ids that are not there are ignored."""
         ids = None if sample_ids is None else id_list(sample_ids)
         self._open().clear(partition_id, ids)
 
     def close(self) -> None:
         """Let go of the store; the client that started it drops it, for all its clients."""
-        global _process_store
         if self._is_closed:
             return
         self._is_closed = True
         if self._owns_store:
             self._store.close()
-            with _process_lock:
-                if _process_store is self._store:
-                    _process_store = None
-
-    # Beyond the contract, for leak reports.
+        if self._name is not None:
+            with _owners_lock:
+                del _owners[self._name]
 
     def partition_ids(self) -> list[str]:
-        """Return the partitions that are registered or were written to."""
+        """Return the partitions that are registered or hold rows."""
         return list(self._open().sample_ids())
 
     def sample_ids(self, partition_id: str) -> list[str]:
@@ -173,7 +178,7 @@ class LocalDataPlaneClient(DataPlaneClient):
         return self._open().sample_ids().get(partition_id, [])
 
     def stored_bytes(self, partition_id: str | None = None) -> int:
-        """Return the bytes of a partition's columns, or of all partitions."""
+        """Return the bytes that a partition's columns take, or those of all partitions."""
         by_partition = self._open().stored_bytes()
         return sum(by_partition.values()) if partition_id is None else by_partition.get(partition_id, 0)
 

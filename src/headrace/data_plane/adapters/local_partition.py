@@ -1,22 +1,22 @@
-"""One partition of the local store: its samples, their columns and tags, and what each task has claimed.
+"""One partition of a store: its samples, their columns and tags, and its tasks.
 
 Not thread-safe by itself: the store calls it under its lock.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data_plane.adapters.local_chunks import Rows
 from headrace.data_plane.adapters.local_column import Block, Column, Selection
+from headrace.data_plane.adapters.partition_claims import Held, PartitionClaims
 from headrace.data_plane.adapters.partition_lengths import PartitionLengths, Said, says_length
-from headrace.data_plane.checks import check_same_axes, shown
+from headrace.data_plane.checks import check_same_axes, copied_tags, shown
+from headrace.data_plane.requests import ClaimRequest, Registration
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS
-from headrace.errors import DataPlaneError, SampleNotFound, SchemaError
-
-Kind = TypeVar("Kind", bound=np.generic)
+from headrace.errors import CapacityExceeded, SampleNotFound, SchemaError
 
 _FEW_SLOTS = 1024
 
@@ -24,17 +24,9 @@ _FEW_SLOTS = 1024
 class Partition(Generic[Block]):
     """Samples by id. Each has a slot, a small number; slots keep the order of the first puts."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        consumer_tasks: Sequence[str] = (),
-        group_size: int | None = None,
-        enums: Mapping[str, Sequence[str]] | None = None,
-    ) -> None:
-        self.name = name
-        self._group_size = group_size or 1
-        self._enums = {tag: tuple(values) for tag, values in (enums or {}).items()}
+    def __init__(self, name: str, registration: Registration | None = None) -> None:
+        """Without a registration nobody claims, and there is no limit to its samples."""
+        self.name, self.registration = name, registration
         self._ids: list[str] = []
         # None: slot i is that of the i-th id, and nobody has asked for a single one yet; see `_slot_of`.
         self._slots_by_id: dict[str, int] | None = None
@@ -43,11 +35,7 @@ class Partition(Generic[Block]):
         self._tags: dict[str, dict[str, Any]] = {}
         self._columns: dict[str, Column[Block]] = {}
         self._lengths = PartitionLengths()
-        self._alive: NDArray[np.bool_] = np.empty(0, bool)
-        # A sample's place in the order of all first puts, cleared ones included: groups are made of it.
-        self._place: Rows = np.empty(0, np.int64)
-        self._next_place = 0
-        self._claimed: dict[str, NDArray[np.bool_]] = {task: np.empty(0, bool) for task in consumer_tasks}
+        self._claims = PartitionClaims(name, registration)
 
     def __len__(self) -> int:
         return len(self._ids if self._slots_by_id is None else self._slots_by_id)
@@ -86,12 +74,17 @@ class Partition(Generic[Block]):
             return len(ids)
         return 0 if slots is self._everyone else int(np.count_nonzero(slots < 0))
 
-    def check_size(self, num_samples: int) -> None:
-        """Refuse a number of rows that does not make whole groups: the rest would never be handed out."""
-        if num_samples % self._group_size:
-            raise DataPlaneError(
-                f"partition '{self.name}' expects {num_samples} samples, which are no whole groups of "
-                f"grpo_group_size={self._group_size}"
+    def check_room(self, new: int) -> None:
+        """Refuse more samples than were registered.
+
+        Raises:
+            CapacityExceeded: with all numbers.
+        """
+        limit = None if self.registration is None else self.registration.num_samples
+        if limit is not None and len(self) + new > limit:
+            raise CapacityExceeded(
+                f"a put of {new} new samples does not fit into partition '{self.name}': it was registered for "
+                f"num_samples={limit} and holds {len(self)}. Clear samples that are done with, or register more"
             )
 
     def check_put(
@@ -115,7 +108,8 @@ class Partition(Generic[Block]):
                     "kind, dtype and shape, overwrite all its rows at once, or use another column name"
                 )
         self._lengths.check(ids, slots, lengths, lambda some: self._says_length(some, chunks))
-        for tag, allowed in self._enums.items():
+        self._claims.check(ids, slots, tags)
+        for tag, allowed in (self.registration.enums if self.registration else {}).items():
             for row, values in enumerate(tags or ()):
                 if tag in values and values[tag] not in allowed:
                     raise SchemaError(
@@ -136,7 +130,7 @@ class Partition(Generic[Block]):
         lengths: Said,
     ) -> Rows:
         """Write what `check_put` has let pass, and return the slots; `slots` are what `locate` gave."""
-        slots = self._with_new(ids, slots)
+        slots = self._with_new(ids, slots, tags)
         everyone = self._everyone
         if len(ids):
             self._lengths.write(slots, lengths, everyone=everyone, size=len(self._ids))
@@ -147,13 +141,18 @@ class Partition(Generic[Block]):
             self._tags.setdefault(sample_id, {}).update(values)
         return slots
 
-    def _with_new(self, ids: Sequence[str], slots: Rows | None) -> Rows:
+    def _with_new(
+        self, ids: Sequence[str], slots: Rows | None, tags: Sequence[Mapping[str, Any]] | None
+    ) -> Rows:
         """Give slots to samples that have none."""
         if slots is None:
-            return self._add(ids)
+            return self._add(ids, tags)
         if self.count_new(ids, slots):
             new = np.flatnonzero(slots < 0)
-            slots[new] = self._add([ids[row] for row in new.tolist()])
+            rows = new.tolist()
+            slots[new] = self._add(
+                [ids[row] for row in rows], None if tags is None else [tags[r] for r in rows]
+            )
         return slots
 
     def _says_length(
@@ -162,13 +161,13 @@ class Partition(Generic[Block]):
         """Return a column, not among `besides`, that says the length of some of the slots, and of which."""
         for name, column in self._columns.items():
             form = column.form
-            if name not in besides and form and says_length(name, form.kind, form.ragged_dim):
+            if name not in besides and form and says_length(name, form):
                 held = column.held(slots)
                 if held.any():
                     return name, held
         return None
 
-    def _add(self, ids: Sequence[str]) -> Rows:
+    def _add(self, ids: Sequence[str], tags: Sequence[Mapping[str, Any]] | None) -> Rows:
         first, count = len(self._ids), len(ids)
         slots = np.arange(first, first + count)
         if first:
@@ -177,29 +176,19 @@ class Partition(Generic[Block]):
             self._slots_by_id = None
         self._ids.extend(ids)
         self._everyone = slots if not first else None
-        if len(self._alive) < len(self._ids):
-            size = max(len(self._ids), 2 * len(self._alive))
-            self._alive, self._place = _grown(self._alive, size), _grown(self._place, size)
-            self._claimed = {task: _grown(claimed, size) for task, claimed in self._claimed.items()}
-        self._alive[first : first + count] = True
-        self._place[first : first + count] = slots + (self._next_place - first)
-        self._next_place += count
+        self._claims.add(ids, tags)
         return slots
 
-    def clear(self, ids: Sequence[str] | None) -> None:
+    def clear(self, ids: Sequence[str]) -> None:
         """Remove samples; ids that it does not have are ignored."""
         self._everyone = None
-        if ids is None:
-            self._slots_by_id, self._tags, self._columns = {}, {}, {}
-            self._alive[:] = False
-        else:
-            self._clear_some([sample_id for sample_id in dict.fromkeys(ids) if sample_id in self._slot_of])
+        self._clear_known([sample_id for sample_id in dict.fromkeys(ids) if sample_id in self._slot_of])
         if not len(self) or len(self._ids) > max(_FEW_SLOTS, 2 * len(self)):
             self._renumber()
 
-    def _clear_some(self, ids: Sequence[str]) -> None:
+    def _clear_known(self, ids: Sequence[str]) -> None:
         slots = np.array([self._slot_of.pop(sample_id) for sample_id in ids], dtype=np.int64)
-        self._alive[slots] = False
+        self._claims.drop(slots)
         for sample_id in ids:
             self._tags.pop(sample_id, None)
         for column in self._columns.values():
@@ -208,14 +197,13 @@ class Partition(Generic[Block]):
 
     def _renumber(self) -> None:
         """Close the gaps that cleared samples have left."""
-        slots = np.flatnonzero(self._alive)
+        slots = np.flatnonzero(self._claims.alive)
         for column in self._columns.values():
             column.renumber(slots)
         self._ids = [self._ids[slot] for slot in slots.tolist()]
         self._slots_by_id = None
-        self._alive, self._place = self._alive[slots], self._place[slots]
         self._lengths.renumber(slots)
-        self._claimed = {task: claimed[slots] for task, claimed in self._claimed.items()}
+        self._claims.renumber(slots)
 
     # Reading.
 
@@ -262,7 +250,7 @@ class Partition(Generic[Block]):
         """Return copies of the samples' tags; None if none has any."""
         if not self._tags:
             return None
-        tags = [dict(self._tags.get(sample_id, ())) for sample_id in ids]
+        tags = copied_tags([self._tags.get(sample_id, {}) for sample_id in ids])
         return tags if any(tags) else None
 
     def lengths_of(self, slots: Rows) -> Rows | None:
@@ -270,7 +258,7 @@ class Partition(Generic[Block]):
         for name in (INPUT_LENGTHS, INPUT_IDS):
             column = self._columns.get(name)
             form = column.form if column else None
-            if column and form and says_length(name, form.kind, form.ragged_dim) and column.holds_all(slots):
+            if column and form and says_length(name, form) and column.holds_all(slots):
                 return self._lengths.of(slots)
         return None
 
@@ -280,66 +268,17 @@ class Partition(Generic[Block]):
 
     # Claiming.
 
-    def claim(self, task: str, required: Sequence[str], count: int) -> Rows | None:
-        """Take the next `count` samples that are ready for `task`; None if there are fewer.
+    def claim(self, request: ClaimRequest) -> Rows | None:
+        """Take the next samples for a task; raises what `PartitionClaims.claim` raises."""
+        return self._claims.claim(request, self._ids, self._held_by(request.fields))
 
-        Raises:
-            DataPlaneError: an unknown task, or a count that is not a multiple of the group size.
-        """
-        claimed = self._claims(task)
-        if count < 1 or count % self._group_size:
-            raise DataPlaneError(
-                f"batch_size={count} for partition '{self.name}'; expected a positive multiple of "
-                f"grpo_group_size={self._group_size}"
-            )
-        slots = self._ready(claimed, required)[:count]
-        if len(slots) < count:
-            return None
-        claimed[slots] = True
-        return slots
-
-    def _ready(self, claimed: NDArray[np.bool_], required: Sequence[str]) -> Rows:
-        slots = np.flatnonzero(self._alive & ~claimed)
-        for name in required:
-            column = self._columns.get(name)
-            slots = slots[column.held(slots)] if column else slots[:0]
-        if self._group_size == 1 or not len(slots):
-            return slots
-        groups = self._place[slots] // self._group_size
-        _, group_of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-        ready: Rows = slots[sizes[group_of] == self._group_size]
-        return ready
-
-    def _claims(self, task: str) -> NDArray[np.bool_]:
-        if task not in self._claimed:
-            known = shown(list(self._claimed)) or "none"
-            raise DataPlaneError(
-                f"partition '{self.name}' has no task '{task}'; registered consumer_tasks: {known}"
-            )
-        return self._claimed[task]
-
-    def describe_wait(self, task: str, required: Sequence[str]) -> str:
-        """Return what a claim is waiting for: ready samples, and how far each column has come."""
-        claimed = self._claims(task)
-        slots = np.flatnonzero(self._alive & ~claimed)
-        parts = [f"{len(self._ready(claimed, required))} are ready of {len(slots)} not claimed yet"]
-        for name in required:
-            column = self._columns.get(name)
-            count = int(np.count_nonzero(column.held(slots))) if column else 0
-            if count < len(slots) or not len(slots):
-                parts.append(f"column '{name}' is written for {count} of them")
-        if self._group_size > 1:
-            parts.append(f"samples are claimed in whole groups of {self._group_size}")
-        return "; ".join(parts)
+    def describe_wait(self, request: ClaimRequest) -> str:
+        """Return what a claim is waiting for."""
+        return self._claims.describe_wait(request.task, self._held_by(request.fields))
 
     def is_consumed(self, tasks: Sequence[str]) -> bool:
-        """Return whether each task has claimed every sample there is, and there is one."""
-        done = [bool(self._claims(task)[self._alive].all()) for task in tasks]
-        return len(self) > 0 and all(done)
+        """Return whether each task has had all samples, and they have all come."""
+        return self._claims.is_consumed(tasks)
 
-
-def _grown(array: NDArray[Kind], size: int) -> NDArray[Kind]:
-    """Return an array of `size`, zero after what was there."""
-    grown = np.zeros(size, array.dtype)
-    grown[: len(array)] = array
-    return grown
+    def _held_by(self, names: Sequence[str]) -> dict[str, Held]:
+        return {name: self._columns.get(name, Column[Block]()).held for name in names}

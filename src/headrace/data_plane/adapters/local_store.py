@@ -14,7 +14,11 @@ from headrace.data_plane.adapters.local_column import Block, Selection, read
 from headrace.data_plane.adapters.local_partition import Partition
 from headrace.data_plane.adapters.partition_lengths import Said
 from headrace.data_plane.checks import shown
+from headrace.data_plane.requests import ClaimRequest, Registration
 from headrace.errors import CapacityExceeded, ClaimTimeout, DataPlaneError, SampleNotFound
+
+_REMEMBERED = 1000
+"""Registrations that are kept of partitions that have ended."""
 
 
 class RowFacts(NamedTuple):
@@ -26,32 +30,57 @@ class RowFacts(NamedTuple):
 
 
 class SampleStore(Generic[Block]):
-    """Partitions by name, at most `capacity` samples over all of them; their rows may be kept elsewhere."""
+    """Partitions by name, at most `capacity` samples over all of them; their rows may be kept elsewhere.
+
+    A partition ends when it is cleared as a whole or, if nobody has registered it, with its last row. Then nothing is
+    left of it but its registration, while it is one of the latest: it begins again, empty, when somebody asks for it.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._partitions: dict[str, Partition[Block]] = {}
+        self._ended: dict[str, Registration] = {}
+        self._held = 0
         self._changed = threading.Condition()
         self._waiting = 0
         self._is_closed = False
 
-    def register(self, partition: Partition[Block], num_samples: int) -> None:
-        """Add a partition, in place of one of the same name.
+    def register(self, registration: Registration) -> None:
+        """Open a partition, in place of one of the same name.
 
         Raises:
-            CapacityExceeded: `num_samples` is more than the store holds at most.
-            DataPlaneError: `num_samples` are no whole groups.
+            CapacityExceeded: more samples than the store holds at most.
         """
-        partition.check_size(num_samples)
-        if num_samples > self._capacity:
+        name, asked = registration.partition_id, registration.num_samples
+        if asked > self._capacity:
             raise CapacityExceeded(
-                f"partition '{partition.name}' expects {num_samples} samples; the store holds at most "
-                f"{self._capacity}. Raise data_plane.storage_capacity"
+                f"partition '{name}' expects {asked} samples; the store holds at most {self._capacity}. Raise "
+                "data_plane.storage_capacity"
             )
         with self._changed:
             self._check_open()
-            self._partitions[partition.name] = partition
+            self._end(name)
+            self._ended.pop(name, None)
+            self._partitions[name] = Partition(name, registration)
             self._changed.notify_all()
+
+    def _end(self, name: str) -> None:
+        """Drop a partition with its rows; of a registered one, its registration stays for a while."""
+        self._ended.pop(name, None)
+        partition = self._partitions.pop(name, None)
+        if partition is None:
+            return
+        self._held -= len(partition)
+        if partition.registration is not None:
+            self._ended[name] = partition.registration
+            if len(self._ended) > _REMEMBERED:
+                del self._ended[next(iter(self._ended))]
+
+    def _find(self, name: str) -> Partition[Block] | None:
+        """Return a partition; one that has ended begins again."""
+        if name in self._ended:
+            self._partitions[name] = Partition(name, self._ended.pop(name))
+        return self._partitions.get(name)
 
     def put(
         self,
@@ -68,13 +97,17 @@ class SampleStore(Generic[Block]):
         """
         with self._changed:
             self._check_open()
-            partition = self._partitions.get(partition_id)
+            partition = self._find(partition_id)
             if partition is None:
                 partition = Partition(partition_id)
             slots = partition.locate(ids)
-            self._check_capacity(partition_id, partition.count_new(ids, slots))
+            new = partition.count_new(ids, slots)
+            self._check_capacity(partition_id, new)
+            partition.check_room(new)
             partition.check_put(ids, slots, chunks, tags, lengths)
-            self._partitions[partition_id] = partition
+            if ids:
+                self._partitions[partition_id] = partition
+            self._held += new
             slots = partition.put(ids, slots, chunks, tags, lengths)
             facts = self._facts(partition, ids, slots)
             if self._waiting:
@@ -98,47 +131,53 @@ class SampleStore(Generic[Block]):
             return self._existing(partition_id, ids).shared_columns(ids)
 
     def clear(self, partition_id: str, ids: Sequence[str] | None) -> None:
-        """Remove rows; what is not there is ignored."""
+        """Remove rows, or with None the partition; what is not there is ignored."""
         with self._changed:
             self._check_open()
-            if partition_id in self._partitions:
-                self._partitions[partition_id].clear(ids)
+            partition = self._partitions.get(partition_id)
+            if partition is None:
+                return
+            if ids is not None:
+                before = len(partition)
+                partition.clear(ids)
+                self._held -= before - len(partition)
+            if ids is None or (partition.registration is None and not len(partition)):
+                self._end(partition_id)
 
-    def claim(
-        self, partition_id: str, task: str, required: Sequence[str], count: int, timeout_s: float
-    ) -> RowFacts | None:
-        """Take rows for a task, waiting up to `timeout_s` for them; None if they did not come."""
+    def claim(self, request: ClaimRequest, timeout_s: float = 0.0) -> RowFacts | None:
+        """Take rows for a task, waiting up to `timeout_s` for them.
+
+        None if they did not come; no rows if the task has had all there will be.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while True:
-                partition = self._registered(partition_id)
-                slots = partition.claim(task, required, count)
-                if slots is not None:
-                    facts = self._facts(partition, partition.ids_of(slots), slots)
-                    break
+            while (facts := self._claim_now(request)) is None:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None
                 self._waiting += 1
                 try:
-                    self._changed.wait(left)
+                    self._changed.wait(min(left, threading.TIMEOUT_MAX))
                 finally:
                     self._waiting -= 1
         return facts()
 
-    def claim_timeout(
-        self, partition_id: str, task: str, required: Sequence[str], count: int
-    ) -> ClaimTimeout:
+    def _claim_now(self, request: ClaimRequest) -> Callable[[], RowFacts] | None:
+        partition = self._registered(request.partition_id)
+        slots = partition.claim(request)
+        return None if slots is None else self._facts(partition, partition.ids_of(slots), slots)
+
+    def claim_timeout(self, request: ClaimRequest) -> ClaimTimeout:
         """Return the error that says what a claim has waited for."""
         with self._changed:
-            state = self._registered(partition_id).describe_wait(task, required)
+            state = self._registered(request.partition_id).describe_wait(request)
         return ClaimTimeout(
-            f"task '{task}' waited in vain for {count} samples of partition '{partition_id}': {state}. "
-            "Raise timeout_s, or look for the producer of what is missing"
+            f"task '{request.task}' waited in vain for {request.rows} samples of partition "
+            f"'{request.partition_id}': {state}. Raise timeout_s, or look for the producer of what is missing"
         )
 
     def is_consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
-        """Return whether each task has claimed every row, and there is one."""
+        """Return whether each task has claimed all rows, and they have all come."""
         with self._changed:
             return self._registered(partition_id).is_consumed(tasks)
 
@@ -157,6 +196,7 @@ class SampleStore(Generic[Block]):
         with self._changed:
             self._is_closed = True
             self._partitions.clear()
+            self._ended.clear()
             self._changed.notify_all()
 
     def _facts(self, partition: Partition[Block], ids: list[str], slots: Rows) -> Callable[[], RowFacts]:
@@ -165,11 +205,10 @@ class SampleStore(Generic[Block]):
         return lambda: RowFacts(ids, None if lengths is None else lengths.tolist(), tags)
 
     def _check_capacity(self, partition_id: str, asked: int) -> None:
-        held = sum(len(partition) for partition in self._partitions.values())
-        if held + asked > self._capacity:
+        if self._held + asked > self._capacity:
             raise CapacityExceeded(
                 f"a put of {asked} new samples into partition '{partition_id}' does not fit: the store holds "
-                f"{held} of at most {self._capacity}. Clear samples that are done with, or raise "
+                f"{self._held} of at most {self._capacity}. Clear samples that are done with, or raise "
                 "data_plane.storage_capacity"
             )
 
@@ -179,19 +218,22 @@ class SampleStore(Generic[Block]):
 
     def _registered(self, partition_id: str) -> Partition[Block]:
         self._check_open()
-        if partition_id not in self._partitions:
-            known = shown(list(self._partitions)) or "none"
-            raise DataPlaneError(f"unknown partition '{partition_id}'; there are: {known}")
-        return self._partitions[partition_id]
+        partition = self._find(partition_id)
+        if partition is None:
+            raise DataPlaneError(f"unknown partition '{partition_id}'; there are: {self._known()}")
+        return partition
 
     def _existing(self, partition_id: str, ids: Sequence[str]) -> Partition[Block]:
         self._check_open()
-        if partition_id not in self._partitions:
-            known = shown(list(self._partitions)) or "none"
+        partition = self._partitions.get(partition_id)
+        if partition is None:
             raise SampleNotFound(
-                f"unknown partition '{partition_id}' (there are: {known}), so no sample ids {shown(ids)}"
+                f"unknown partition '{partition_id}' (there are: {self._known()}), so no sample ids {shown(ids)}"
             )
-        return self._partitions[partition_id]
+        return partition
+
+    def _known(self) -> str:
+        return shown(list(self._partitions)) or "none"
 
 
 class LocalStore(SampleStore[Chunk]):

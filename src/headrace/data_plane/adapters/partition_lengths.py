@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data_plane.adapters.local_chunks import Chunk, Rows
+from headrace.data_plane.adapters.local_chunks import Chunk, Form, Rows
 from headrace.data_plane.schema import INPUT_LENGTHS, PER_TOKEN_FIELDS
 from headrace.errors import SchemaError
 
@@ -16,11 +16,16 @@ Keepers = Callable[[Rows], tuple[str, NDArray[np.bool_]] | None]
 _UNKNOWN = -1
 
 
-def says_length(name: str, kind: str, ragged_dim: int) -> bool:
-    """Return whether a column says how many tokens a row has: `input_lengths`, or ragged and declared per token."""
+def says_length(name: str, form: Form) -> bool:
+    """Return whether a column says how many tokens a row has: `input_lengths`, or declared with a value for each.
+
+    One value per sample, which holds for all its tokens, says nothing.
+    """
     if name == INPUT_LENGTHS:
-        return kind == "dense"
-    return name in PER_TOKEN_FIELDS and kind == "ragged" and ragged_dim == 1
+        return form.kind == "dense"
+    if name not in PER_TOKEN_FIELDS:
+        return False
+    return form.ragged_dim == 1 if form.kind == "ragged" else form.kind == "dense" and bool(form.trailing)
 
 
 def said_lengths(chunks: Mapping[str, Chunk]) -> dict[str, Lengths]:
@@ -28,7 +33,11 @@ def said_lengths(chunks: Mapping[str, Chunk]) -> dict[str, Lengths]:
     said: dict[str, Lengths] = {}
     known: list[tuple[object, Lengths]] = []
     for name, chunk in chunks.items():
-        if not says_length(name, chunk.kind, chunk.ragged_dim):
+        form = chunk.form
+        if not says_length(name, form):
+            continue
+        if form.kind == "dense" and name != INPUT_LENGTHS:
+            said[name] = np.full(len(chunk), form.trailing[0], np.int64)
             continue
         offsets = chunk.offsets
         mine = next((lengths for key, lengths in known if key is offsets), None)

@@ -34,7 +34,7 @@ from headrace.data_plane.adapters.partition_lengths import Said
 from headrace.data_plane.adapters.transfer_queue_channel import STARTUP_KNOB
 from headrace.data_plane.adapters.transfer_queue_cluster import Deadline, ask
 from headrace.data_plane.adapters.transfer_queue_index import Located
-from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags, id_list
+from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags, column_names, id_list
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, meta_of_checked
 from headrace.data_plane.leaves import wire_tensordict
 from headrace.data_plane.packed_payload import (
@@ -46,7 +46,9 @@ from headrace.data_plane.packed_payload import (
     pack,
     unpack,
 )
+from headrace.data_plane.requests import ClaimRequest, Registration, waiting_time
 from headrace.errors import ClaimTimeout, DataPlaneError, HeadraceError, TransportError
+from headrace.utils.arguments import texts
 
 # A fetch that loses against an overwrite or a clear looks the rows up again.
 _FETCH_ATTEMPTS = 5
@@ -122,10 +124,12 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         consumer_tasks: Sequence[str],
         grpo_group_size: int | None = None,
         enums: Mapping[str, Sequence[str]] | None = None,
+        *,
+        group_tag: str | None = None,
     ) -> None:
         """Open a partition, or empty and re-open one of the same id."""
-        values = None if enums is None else {tag: list(allowed) for tag, allowed in enums.items()}
-        self._ask("register", partition_id, num_samples, list(consumer_tasks), grpo_group_size, values)
+        asked = (partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, group_tag)
+        self._ask("register", Registration.of(*asked))
 
     def claim_meta(
         self,
@@ -136,21 +140,19 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         dp_rank: int | None = None,
         blocking: bool = True,
         timeout_s: float = 60.0,
+        *,
+        allow_partial: bool = False,
     ) -> KVBatchMeta | None:
-        """Take the next ready rows of a task, in the order of their first puts; waits by polling.
-
-        A group of which a row was cleared is never whole again, so its other rows are not handed out.
-        """
-        names, wait = list(required_fields), Deadline(timeout_s if blocking else 0.0)
-        while True:
-            facts = self._ask("claim", partition_id, task_name, names, batch_size)
-            if facts is not None:
-                return _meta(partition_id, task_name, names, facts)
+        """Take the next ready rows of a task; waits by polling."""
+        request = ClaimRequest.of(partition_id, task_name, required_fields, batch_size, allow_partial)
+        wait = Deadline(waiting_time(blocking, timeout_s))
+        while (facts := self._ask("claim", request)) is None:
             if not blocking:
                 return None
             if wait.is_over():
-                raise ClaimTimeout(self._ask("claim_timeout", partition_id, task_name, names, batch_size))
+                raise ClaimTimeout(self._ask("claim_timeout", request))
             time.sleep(min(self._config.claim_meta_poll_interval_s, wait.left()))
+        return _meta(partition_id, task_name, request.fields, facts) if facts.sample_ids else None
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """Read the rows of `meta`."""
@@ -160,8 +162,8 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         return self.get_samples(meta.sample_ids, meta.partition_id, names)
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """Return whether each task has claimed every row; an empty partition is not consumed."""
-        is_consumed: bool = self._ask("is_consumed", partition_id, list(task_names))
+        """Return whether all registered rows have come, and each task has claimed them."""
+        is_consumed: bool = self._ask("is_consumed", partition_id, texts("task_names", task_names))
         return is_consumed
 
     def put_samples(
@@ -220,7 +222,7 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         Raises:
             TransportError: no answer in time, or blocks that are lost or are not what was put.
         """
-        ids, names = id_list(sample_ids), list(dict.fromkeys(select_fields))
+        ids, names = id_list(sample_ids), column_names(select_fields)
         deadline = Deadline(self._config.timeout_s)
         chunks = self._fetch(partition_id, ids, names, deadline)
         offsets: list[torch.Tensor] = []
@@ -256,7 +258,7 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         }
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        """Remove rows; None removes all rows of the partition. Ids that are not there are ignored.
+        """Remove rows, or with None the partition; ids that are not there are ignored.
 
         A block's bytes are freed when the last of its rows is gone.
         """
@@ -292,10 +294,8 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
             # Whoever started the engine has ended it, and the data with it.
             return
 
-    # Beyond the contract, for leak reports.
-
     def partition_ids(self) -> list[str]:
-        """Return the partitions that are registered or were written to."""
+        """Return the partitions that are registered or hold rows."""
         return list(self._ask("sample_ids"))
 
     def sample_ids(self, partition_id: str) -> list[str]:
@@ -307,6 +307,8 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         """Return the bytes of the blocks of a partition, or of all partitions."""
         by_partition: dict[str, int] = self._ask("stored_bytes")
         return sum(by_partition.values()) if partition_id is None else by_partition.get(partition_id, 0)
+
+    # Beyond the contract.
 
     def stored_blocks(self) -> int:
         """Return how many blocks TransferQueue holds for the store; for leak reports."""

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headrace.data_plane.adapters.local_chunks import Form, RowBlock, Rows
-from headrace.data_plane.adapters.local_partition import Partition
 from headrace.data_plane.adapters.local_store import RowFacts, SampleStore
 from headrace.data_plane.adapters.partition_lengths import Said
 from headrace.data_plane.packed_payload import BlockInfo
+from headrace.data_plane.requests import ClaimRequest, Registration
 from headrace.errors import DataPlaneError
 
 
@@ -65,19 +65,9 @@ class SampleIndex:
             keys.append(self._garbage.popleft())
         return keys
 
-    def register(
-        self,
-        partition_id: str,
-        num_samples: int,
-        consumer_tasks: Sequence[str],
-        group_size: int | None,
-        enums: Mapping[str, Sequence[str]] | None,
-    ) -> None:
-        """Add a partition, in place of one of the same name."""
-        partition = Partition[StoredBlock](
-            partition_id, consumer_tasks=consumer_tasks, group_size=group_size, enums=enums
-        )
-        self._store.register(partition, num_samples)
+    def register(self, registration: Registration) -> None:
+        """Open a partition, in place of one of the same name."""
+        self._store.register(registration)
 
     def put(
         self,
@@ -112,19 +102,19 @@ class SampleIndex:
         return self._store.shared_columns(partition_id, ids)
 
     def clear(self, partition_id: str, ids: Sequence[str] | None) -> None:
-        """Remove rows; what is not there is ignored."""
+        """Remove rows, or with None the partition; what is not there is ignored."""
         self._store.clear(partition_id, ids)
 
-    def claim(self, partition_id: str, task: str, required: Sequence[str], count: int) -> RowFacts | None:
+    def claim(self, request: ClaimRequest) -> RowFacts | None:
         """Take rows for a task; None if too few are ready."""
-        return self._store.claim(partition_id, task, required, count, 0.0)
+        return self._store.claim(request)
 
-    def claim_timeout(self, partition_id: str, task: str, required: Sequence[str], count: int) -> str:
+    def claim_timeout(self, request: ClaimRequest) -> str:
         """Return the message of a claim that has waited in vain."""
-        return str(self._store.claim_timeout(partition_id, task, required, count))
+        return str(self._store.claim_timeout(request))
 
     def is_consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
-        """Return whether each task has claimed every row, and there is one."""
+        """Return whether each task has claimed all rows, and they have all come."""
         return self._store.is_consumed(partition_id, tasks)
 
     def sample_ids(self) -> dict[str, list[str]]:

@@ -1,0 +1,166 @@
+"""The groups of a partition: samples of one uid, which claims hand out together or not at all."""
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from headrace.data_plane.adapters.local_chunks import Rows
+from headrace.data_plane.checks import shown
+from headrace.errors import DataPlaneError, SchemaError
+
+_MARK = "_g"
+
+
+class _Group(NamedTuple):
+    """The samples of a uid that are there, by slot, in the order of their first puts."""
+
+    uid: Hashable
+    slots: list[int]
+
+
+_GONE = _Group(None, [])
+
+
+class Groups:
+    """Groups of `size` samples, and the order in which they became whole."""
+
+    def __init__(self, partition: str, size: int, tag: str | None) -> None:
+        self.size = size
+        self._partition, self._tag = partition, tag
+        self._by_uid: dict[Hashable, _Group] = {}
+        self._of: list[_Group | None] = []
+        self._loose = 0
+        # Slots, `size` for each group that has become whole; a sample that goes leaves its slot here.
+        self._order: Rows = np.empty(0, np.int64)
+        self._places = 0
+
+    @property
+    def order(self) -> Rows:
+        """Slots group by group, in the order in which groups became whole; groups that samples have left included."""
+        return self._order[: self._places]
+
+    def check(self, ids: Sequence[str], slots: Rows | None, tags: Sequence[Mapping[str, Any]] | None) -> None:
+        """Refuse a put after which a group has too many samples, or that does not say a new sample's group.
+
+        Raises:
+            SchemaError: with the group, or the sample.
+        """
+        if slots is not None:
+            if self._tag is not None and tags is not None:
+                self._check_moves(self._tag, ids, slots.tolist(), tags)
+            new = np.flatnonzero(slots < 0).tolist()
+            ids, tags = [ids[row] for row in new], None if tags is None else [tags[row] for row in new]
+        uids = self._uids(ids, tags)
+        for uid, count in Counter(uids).items():
+            held = len(self._by_uid[uid].slots) if uid in self._by_uid else 0
+            if uid is not None and held + count > self.size:
+                raise SchemaError(
+                    f"group {uid!r} of partition '{self._partition}' has {held} samples and gets {count} more; "
+                    f"expected grpo_group_size={self.size} in all. Give the new ones another uid, or clear the others "
+                    "first"
+                )
+
+    def _check_moves(
+        self, tag: str, ids: Sequence[str], slots: Sequence[int], tags: Sequence[Mapping[str, Any]]
+    ) -> None:
+        for sample_id, slot, values in zip(ids, slots, tags):
+            group = self._of[slot] if slot >= 0 else None
+            if group is not None and tag in values and values[tag] != group.uid:
+                raise SchemaError(
+                    f"tag '{tag}' of sample '{sample_id}' is {values[tag]!r}; its first put said {group.uid!r}, and a "
+                    "sample stays in its group (group_tag)"
+                )
+
+    def _uids(
+        self, ids: Sequence[str], tags: Sequence[Mapping[str, Any]] | None
+    ) -> Sequence[Hashable | None]:
+        """Return the uids of new samples, None where an id has none."""
+        if self._tag is None:
+            return [sample_id.rpartition(_MARK)[0] or None for sample_id in map(str, ids)]
+        return [self._tagged(self._tag, row, values) for row, values in zip(ids, tags or [{}] * len(ids))]
+
+    def _tagged(self, tag: str, sample_id: str, values: Mapping[str, Any]) -> Hashable:
+        uid: Any = values.get(tag)
+        if not isinstance(uid, str | int):
+            raise SchemaError(
+                f"tag '{tag}' of sample '{sample_id}' is {uid!r}; expected the uid of its group, a text or a whole "
+                f"number: partition '{self._partition}' was registered with group_tag='{tag}'"
+            )
+        return uid
+
+    def add(self, ids: Sequence[str], first: int, tags: Sequence[Mapping[str, Any]] | None) -> None:
+        """Take in samples that `check` has let pass; they have the slots from `first` on."""
+        whole: list[int] = []
+        for slot, uid in enumerate(self._uids(ids, tags), first):
+            if uid is None:
+                self._loose += 1
+                self._of.append(None)
+                continue
+            group = self._by_uid.get(uid)
+            if group is None:
+                group = self._by_uid[uid] = _Group(uid, [])
+            self._of.append(group)
+            group.slots.append(slot)
+            if len(group.slots) == self.size:
+                whole += group.slots
+        self._append(whole)
+
+    def _append(self, slots: list[int]) -> None:
+        end = self._places + len(slots)
+        if end > len(self._order):
+            grown: Rows = np.empty(max(end, 2 * len(self._order)), np.int64)
+            grown[: self._places] = self.order
+            self._order = grown
+        self._order[self._places : end] = slots
+        self._places = end
+
+    def drop(self, slots: Rows) -> None:
+        """Forget samples."""
+        for slot in slots.tolist():
+            group, self._of[slot] = self._of[slot], _GONE
+            if group is None:
+                self._loose -= 1
+                continue
+            group.slots.remove(slot)
+            if not group.slots:
+                del self._by_uid[group.uid]
+
+    def renumber(self, slots: Rows) -> None:
+        """Let what is slot `slots[i]` now be slot i; all other slots are free."""
+        place = np.full(len(self._of), -1)
+        place[slots] = np.arange(len(slots))
+        for group in self._by_uid.values():
+            group.slots[:] = place[group.slots].tolist()
+        self._of = [self._of[slot] for slot in slots.tolist()]
+        units = place[self.order].reshape(-1, self.size)
+        self._order = units[(units >= 0).all(axis=1)].reshape(-1)
+        self._places = len(self._order)
+
+    def check_claim(self, count: int, ids: Sequence[str]) -> None:
+        """Refuse a claim of no whole groups, or where samples have none; `ids` are those of all slots.
+
+        Raises:
+            DataPlaneError: with the count, or the samples.
+        """
+        if count % self.size:
+            raise DataPlaneError(
+                f"batch_size={count} for partition '{self._partition}'; expected a multiple of "
+                f"grpo_group_size={self.size}"
+            )
+        if self._loose:
+            loose = [sample_id for sample_id, group in zip(ids, self._of) if group is None]
+            raise DataPlaneError(
+                f"partition '{self._partition}' hands out groups (grpo_group_size={self.size}), and {shown(loose)} "
+                "name none; name samples '<uid>_g<index>', or register the partition with group_tag, the tag that "
+                "holds their uid"
+            )
+
+    def describe(self) -> str:
+        """Return what keeps samples from being handed out: groups that are not whole."""
+        partial = [group for group in self._by_uid.values() if len(group.slots) < self.size]
+        text = f"samples are claimed in whole groups of {self.size}"
+        if not partial:
+            return text
+        return f"{text}, and {len(partial)} are not whole: {partial[0].uid!r} has {len(partial[0].slots)}"
