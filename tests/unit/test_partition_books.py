@@ -5,11 +5,15 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 
+from headrace.data_plane.adapters.local_chunks import chunk_from_leaf
 from headrace.data_plane.adapters.local_partition import Partition
 from headrace.data_plane.adapters.local_store import LocalStore
+from headrace.data_plane.codec import nest
+from headrace.data_plane.leaves import as_leaf
 from headrace.data_plane.requests import ClaimRequest, Registration
-from headrace.errors import DataPlaneError
+from headrace.errors import DataPlaneError, SchemaError
 
 
 def registration(name: str, rows: int, group_size: int | None = None) -> Registration:
@@ -57,6 +61,20 @@ def test_of_the_partitions_that_have_ended_the_latest_can_be_filled_again() -> N
         assert store.claim(claim(name, 1)) is not None
     with pytest.raises(DataPlaneError, match="unknown partition 'registered 0'"):
         store.claim(claim("registered 0", 1))
+
+
+def test_the_writer_says_which_columns_say_lengths_also_those_that_the_books_do_not_know() -> None:
+    def put(name: str, rows: torch.Tensor, **lengths: list[int]) -> None:
+        chunk = chunk_from_leaf(name, as_leaf(name, rows), ["a", "b"])
+        said = {column: np.array(numbers) for column, numbers in lengths.items()}
+        store.put("p", ["a", "b"], {name: [chunk]}, None, said)
+
+    store = LocalStore(8)
+    put("hint", torch.ones(2, 3), hint=[3, 3])
+    with pytest.raises(SchemaError, match=r"'other' has 4 tokens for sample 'b'; column 'hint' .* says 3"):
+        put("other", nest([torch.ones(3), torch.ones(4)]), other=[3, 4])
+    put("hint", torch.ones(2))
+    put("other", nest([torch.ones(3), torch.ones(4)]), other=[3, 4])
 
 
 @pytest.mark.parametrize("group_size", [None, 4])

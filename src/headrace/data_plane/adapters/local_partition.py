@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headrace.data_plane.adapters.local_chunks import Rows
 from headrace.data_plane.adapters.local_column import Block, Column, Selection
 from headrace.data_plane.adapters.partition_claims import Held, PartitionClaims
-from headrace.data_plane.adapters.partition_lengths import PartitionLengths, Said, says_length
+from headrace.data_plane.adapters.partition_lengths import PartitionLengths, Said
 from headrace.data_plane.checks import check_same_axes, copied_tags, shown
 from headrace.data_plane.requests import ClaimRequest, Registration
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS
@@ -35,6 +35,8 @@ class Partition(Generic[Block]):
         self._tags: dict[str, dict[str, Any]] = {}
         self._columns: dict[str, Column[Block]] = {}
         self._lengths = PartitionLengths()
+        # Columns whose last put said the lengths of its rows: writers know which do, and books may not.
+        self._saying: set[str] = set()
         self._claims = PartitionClaims(name, registration)
 
     def __len__(self) -> int:
@@ -134,8 +136,8 @@ class Partition(Generic[Block]):
         everyone = self._everyone
         if len(ids):
             self._lengths.write(slots, lengths, everyone=everyone, size=len(self._ids))
-        for name, parts in chunks.items():
-            if len(ids):
+            self._saying = (self._saying - chunks.keys()) | lengths.keys()
+            for name, parts in chunks.items():
                 self._columns.setdefault(name, Column()).write(slots, parts, everyone)
         for sample_id, values in zip(ids, tags or ()):
             self._tags.setdefault(sample_id, {}).update(values)
@@ -160,8 +162,7 @@ class Partition(Generic[Block]):
     ) -> tuple[str, NDArray[np.bool_]] | None:
         """Return a column, not among `besides`, that says the length of some of the slots, and of which."""
         for name, column in self._columns.items():
-            form = column.form
-            if name not in besides and form and says_length(name, form):
+            if name in self._saying and name not in besides:
                 held = column.held(slots)
                 if held.any():
                     return name, held
@@ -257,8 +258,7 @@ class Partition(Generic[Block]):
         """Return the samples' lengths if a column says them that all have: of lengths, or of tokens."""
         for name in (INPUT_LENGTHS, INPUT_IDS):
             column = self._columns.get(name)
-            form = column.form if column else None
-            if column and form and says_length(name, form) and column.holds_all(slots):
+            if column and name in self._saying and column.holds_all(slots):
                 return self._lengths.of(slots)
         return None
 
