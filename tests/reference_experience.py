@@ -37,7 +37,7 @@ class BigramGenerator:
         self.weight_version = 0
         self.route_shape = None
         self.calls: list[list[list[int]]] = []
-        self.limits: list[int] = []
+        self.limits: list[list[int]] = []
         self.releases = 0
         self._end_id = int(tokenizer.eos_token_id)
         self._letters = tokenizer.convert_tokens_to_ids(list(LETTERS))
@@ -54,7 +54,7 @@ class BigramGenerator:
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
     ) -> GenerationOutput:
         self.calls.append([list(p) for p in prompts])
-        self.limits.append(params.max_new_tokens)
+        self.limits.append([params.limit(len(p)) for p in prompts])
         rows = [self._row(p, params, random.Random(f"{seed}/{r}")) for r, p in enumerate(prompts)]
         return GenerationOutput(
             [r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows], {"rows_max": float(len(rows))}
@@ -65,7 +65,7 @@ class BigramGenerator:
     ) -> tuple[list[int], list[float], bool]:
         tokens: list[int] = []
         logprobs: list[float] = []
-        while len(tokens) < params.max_new_tokens:
+        while len(tokens) < params.limit(len(prompt)):
             odds = self._table[tokens[-1] if tokens else prompt[-1]]
             token = (
                 max(odds, key=odds.__getitem__) if params.greedy else draws.choices(*zip(*odds.items()))[0]

@@ -5,7 +5,14 @@ from headrace.config import GenerationConfig
 from headrace.errors import ConfigError, GenerationError
 from headrace.models.generation.interfaces import build_generator, sampling_params
 from headrace.models.interfaces import SamplingParams
-from reference_generation import POSITIONS, PROMPTS, TOKENIZER, generator_of, model_of
+from reference_generation import (
+    POSITIONS,
+    PROMPTS,
+    TOKENIZER,
+    endless_generator_of,
+    generator_of,
+    model_of,
+)
 
 GREEDY = SamplingParams(8, greedy=True)
 
@@ -22,6 +29,25 @@ def test_a_prompt_that_could_pass_the_position_limit_is_refused_with_both_number
     ):
         generator.generate([[1], [5] * (POSITIONS - 7)], GREEDY, seed=0)
     assert len(generator.generate([[5] * (POSITIONS - 8)], GREEDY, seed=0).token_ids) == 1
+
+
+def test_every_row_is_answered_within_its_own_room_as_it_is_alone():
+    prompts = [[1, 5, 6, 3], [1] * 47, [1] * 60]
+    params = SamplingParams(32, greedy=True, max_total_tokens=POSITIONS)
+    generator = endless_generator_of("llama")
+    output = generator.generate(prompts, params, seed=0)
+    assert [len(ids) for ids in output.token_ids] == [32, 17, 4] == [params.limit(len(p)) for p in prompts]
+    assert [len(logprobs) for logprobs in output.logprobs] == [32, 17, 4]
+    assert output.finished == [False] * 3
+    alone = [generator.generate([p], params, seed=0).token_ids[0] for p in prompts]
+    assert output.token_ids == alone
+
+
+def test_a_prompt_that_fills_the_whole_row_is_refused_with_both_numbers_and_the_knob():
+    with pytest.raises(
+        ConfigError, match=r"prompt 1 has 9 tokens.*max_total_tokens=9.*policy.max_total_sequence_length"
+    ):
+        generator_of().generate([[1], [1] * 9], SamplingParams(8, max_total_tokens=9), seed=0)
 
 
 @pytest.mark.parametrize("bad", [-1, len(TOKENIZER)])

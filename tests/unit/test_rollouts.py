@@ -126,13 +126,12 @@ def test_the_longest_prompt_gets_what_room_it_has_and_the_others_their_full_answ
     assert (len(long.token_ids), long.response_tokens, long.finished) == (15, 3, False)
 
 
-def test_the_generator_is_never_asked_for_more_than_the_roomiest_row_takes() -> None:
+def test_the_generator_gets_a_limit_of_its_own_for_every_row() -> None:
     generator = BigramGenerator(TOKENIZER, end=0.05)
     settings = RolloutSettings(SamplingParams(max_new_tokens=9), max_total_tokens=14, max_turns=3)
     play(generator=generator, settings=settings)
-    rooms = [14 - min(map(len, call)) for call in generator.calls]
-    assert len(rooms) > 1
-    assert generator.limits == [min(9, room) for room in rooms]
+    assert len(generator.calls) > 1
+    assert generator.limits == [[min(9, 14 - len(row)) for row in call] for call in generator.calls]
 
 
 def test_an_answer_that_fills_the_row_exactly_and_ends_is_finished() -> None:
@@ -313,7 +312,7 @@ class FaultyGenerator(BigramGenerator):
         if self._fault == "infinite":
             output.logprobs[1][0] = -math.inf
         if self._fault == "overlong":
-            extra = params.max_new_tokens + 1 - len(output.token_ids[1])
+            extra = params.limit(len(prompts[1])) + 1 - len(output.token_ids[1])
             output.token_ids[1] += [9] * extra
             output.logprobs[1] += [-1.0] * extra
         return output

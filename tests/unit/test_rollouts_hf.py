@@ -11,6 +11,7 @@ from headrace.experience.rollouts import RolloutBatch, RolloutSettings, run_roll
 from headrace.experience.types import Message, Prompt
 from headrace.models.generation.hf import HFGenerator
 from headrace.models.interfaces import SamplingParams
+from reference_generation import POSITIONS, TOKENIZER, endless_generator_of
 from tiny_models import tiny_model, tiny_tokenizer
 
 PROMPTS = [Prompt(f"p{n}", (Message("user", "abcdefgh"[:n]),)) for n in (2, 5, 5, 8)]
@@ -71,3 +72,20 @@ def test_prompts_and_observations_are_in_the_row_as_the_template_writes_them(bat
         assert rollout.messages[2].content in tokenizer.decode(
             [i for i, m in zip(rollout.token_ids, rollout.token_mask) if not m]
         )
+
+
+def test_a_prompt_that_nearly_fills_the_positions_takes_no_room_from_a_short_one_and_ends_no_run() -> None:
+    prompts = [Prompt(f"p{n}", (Message("user", "a" * n),)) for n in (3, 45)]
+    batch = run_rollouts(
+        prompts,
+        generator=endless_generator_of("llama"),
+        tokenizer=TOKENIZER,
+        environment=TwoQuestions(),
+        settings=RolloutSettings(SamplingParams(max_new_tokens=32), max_total_tokens=POSITIONS),
+        group_size=2,
+        seed=0,
+    )
+    prompt_tokens = [r.token_mask.index(1) for r in batch.rollouts]
+    assert prompt_tokens == [5, 5, 47, 47]
+    assert [r.response_tokens for r in batch.rollouts] == [32, 32, POSITIONS - 47, POSITIONS - 47]
+    assert not any(r.finished for r in batch.rollouts)

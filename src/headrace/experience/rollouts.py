@@ -82,16 +82,20 @@ def run_rollouts(
             token.
         RewardError: the environment returns other than one finite reward per row.
     """
-    sampling = replace(settings.sampling, greedy=greedy or settings.sampling.greedy)
+    sampling = replace(
+        settings.sampling,
+        greedy=greedy or settings.sampling.greedy,
+        max_total_tokens=settings.max_total_tokens,
+    )
     if tag is None:
         tag = f"{generator.weight_version}.{derive_seed(seed, 'tag') >> 31:08x}"
     rollouts = _open_samples(prompts, tokenizer, settings, group_size, tag, generator.weight_version)
     calls: list[_Call] = []
     active = rollouts
     for turn in range(settings.max_turns):
-        call = _generate(generator, active, sampling, settings, derive_seed(seed, "turn", turn))
+        call = _generate(generator, active, sampling, derive_seed(seed, "turn", turn))
         calls.append(call)
-        _append_answers(active, call.output, tokenizer, sampling, settings)
+        _append_answers(active, call.output, tokenizer, sampling)
         results = _judge(environment, active)
         _credit(active, results)
         is_last = turn + 1 == settings.max_turns
@@ -221,35 +225,27 @@ class _Call:
         self.new_tokens = sum(map(len, self.output.token_ids))
 
 
-def _generate(
-    generator: Generator,
-    active: Sequence[Rollout],
-    sampling: SamplingParams,
-    settings: RolloutSettings,
-    seed: int,
-) -> _Call:
-    # One call for all rows: the roomiest row sets the limit, and the others are cut to their own.
-    room = max(settings.max_total_tokens - len(r.token_ids) for r in active)
-    params = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+def _generate(generator: Generator, active: Sequence[Rollout], params: SamplingParams, seed: int) -> _Call:
     started = time.perf_counter()
     output = generator.generate([r.token_ids for r in active], params, seed=seed)
     seconds = time.perf_counter() - started
-    _check_output(output, active, params.max_new_tokens)
+    _check_output(output, active, params)
     if params.record_routes:
         check_recorded(output, active, generator.route_shape)
     return _Call(output, seconds, sum(len(r.token_ids) for r in active))
 
 
-def _check_output(output: GenerationOutput, active: Sequence[Rollout], max_new_tokens: int) -> None:
+def _check_output(output: GenerationOutput, active: Sequence[Rollout], params: SamplingParams) -> None:
     for name in ("token_ids", "logprobs", "finished"):
         fault = _miscount(len(getattr(output, name)), active)
         if fault:
             raise GenerationError(f"the generator returned {name} for {fault}")
     for rollout, tokens, logprobs in zip(active, output.token_ids, output.logprobs):
-        if len(tokens) > max_new_tokens:
+        limit = params.limit(len(rollout.token_ids))
+        if len(tokens) > limit:
             raise GenerationError(
                 f"sample '{rollout.sample_id}': the generator returned {len(tokens)} tokens; expected at "
-                f"most {max_new_tokens}, the max_new_tokens it was asked for"
+                f"most {limit}, the limit of max_new_tokens and max_total_tokens that it was given"
             )
         if len(logprobs) != len(tokens):
             raise GenerationError(
@@ -286,24 +282,19 @@ def _append_answers(
     output: GenerationOutput,
     tokenizer: ChatTokenizer,
     sampling: SamplingParams,
-    settings: RolloutSettings,
 ) -> None:
-    kept = []
     recorded: Sequence[torch.Tensor | None] = output.routes or [None] * len(active)
     for rollout, tokens, logprobs, finished, routes in zip(
         active, output.token_ids, output.logprobs, output.finished, recorded
     ):
-        room = settings.max_total_tokens - len(rollout.token_ids)
-        answer = list(tokens[:room])
-        kept.append(answer)
-        rollout.token_ids.extend(answer)
-        rollout.token_mask.extend([1] * len(answer))
-        rollout.logprobs.extend(logprobs[:room])
-        rollout.finished = bool(finished) and len(tokens) <= room
+        rollout.token_ids.extend(tokens)
+        rollout.token_mask.extend([1] * len(tokens))
+        rollout.logprobs.extend(logprobs)
+        rollout.finished = bool(finished)
         rollout.turns += 1
         if routes is not None:
             append_routes(rollout, routes)
-    for rollout, text in zip(active, decode_answers(tokenizer, kept, sampling.stop_token_ids)):
+    for rollout, text in zip(active, decode_answers(tokenizer, output.token_ids, sampling.stop_token_ids)):
         rollout.messages.append(Message("assistant", text))
 
 

@@ -58,7 +58,8 @@ class SamplingParams:
     """How to sample.
 
     `greedy` takes the most likely token; temperature, top-p and top-k then do not matter. `record_routes` asks a
-    generator that records routes for those of this call.
+    generator that records routes for those of this call. `max_total_tokens` bounds each row's prompt and answer
+    together, so that a row with a long prompt gets fewer new tokens than its neighbours; None: no such bound.
     """
 
     max_new_tokens: int
@@ -69,6 +70,18 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     record_routes: bool = True
+    max_total_tokens: int | None = None
+
+    def limit(self, prompt_tokens: int) -> int:
+        """Return how many new tokens a prompt of `prompt_tokens` gets at most.
+
+        >>> params = SamplingParams(max_new_tokens=32, max_total_tokens=64)
+        >>> params.limit(5), params.limit(47)
+        (32, 17)
+        """
+        if self.max_total_tokens is None:
+            return self.max_new_tokens
+        return min(self.max_new_tokens, self.max_total_tokens - prompt_tokens)
 
 
 @dataclass
@@ -101,7 +114,7 @@ class Generator(Protocol):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
     ) -> GenerationOutput:
-        """Answer every prompt (token ids, at least one each), in order."""
+        """Answer every prompt (token ids, at least one each), in order; none beyond its own `params.limit`."""
         ...
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:

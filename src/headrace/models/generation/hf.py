@@ -65,15 +65,16 @@ class HFGenerator:
         Metrics: `generated_tokens`, `generate_s`, `tokens_per_s`, `finished_share`.
 
         Raises:
-            ConfigError: an empty prompt, an id outside the vocabulary, a prompt whose answer could pass the
-                model's position limit, or params that cannot be used.
+            ConfigError: an empty prompt, an id outside the vocabulary, a prompt without room for an answer or whose
+                answer could pass the model's position limit, or params that cannot be used.
             GenerationError: a logprob that is not finite (the message names the prompt), or a call after
                 `shutdown`.
         """
         start = time.perf_counter()
         self._check_request(prompts, params)
         stop = build_stop_rule(self._model, self._tokenizer, params)
-        quantiles = None if params.greedy else _draw_quantiles(len(prompts), params.max_new_tokens, seed)
+        limits = [params.limit(len(prompt)) for prompt in prompts]
+        quantiles = None if params.greedy else _draw_quantiles(len(prompts), max(limits, default=0), seed)
         output = GenerationOutput([[] for _ in prompts], [[] for _ in prompts], [False for _ in prompts])
         routes: dict[int, torch.Tensor] = {}
         # The longest first: a batch that does not fit in memory fails at once. Equal prompts side by side.
@@ -81,7 +82,9 @@ class HFGenerator:
         for begin in range(0, len(order), self._batch_size):
             rows = order[begin : begin + self._batch_size]
             noise = None if quantiles is None else quantiles[rows].to(self._model.device)
-            answers, recording = self._decode([prompts[i] for i in rows], params, stop, noise)
+            answers, recording = self._decode(
+                [prompts[i] for i in rows], [limits[i] for i in rows], params, stop, noise
+            )
             answers.check_finite(rows)
             answers.write_to(output, rows)
             if recording is not None:
@@ -117,16 +120,22 @@ class HFGenerator:
             raise GenerationError("generate was called after shutdown; build a new generator")
         if params.max_new_tokens < 1:
             raise ConfigError(f"generation.max_new_tokens={params.max_new_tokens}: expected 1 or more")
-        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         for i, prompt in enumerate(prompts):
+            limit = params.limit(len(prompt))
             if len(prompt) == 0:
                 raise ConfigError(
                     f"prompt {i} is empty; expected at least one token id (check the chat template)"
                 )
-            if limit is not None and len(prompt) + params.max_new_tokens > limit:
+            if limit < 1:
+                raise ConfigError(
+                    f"prompt {i} has {len(prompt)} tokens and leaves no room for an answer within max_total_tokens="
+                    f"{params.max_total_tokens} (policy.max_total_sequence_length); raise it, or shorten the prompt"
+                )
+            if positions is not None and len(prompt) + limit > positions:
                 raise ConfigError(
                     f"prompt {i} has {len(prompt)} tokens; with generation.max_new_tokens="
-                    f"{params.max_new_tokens} that is more than the model's {limit} positions "
+                    f"{params.max_new_tokens} that is more than the model's {positions} positions "
                     "(max_position_embeddings); lower generation.max_new_tokens or shorten the prompt"
                 )
 
@@ -134,6 +143,7 @@ class HFGenerator:
     def _decode(
         self,
         prompts: list[Sequence[int]],
+        limits: list[int],
         params: SamplingParams,
         stop: StopRule,
         quantiles: torch.Tensor | None,
@@ -141,7 +151,7 @@ class HFGenerator:
         batch = self._pad(prompts)
         shape = self.route_shape if params.record_routes else None
         recording = None if shape is None else RouteRecording(shape, batch.lengths, batch.source)
-        answers = _Answers.empty(len(prompts), params.max_new_tokens, self._model.device)
+        answers = _Answers.empty(limits, self._model.device)
         live = torch.arange(len(prompts), device=self._model.device)
         cache = DynamicCache(config=self._model.config)
         logits, routes = self._forward(batch.prefill_inputs(), cache, records=recording is not None)
@@ -149,18 +159,15 @@ class HFGenerator:
             recording.add_prefill(routes)
         logits = logits[batch.source]
         cache.reorder_cache(batch.source)
-        for step in range(params.max_new_tokens):
+        for step in range(max(limits)):
             ids, logprobs = _choose(logits, params, None if quantiles is None else quantiles[live, step])
             answers.tokens[live, step] = ids
             answers.logprobs[live, step] = logprobs
             ended = stop.ended(answers.tokens[live, max(0, step + 1 - stop.window) : step + 1])
-            any_ended = bool(ended.any())
-            if any_ended:
+            leaves = ended | (answers.limits[live] == step + 1)
+            if bool(leaves.any()):
                 answers.finish(live[ended], step + 1)
-            if step + 1 == params.max_new_tokens:
-                break
-            if any_ended:
-                going = (~ended).nonzero().squeeze(-1)
+                going = (~leaves).nonzero().squeeze(-1)
                 if len(going) == 0:
                     break
                 live, ids = live[going], ids[going]
@@ -235,19 +242,23 @@ class _PaddedPrompts:
 
 @dataclass
 class _Answers:
-    """B answers of up to T tokens; row i's first `counts[i]` entries are used."""
+    """B answers; row i's first `counts[i]` entries are used, `limits[i]` at most."""
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
+    limits: torch.Tensor
     counts: torch.Tensor
     finished: torch.Tensor
 
     @classmethod
-    def empty(cls, rows: int, limit: int, device: torch.device) -> "_Answers":
+    def empty(cls, limits: list[int], device: torch.device) -> "_Answers":
+        rows, width = len(limits), max(limits)
+        bounds = torch.tensor(limits, device=device)
         return cls(
-            tokens=torch.zeros(rows, limit, dtype=torch.int64, device=device),
-            logprobs=torch.zeros(rows, limit, device=device),
-            counts=torch.full((rows,), limit, device=device),
+            tokens=torch.zeros(rows, width, dtype=torch.int64, device=device),
+            logprobs=torch.zeros(rows, width, device=device),
+            limits=bounds,
+            counts=bounds.clone(),
             finished=torch.zeros(rows, dtype=torch.bool, device=device),
         )
 
