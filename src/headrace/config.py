@@ -345,6 +345,9 @@ class LossConfig(Section):
     importance_high: PositiveFloat = 2.0
     max_sequence_logprob_error: PositiveFloat | None = None
     """Mask samples whose mean exp|train - generation logprob| exceeds this."""
+    on_non_finite: Literal["stop", "skip_step"] = "stop"
+    """A loss or gradient norm that is not finite never updates the weights. `stop`: it ends the run, with step and
+    samples named. `skip_step`: the run goes on, and `train/nonfinite_updates` counts the updates left out."""
     force_on_policy_ratio: bool = False
     """Take the ratio as exactly 1 with a live gradient, so that no prev-logprobs are computed."""
 

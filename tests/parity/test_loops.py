@@ -36,6 +36,8 @@ LEARNERS: dict[str, dict[str, Any]] = {
             "max_num_steps": 5,
             "reward": {"kl_coefficient": 0.01, "overlong_filtering": True},
         },
+        # Some letters end an answer, so that some samples are cut, and more are not.
+        "generation": {"max_new_tokens": 8, "stop_token_ids": list(range(10, 18))},
     },
     "two_updates_per_rollout": {"policy_gbs": 8},
     "on_policy_shortcut": {"loss": {"force_on_policy_ratio": True}},
@@ -129,7 +131,8 @@ def check_bit_identical(plane: dict[str, Any], memory: dict[str, Any]) -> None:
     for a, b in zip(plane["records"], memory["records"]):
         assert comparable(a.metrics) == comparable(b.metrics)
         assert a.tokens == b.tokens
-    assert any(r.metrics["train/loss"] != 0 for r in plane["records"]), "a loss of zero proves nothing"
+    trained = [r.metrics for r in plane["records"] if r.metrics["train/skipped_updates"] == 0]
+    assert any(metrics["train/loss"] != 0 for metrics in trained), "a loss of zero proves nothing"
     assert plane["samples"] == memory["samples"]
     assert len(plane["seen"]) == len(memory["seen"])
     for a, b in zip(plane["seen"], memory["seen"]):

@@ -57,7 +57,7 @@ def test_metrics_fetched_at_the_end_are_bit_for_bit_those_fetched_at_every_micro
     step.metrics.append({"plain": 0.1})
     result = step.result()
     assert result.metrics == {**shares, **expected, "plain": 0.1}
-    assert result.loss == float(torch.stack(step.losses).sum())
+    assert result.loss == float(step.loss)
     assert len(step.metrics) == 5
 
 
@@ -72,23 +72,23 @@ def test_without_backward_no_gradient_is_made() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def _step_of(model: Any, max_grad_norm: float | None) -> tuple[Any, Any, float, bool]:
+def _step_of(step: TrainStep, model: Any, max_grad_norm: float | None) -> tuple[Any, Any, float, str]:
     optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.0))
     schedule = build_scheduler(optimizer, SchedulerConfig(warmup_steps=4))
-    norm, updated = apply_gradients(
-        list(model.parameters()), optimizer, schedule, max_grad_norm=max_grad_norm
+    norm, outcome = apply_gradients(
+        step, list(model.parameters()), optimizer, schedule, max_grad_norm=max_grad_norm
     )
-    return optimizer, schedule, norm, updated
+    return optimizer, schedule, norm, outcome
 
 
 @pytest.mark.parametrize("limit", [None, 1e-3, 1e6])
 def test_the_reported_norm_is_that_before_clipping(limit: float | None) -> None:
     model = tiny_model("llama")
-    _accumulate(model, 4)
+    step = _accumulate(model, 4)
     grads = gradients(model)
     expected = float(torch.cat([g.flatten() for g in grads.values()]).norm())
-    optimizer, _, norm, updated = _step_of(model, limit)
-    assert updated
+    optimizer, _, norm, outcome = _step_of(step, model, limit)
+    assert outcome == "updated"
     assert norm == pytest.approx(expected, rel=1e-5)
     # After one step from zero, AdamW's first moment is 0.1 x the clipped gradient.
     scale = 1.0 if limit is None else min(1.0, limit / (expected + 1e-6))
@@ -103,10 +103,10 @@ def test_the_reported_norm_is_that_before_clipping(limit: float | None) -> None:
 def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_optimizer(poison: float) -> None:
     model = tiny_model("llama")
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    _accumulate(model, 4)
+    step = _accumulate(model, 4)
     next(model.parameters()).grad[0, 0] = poison
-    optimizer, schedule, norm, updated = _step_of(model, 1.0)
-    assert not updated
+    optimizer, schedule, norm, outcome = _step_of(step, model, 1.0)
+    assert outcome == "not_finite"
     assert not norm < float("inf")
     assert not optimizer.state
     assert schedule.last_epoch == 0

@@ -133,6 +133,25 @@ def test_a_buffer_longer_than_the_response_limit_is_refused_by_its_keys():
         shape([1.0], [1], [True], cfg)
 
 
+@pytest.mark.parametrize(
+    ("cfg", "named"),
+    [
+        (RewardConfig(scale=1e300), r"'p1_g0' \(1e\+300\)"),
+        (RewardConfig(offset=-1e39), r"'p0_g0' \(-1e\+39\), 'p1_g0' \(-1e\+39\)"),
+        (RewardConfig(overlong_penalty=1e300, overlong_buffer_tokens=16), r"'p1_g0' \(-1e\+300\)"),
+    ],
+)
+def test_a_reward_beyond_float32_after_shaping_is_refused_by_its_sample(cfg: RewardConfig, named: str):
+    rewards, finished = torch.tensor([0.0, 1.0]), torch.tensor([True, True])
+    with pytest.raises(RewardError, match=rf"float32: {named}; expected.*grpo\.reward\.scale"):
+        shape_rewards(rewards, torch.tensor([0, 16]), finished, cfg, max_new_tokens=16, sample_ids=IDS[:2])
+
+
+def test_a_clip_saves_a_reward_that_scaling_takes_beyond_float32():
+    cfg = RewardConfig(scale=1e300, clip=(-1.0, 1.0))
+    assert shape([0.5, -0.5], [1, 1], [True, True], cfg).tolist() == [1.0, -1.0]
+
+
 def test_overlong_filtering_masks_cut_samples_only_when_on():
     finished = torch.tensor([True, False])
     on = overlong_mask(finished, RewardConfig(overlong_filtering=True))
@@ -156,6 +175,11 @@ def test_without_a_coefficient_kl_is_not_read():
 def test_a_coefficient_without_kl_is_refused():
     with pytest.raises(RewardError, match=r"kl_coefficient=0\.5"):
         subtract_kl(torch.tensor([1.0]), None, RewardConfig(kl_coefficient=0.5))
+
+
+def test_a_kl_charge_beyond_float32_names_the_sample():
+    with pytest.raises(RewardError, match=r"'p1_g0'.*grpo\.reward\.kl_coefficient"):
+        subtract_kl(torch.zeros(2), torch.tensor([0.0, 1.0]), RewardConfig(kl_coefficient=1e300), IDS[:2])
 
 
 def test_kl_that_is_not_finite_names_the_sample():

@@ -368,6 +368,12 @@ class FaultyGame(GuessingGame):
         ("surplus", r"returned results for 13 samples in place of 12; some belong to no sample"),
         (StepResult(reward=math.nan), r"sample 'train1@0_g1': the environment returned reward nan in turn 1"),
         (StepResult(reward=math.inf), r"sample 'train1@0_g1': the environment returned reward inf"),
+        (StepResult(reward=1e39), r"sample 'train1@0_g1': the environment returned reward 1e\+39 in turn 1"),
+        (StepResult(reward=10**400), r"sample 'train1@0_g1': the environment returned reward 1000"),
+        (
+            StepResult(reward=-3e38, done=False, observation=(Message("user", "no"),)),
+            r"sample 'train1@0_g1': the rewards of 2 turns add up to -6e\+38",
+        ),
         (StepResult(reward=None), r"sample 'train1@0_g1': the environment returned reward None"),  # type: ignore[arg-type]
         (StepResult(reward="1"), r"sample 'train1@0_g1': the environment returned reward '1'"),  # type: ignore[arg-type]
         (StepResult(reward=0.0, done=False), r"sample 'train1@0_g1'.*done=False without an observation"),

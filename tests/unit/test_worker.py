@@ -8,6 +8,7 @@ import torch
 
 from headrace.config import OptimizerConfig, SchedulerConfig
 from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.columns import object_array
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.automodel.attention import PACKED_ATTENTION
 from headrace.models.automodel.experts import GROUPED_EXPERTS
@@ -85,7 +86,7 @@ def test_a_step_reports_the_loss_and_gradient_norm_of_the_naive_computation() ->
     assert float(result["grad_norm"][0]) == pytest.approx(float(norm), rel=1e-5)
     assert result["num_microbatches"] == 2
     assert result["metrics"][0]["lr"] == 1e-2
-    assert result["metrics"][0]["grad_norm_nonfinite"] == 0
+    assert result["outcomes"] == ["updated"]
 
 
 def test_every_global_batch_is_one_update() -> None:
@@ -174,14 +175,69 @@ def test_a_loss_that_fails_in_mid_step_leaves_the_worker_usable() -> None:
     assert torch.equal(after["grad_norm"], fresh["grad_norm"])
 
 
-def test_an_update_with_a_gradient_that_is_not_finite_is_left_out_and_reported() -> None:
-    worker, data = _worker(), tiny_batch(LENGTHS[:8])
+def _named(data: BatchedDataDict) -> BatchedDataDict:
+    data["sample_id"] = object_array([f"s{row}" for row in range(data.size)])
+    return data
+
+
+class _InfiniteLoss(PolicyGradient):
+    """Adds a constant that overflows, so that the gradient alone is finite."""
+
+    def __call__(self, logprobs: torch.Tensor, data: Any, **counts: torch.Tensor) -> Any:
+        loss, metrics = super().__call__(logprobs, data, **counts)
+        return loss + (float("inf") if "s2" in data["sample_id"] else 0.0), metrics
+
+
+@pytest.mark.parametrize("kind", BATCHINGS)
+def test_an_update_with_a_loss_or_gradient_that_is_not_finite_is_left_out_and_its_sample_named(
+    kind: str,
+) -> None:
+    worker = _worker(**BATCHINGS[kind])
     before = _weights(worker)
+    data = _named(tiny_batch(LENGTHS[:8]))
     data["advantages"][2, 8] = float("nan")
+    args: Any = {
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+        "max_tokens_per_microbatch": 32,
+    }
+    if kind == "packed":
+        args |= {"algorithm": "first_fit_decreasing", "sequence_length_pad_multiple": 1}
+        data = data.shard_by_batch_size(1, batch_size=8, sequence_packing_args=args)[0][0]
+    if kind == "dynamic":
+        args |= {"sequence_length_round": 4}
+        data = data.shard_by_batch_size(1, batch_size=8, dynamic_batching_args=args)[0][0]
     result = worker.train(data, PolicyGradient())
-    assert result["metrics"][0]["grad_norm_nonfinite"] == 1
-    assert worker.weight_version == 0
+    assert result["outcomes"] == ["not_finite"]
+    assert result["suspects"] == [["s2"]]
+    assert sorted(result["sample_ids"][0]) == [f"s{row}" for row in range(8)]
+    assert worker.weight_version == worker.scheduler.last_epoch == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in worker.named_weights())
+
+
+def test_a_loss_that_overflows_over_a_finite_gradient_is_left_out_and_its_microbatch_named() -> None:
+    worker = _worker()
+    before = _weights(worker)
+    result = worker.train(_named(tiny_batch(LENGTHS[:8])), _InfiniteLoss(), mbs=2)
+    assert result["outcomes"] == ["not_finite"]
+    assert result["suspects"] == [["s2", "s3"]]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in worker.named_weights())
+
+
+@pytest.mark.parametrize(
+    ("column", "outcome"),
+    [("sample_mask", "no_tokens"), ("token_mask", "no_tokens"), ("advantages", "no_gradient")],
+)
+def test_a_global_batch_from_which_nothing_is_learned_moves_no_weight(column: str, outcome: str) -> None:
+    whole, first = _worker(), _worker()
+    data = tiny_batch(LENGTHS)
+    data[column][8:] = 0
+    result = whole.train(data, PolicyGradient())
+    first.train(data.slice(0, 8), PolicyGradient())
+    assert result["outcomes"] == ["updated", outcome]
+    assert whole.weight_version == whole.scheduler.last_epoch == 1
+    ours, theirs = _weights(whole), _weights(first)
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
 @pytest.mark.parametrize(("rows", "gbs", "mbs"), [(7, 8, 4), (12, 8, 4), (16, 8, 3)])

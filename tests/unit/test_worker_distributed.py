@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from headrace.distributed.columns import object_array
 from headrace.models.automodel.data import get_microbatch_iterator, process_global_batch
+from headrace.models.policy.results import aggregate_train_results
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from reference_training import PolicyGradient
 from tiny_models import tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
@@ -47,6 +49,17 @@ def _train(shards: int, rank: int, *, packed: bool) -> dict[str, Any]:
     return {**result, "weights": {name: t.clone() for name, t in worker.named_weights()}}
 
 
+def _left_out(rank: int) -> dict[str, Any]:
+    """Take three updates: a good one, one without a token that counts, and one with a bad row on rank 1 alone."""
+    worker = _worker()
+    data = tiny_batch([*LENGTHS, *LENGTHS[:8]])
+    data["sample_id"] = object_array([f"s{row}" for row in range(24)])
+    data["sample_mask"][8:16] = 0
+    data["advantages"][22, 8] = float("nan")
+    result = worker.train(data.shard_by_batch_size(2, batch_size=8)[rank], PolicyGradient())
+    return {**result, "version": worker.weight_version}
+
+
 def _counts(rank: int, group: Any) -> dict[str, Any]:
     """Plan each rank by itself, so that the numbers of microbatches differ."""
     args: Any = {**COLUMNS, "max_tokens_per_microbatch": 100, "sequence_length_round": 1}
@@ -72,6 +85,7 @@ def _run_rank(rank: int, folder: str) -> None:
             "fixed": _train(2, rank, packed=False),
             "packed": _train(2, rank, packed=True),
             "counts": _counts(rank, dist.group.WORLD),
+            "left_out": _left_out(rank),
         }
     finally:
         dist.destroy_process_group()
@@ -96,6 +110,18 @@ def test_two_ranks_take_the_step_of_one_process(kind: str, ranks: list[dict[str,
     # Rank 0 hands the whole weights out.
     assert first["weights"].keys() == alone["weights"].keys()
     assert not second["weights"]
+
+
+def test_ranks_agree_on_the_updates_that_are_left_out(ranks: list[dict[str, Any]]) -> None:
+    first, second = (r["left_out"] for r in ranks)
+    assert first["outcomes"] == second["outcomes"] == ["updated", "no_tokens", "not_finite"]
+    assert (first["version"], second["version"]) == (1, 1)
+    assert (first["suspects"], second["suspects"]) == ([[], [], []], [[], [], ["s22"]])
+    trained = aggregate_train_results([first, second], num_ranks=2, total_flops=0.0, theoretical_tflops=0.0)
+    assert (trained["updates"], trained["skipped_updates"]) == (1, 2)
+    assert [(f.index, f.sample_ids, f.is_exact) for f in trained["non_finite"]] == [(2, ["s22"], True)]
+    assert float(trained["loss"]) == float(first["loss"][0] + second["loss"][0])
+    assert float(trained["grad_norm"]) == float(first["grad_norm"][0])
 
 
 def test_metrics_are_shares_of_the_global_batch(ranks: list[dict[str, Any]]) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from headrace.algorithms.step import SampleTable, Traffic
-from headrace.data_plane.schema import pad_values
+from headrace.data_plane.schema import SAMPLE_ID, pad_values
 from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.columns import object_array
 from headrace.environments.interfaces import Environment
 from headrace.experience.flatten import flatten, per_sample_values, to_padded_batch
 from headrace.experience.rollouts import RolloutSettings, run_rollouts
@@ -138,4 +139,5 @@ class InMemoryRows:
             flat = flatten(rows.rollouts, route_shape=self._generator.route_shape)
             width = round_up(int(flat.lengths.max()), self._settings.pad_to_multiple)
             rows.columns = to_padded_batch(flat, pad_values(int(self._tokenizer.pad_token_id)), width)
+            rows.columns[SAMPLE_ID] = object_array(flat.sample_ids)
         return rows.columns

@@ -1,11 +1,12 @@
 """Rewards between the environment and the advantages: checked, scaled, and charged for length and for KL.
 
-The order is fixed: `check_rewards`, `shape_rewards`, `subtract_kl`. Arithmetic is in float64; results are
-float32.
+The order is fixed: `check_rewards`, `shape_rewards`, `subtract_kl`. Arithmetic is in float64; results are float32,
+and each step refuses a result that does not fit, with its sample.
 """
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import SupportsFloat
 
 import torch
@@ -31,7 +32,7 @@ def check_rewards(
     values = torch.tensor([_as_float(reward) for reward in given], dtype=torch.float64).to(torch.float32)
     bad = (~values.isfinite()).nonzero().flatten().tolist()
     if bad:
-        named = _name((f"'{sample_ids[i]}' ({given[i]!r})" for i in bad[:_NAMED_SAMPLES]), len(bad))
+        named = name_some((f"'{sample_ids[i]}' ({given[i]!r})" for i in bad), len(bad))
         raise RewardError(
             f"rewards that are missing or not finite: {named}; expected one finite number per sample. "
             "Fix the environment's step(), which returned them."
@@ -46,6 +47,7 @@ def shape_rewards(
     cfg: RewardConfig,
     *,
     max_new_tokens: int,
+    sample_ids: Sequence[str] | None = None,
 ) -> torch.Tensor:
     """Return clip(scale * reward + offset) less the soft overlong penalty, (N,) float32.
 
@@ -62,19 +64,53 @@ def shape_rewards(
         finished: (N,) bool; False where a token limit cut the response.
         cfg: The recipe's `grpo.reward`.
         max_new_tokens: The limit on a turn, in tokens.
+        sample_ids: Names for the message; row numbers without them.
 
     Source: DAPO, arXiv:2503.14476, equation 13 (times `overlong_penalty`).
 
     Raises:
         ConfigError: a buffer longer than `max_new_tokens`.
+        RewardError: a reward that is beyond float32 afterwards.
     """
-    shaped = rewards.to(torch.float64) * cfg.scale + cfg.offset
-    if cfg.clip is not None:
-        shaped = shaped.clamp(*cfg.clip)
+    shaped = _scaled(rewards, cfg)
     if cfg.overlong_penalty:
         share = _overlong_share(turn_tokens, finished, cfg, max_new_tokens)
         shaped = shaped - cfg.overlong_penalty * share
-    return shaped.to(torch.float32)
+    return require_finite(
+        shaped, sample_ids, "shaped rewards", "lower grpo.reward.scale and overlong_penalty, or set clip"
+    )
+
+
+def scaled_rewards(
+    rewards: torch.Tensor, cfg: RewardConfig, sample_ids: Sequence[str] | None = None
+) -> torch.Tensor:
+    """Return clip(scale * reward + offset), (N,) float32: rewards by which groups are told apart.
+
+    Raises:
+        RewardError: a reward that is beyond float32 afterwards.
+    """
+    remedy = "lower grpo.reward.scale and offset, or set grpo.reward.clip"
+    return require_finite(_scaled(rewards, cfg), sample_ids, "scaled rewards", remedy)
+
+
+def require_finite(
+    values: torch.Tensor, sample_ids: Sequence[str] | None, what: str, remedy: str
+) -> torch.Tensor:
+    """Return (N,) values as float32.
+
+    Raises:
+        RewardError: some are NaN, infinite or beyond float32; names five samples at most and counts the rest.
+    """
+    single = values.to(torch.float32)
+    bad = (~single.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        given = values.tolist()
+        names = (f"{_label(sample_ids, i)} ({given[i]!r})" for i in bad)
+        raise RewardError(
+            f"{what} that do not fit in float32: {name_some(names, len(bad))}; expected finite numbers up to 3.4e38. "
+            f"{remedy[0].upper()}{remedy[1:]}."
+        )
+    return single
 
 
 def overlong_mask(finished: torch.Tensor, cfg: RewardConfig) -> torch.Tensor:
@@ -101,7 +137,7 @@ def subtract_kl(
         sample_ids: Names for the message; row numbers without them.
 
     Raises:
-        RewardError: `kl_sums` missing, or not finite for some sample.
+        RewardError: `kl_sums` missing, or not finite for some sample; or a reward that is beyond float32 afterwards.
     """
     if not cfg.kl_coefficient:
         return rewards.to(torch.float32)
@@ -112,12 +148,22 @@ def subtract_kl(
         )
     bad = (~kl_sums.isfinite()).nonzero().flatten().tolist()
     if bad:
-        names = (f"'{sample_ids[i]}'" if sample_ids else f"row {i}" for i in bad[:_NAMED_SAMPLES])
+        names = (_label(sample_ids, i) for i in bad)
         raise RewardError(
-            f"KL to the reference policy is not finite for {_name(names, len(bad))}; expected finite "
+            f"KL to the reference policy is not finite for {name_some(names, len(bad))}; expected finite "
             "prev_logprobs and reference_policy_logprobs on generated tokens"
         )
-    return (rewards.to(torch.float64) - cfg.kl_coefficient * kl_sums.to(torch.float64)).to(torch.float32)
+    charged = rewards.to(torch.float64) - cfg.kl_coefficient * kl_sums.to(torch.float64)
+    return require_finite(charged, sample_ids, "rewards less KL", "lower grpo.reward.kl_coefficient")
+
+
+def _scaled(rewards: torch.Tensor, cfg: RewardConfig) -> torch.Tensor:
+    scaled = rewards.to(torch.float64) * cfg.scale + cfg.offset
+    return scaled if cfg.clip is None else scaled.clamp(*cfg.clip)
+
+
+def _label(sample_ids: Sequence[str] | None, row: int) -> str:
+    return f"'{sample_ids[row]}'" if sample_ids else f"row {row}"
 
 
 def _overlong_share(
@@ -146,11 +192,12 @@ def _wrong_count(got: int, sample_ids: Sequence[str]) -> str:
     message = f"got {got} rewards for {len(sample_ids)} samples; expected one per sample"
     missing = sample_ids[got:]
     if missing:
-        names = (f"'{sample_id}'" for sample_id in missing[:_NAMED_SAMPLES])
-        message += f" (none for {_name(names, len(missing))})"
+        names = (f"'{sample_id}'" for sample_id in missing)
+        message += f" (none for {name_some(names, len(missing))})"
     return f"{message}. The environment's step() must return one result per conversation."
 
 
-def _name(names: Iterable[str], total: int) -> str:
-    text = ", ".join(names)
+def name_some(names: Iterable[str], total: int) -> str:
+    """Return the first five `names` at most, and how many of `total` there are more."""
+    text = ", ".join(islice(names, _NAMED_SAMPLES))
     return text if total <= _NAMED_SAMPLES else f"{text} and {total - _NAMED_SAMPLES} more"

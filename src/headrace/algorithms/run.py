@@ -285,6 +285,7 @@ def _warm_up(
             cfg,
             seed=recipe.seed,
             first=progress.warm_start_steps,
+            on_non_finite=recipe.loss.on_non_finite,
             on_progress=_phase_reporter(observer),
             should_stop=stopper.is_set,
         )

@@ -20,7 +20,13 @@ from headrace.algorithms.filtering import complete_batch, select_groups
 from headrace.algorithms.loss.kl import KLKind
 from headrace.algorithms.prompt_stream import PromptStream
 from headrace.algorithms.replay_checks import ReplayWatch
-from headrace.algorithms.rewards import overlong_mask, shape_rewards, subtract_kl
+from headrace.algorithms.rewards import (
+    check_rewards,
+    overlong_mask,
+    require_finite,
+    shape_rewards,
+    subtract_kl,
+)
 from headrace.algorithms.sample_stats import (
     MISMATCH,
     mismatch_stats,
@@ -28,7 +34,8 @@ from headrace.algorithms.sample_stats import (
     sample_stats,
     stats_columns,
 )
-from headrace.algorithms.train_mismatch import MismatchLoss, split_mismatch
+from headrace.algorithms.train_mismatch import MismatchLoss
+from headrace.algorithms.updates import check_finite, update_metrics
 from headrace.config import RecipeConfig
 from headrace.errors import HeadraceError
 from headrace.experience.types import Prompt
@@ -240,6 +247,8 @@ def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
 
     Raises:
         StepInterrupted: `should_stop` turned true before training began; the prompt position is as before.
+        RewardError: a reward or advantage that is not finite, or beyond float32, with its sample.
+        HeadraceError: an update whose loss or gradient is not finite, with `loss.on_non_finite=stop`.
         ReplayError: router replay without effect, with rows used twice or changed on the way, or over its budget.
     """
     recipe, rows = ctx.recipe, ctx.rows
@@ -266,11 +275,13 @@ def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
             # Without a sample that counts, an update would only apply momentum and weight decay.
             trained = rows.train(batch, _loss(ctx)) if scored.sample_mask.any() else None
             if trained is not None:
+                check_finite(trained, recipe.loss.on_non_finite, f"step {step}")
                 replay.check(rows.replay_proofs(), "train")
         samples = _samples(rows, batch, table, scored, recipe.logging.samples_per_step)
         rows.finish(batch)
     traffic = rows.traffic()
-    metrics = {**collected.metrics, **scored.metrics, **_train_metrics(trained), **replay.metrics}
+    updates = update_metrics(trained, recipe.samples_per_step // recipe.policy.train_global_batch_size)
+    metrics = {**collected.metrics, **scored.metrics, **updates, **replay.metrics}
     tokens = int(table.total_tokens.sum())
     return StepResult({**metrics, **traffic.metrics()}, tokens, dict(traffic.by_column), samples)
 
@@ -350,7 +361,9 @@ def _round(
     ctx: StepContext[H], step: int, number: int, prompts: int
 ) -> tuple[H, SampleTable, dict[str, float]]:
     seed = derive_seed(ctx.recipe.seed, "rollout", step, number)
-    return ctx.rows.rollout(ctx.prompts.take(prompts), tag=f"{step}.{number}", seed=seed)
+    rows, table, metrics = ctx.rows.rollout(ctx.prompts.take(prompts), tag=f"{step}.{number}", seed=seed)
+    check_rewards(table.rewards, table.sample_ids)
+    return rows, table, metrics
 
 
 def _collect_filtered(ctx: StepContext[H], step: int) -> Collected[H]:
@@ -407,6 +420,7 @@ def score(
         table.finished,
         grpo.reward,
         max_new_tokens=recipe.generation.max_new_tokens,
+        sample_ids=table.sample_ids,
     )
     rewards = subtract_kl(rewards, stats.get("kl_sum"), grpo.reward, table.sample_ids)
     mask = weights * overlong_mask(table.finished, grpo.reward)
@@ -414,6 +428,7 @@ def score(
     if limit is not None:
         mask = mask * (stats["logprob_error"] <= limit).float()
     result = compute_advantages(rewards, table.group_ids, mask, grpo.advantage)
+    require_finite(result.advantages, table.sample_ids, "advantages", "lower grpo.reward.scale")
     metrics = {
         "reward/mean": float(table.rewards.mean()),
         "reward/std": float(table.rewards.std(unbiased=False)),
@@ -438,18 +453,6 @@ def _stats(recipe: RecipeConfig, rows: Rows[H], batch: H) -> dict[str, torch.Ten
 def _row_stats(data: Mapping[str, Any], *, kl_kind: KLKind) -> dict[str, torch.Tensor]:
     gaps = {f"{MISMATCH}{name}": values for name, values in mismatch_stats(data).items()}
     return {**sample_stats(data, kl_kind=kl_kind), **gaps}
-
-
-def _train_metrics(trained: Mapping[str, Any] | None) -> dict[str, float]:
-    if trained is None:
-        return {"train/skipped": 1.0}
-    own, gaps = split_mismatch(trained["all_mb_metrics"])
-    metrics = {f"train/{name}": float(value) for name, value in own.items()}
-    metrics |= {f"{MISMATCH}{name}": value for name, value in gaps.items()}
-    metrics["train/loss"] = float(trained["loss"])
-    metrics["train/grad_norm"] = float(trained["grad_norm"])
-    metrics["train/flops"] = float(trained["total_flops"])
-    return metrics
 
 
 def _samples(rows: Rows[H], batch: H, table: SampleTable, scored: Scored, count: int) -> list[dict[str, Any]]:

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 
 from headrace.algorithms.loss.nll import NLLLoss
+from headrace.algorithms.updates import OnNonFinite, check_finite
 from headrace.config import OptimizerConfig, PolicyConfig, SchedulerConfig, WarmStartConfig
-from headrace.data_plane.schema import pad_values
+from headrace.data_plane.schema import SAMPLE_ID, pad_values
 from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.columns import object_array
 from headrace.distributed.ragged import offsets_from_lengths, pad_ragged
 from headrace.environments.demonstrations import demonstrations
 from headrace.experience.chat import render_prompt
@@ -27,12 +29,16 @@ def warm_start(
     *,
     seed: int,
     first: int,
+    on_non_finite: OnNonFinite,
     on_progress: Callable[[int, dict[str, float]], None],
     should_stop: Callable[[], bool],
 ) -> int:
     """Take supervised steps `first` to `cfg.steps` - 1; return how many are done in all.
 
     Step i draws its own batch from (seed, i), so a run that stops and goes on sees the same batches.
+
+    Raises:
+        HeadraceError: a loss or gradient that is not finite, with `on_non_finite` "stop".
     """
     loss_fn = NLLLoss()
     for i in range(first, cfg.steps):
@@ -40,6 +46,7 @@ def warm_start(
             return i
         batch = _batch(policy, prompts, cfg, derive_seed(seed, "warm-start", i))
         result = policy.train(batch, loss_fn, gbs=cfg.batch_size)
+        check_finite(result, on_non_finite, f"warm-start step {i + 1}")
         if (i + 1) % _REPORT_EVERY == 0 or i + 1 == cfg.steps:
             on_progress(i + 1, {"loss": float(result["loss"]), "grad_norm": float(result["grad_norm"])})
     return cfg.steps
@@ -78,5 +85,6 @@ def _batch(policy: Policy, prompts: Sequence[Prompt], cfg: WarmStartConfig, seed
             "input_lengths": lengths,
             "token_mask": pad_ragged(torch.cat(masks), offsets, width, pads["token_mask"]),
             "sample_mask": torch.ones(len(rows)),
+            SAMPLE_ID: object_array([prompt.uid for prompt, _ in drawn]),
         }
     )

@@ -30,6 +30,8 @@ INPUT_IDS = "input_ids"
 INPUT_LENGTHS = "input_lengths"
 SAMPLE_MASK = "sample_mask"
 TOKEN_MASK = "token_mask"
+SAMPLE_ID = "sample_id"
+"""Beside the columns of a training batch, never in the store, whose rows are named by it."""
 ROUTED_EXPERTS_FIELD = "routed_experts"
 
 

@@ -28,6 +28,7 @@ from headrace.data_plane.schema import (
     MICRO_BATCH_INDICES,
     MICRO_BATCH_LENGTHS,
     PER_TOKEN_FIELDS,
+    SAMPLE_ID,
     FieldSpec,
     Layout,
     declare,
@@ -36,6 +37,7 @@ from headrace.data_plane.schema import (
 from headrace.data_plane.sharing import share_rows
 from headrace.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from headrace.distributed.collectives import broadcast_columns
+from headrace.distributed.columns import object_array
 from headrace.distributed.ragged import is_nested
 from headrace.errors import DataPlaneError
 from headrace.utils.arguments import names_list
@@ -205,11 +207,17 @@ class TQWorkerMixin:
         mbs: int | None = None,
     ) -> dict[str, Any]:
         """Train on this rank's rows; see the worker's `train`."""
-        return self.train(self._fetch(meta), loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
+        return self.train(self._fetch_named(meta), loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
 
     def train_microbatches_presharded(self, meta: KVBatchMeta, loss_fn: Any, mbs: int | None = None) -> None:
         """Add the gradients of this rank's rows to the open train step; see the worker's split step."""
-        self.train_microbatches(self._fetch(meta), loss_fn, mbs=mbs)
+        self.train_microbatches(self._fetch_named(meta), loss_fn, mbs=mbs)
+
+    def _fetch_named(self, meta: KVBatchMeta) -> Batch:
+        """Return this rank's rows with their ids, by which training names a sample that it cannot use."""
+        data = self._fetch(meta)
+        data[SAMPLE_ID] = object_array(meta.sample_ids)
+        return data
 
     def get_logprobs_presharded(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
         """Compute the policy's logprobs of this rank's rows and write them back as `prev_logprobs`."""

@@ -24,6 +24,8 @@ from headrace.models.generation.interfaces import sampling_params
 from headrace.models.interfaces import GenerationOutput, Generator, SamplingParams
 from headrace.utils.seeding import derive_seed
 
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
 
 @dataclass(frozen=True)
 class RolloutSettings:
@@ -80,7 +82,7 @@ def run_rollouts(
         ConfigError: no prompts, or a prompt that leaves no room for an answer, before anything is generated.
         GenerationError: the generator returns other than one answer per row, each with one finite logprob per
             token.
-        RewardError: the environment returns other than one finite reward per row.
+        RewardError: the environment returns other than one reward per row that fits in float32.
     """
     sampling = replace(
         settings.sampling,
@@ -327,11 +329,10 @@ def _judge(environment: Environment, active: Sequence[Rollout]) -> list[StepResu
     if fault:
         raise RewardError(f"the environment returned results for {fault}")
     for rollout, result in zip(active, results):
-        reward = result.reward
-        if not isinstance(reward, Real) or not np.isfinite(float(reward)):
+        if not _is_float32(result.reward):
             raise RewardError(
-                f"sample '{rollout.sample_id}': the environment returned reward {reward!r} in turn "
-                f"{rollout.turns}; expected a finite number"
+                f"sample '{rollout.sample_id}': the environment returned reward {result.reward!r} in turn "
+                f"{rollout.turns}; expected a finite number that fits in float32"
             )
         if not result.done and not result.observation:
             raise RewardError(
@@ -344,8 +345,20 @@ def _judge(environment: Environment, active: Sequence[Rollout]) -> list[StepResu
 def _credit(active: Sequence[Rollout], results: Sequence[StepResult]) -> None:
     for rollout, result in zip(active, results):
         rollout.reward += float(result.reward)
+        if not _is_float32(rollout.reward):
+            raise RewardError(
+                f"sample '{rollout.sample_id}': the rewards of {rollout.turns} turns add up to {rollout.reward!r}; "
+                "expected a sum that fits in float32"
+            )
         rollout.correct = rollout.correct if result.correct is None else bool(result.correct)
         rollout.metrics.update(result.metrics)
+
+
+def _is_float32(value: object) -> bool:
+    try:
+        return isinstance(value, Real) and abs(float(value)) <= _FLOAT32_MAX  # False for NaN
+    except OverflowError:  # an integer beyond float64
+        return False
 
 
 def _append_observations(

@@ -69,8 +69,11 @@ class ShardedModel:
             # A whole gradient on every rank is averaged, so that rounding cannot drive the ranks apart.
             local.copy_(total if name in self._partial else total / self.topology.tensor_size)
 
-    def gradient_norm(self) -> torch.Tensor:
-        """Return the 2-norm (0-D float32, on the device) of the whole gradient."""
+    def gradient_norm(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the 2-norm of the whole gradient, and the sum of all ranks' `loss`; 0-D float32, on the device.
+
+        In the sum, ranks that hold the same rows count each; it says whether any rank's loss is not finite.
+        """
         whole: list[torch.Tensor] = []
         shared: list[torch.Tensor] = []
         for weight in self.model.parameters():
@@ -81,8 +84,9 @@ class ShardedModel:
         for norms, holders in ((whole, 1), (shared, self.topology.tensor_size)):
             if norms:
                 squares = squares + torch.stack(norms).square().sum() / holders
-        dist.all_reduce(squares)
-        return squares.sqrt()
+        sums = torch.stack([squares, loss.to(squares)])
+        dist.all_reduce(sums)
+        return sums[0].sqrt(), sums[1]
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         """Multiply every gradient by a 0-D `factor`; no collective."""

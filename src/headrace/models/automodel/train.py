@@ -8,16 +8,17 @@ logprobs before and during training are of the same function.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from headrace.data_plane.schema import SAMPLE_MASK, TOKEN_MASK
+from headrace.data_plane.schema import SAMPLE_ID, SAMPLE_MASK, TOKEN_MASK
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.automodel.data import ProcessedMicrobatch
 from headrace.models.automodel.scoring import TokenScorer
 from headrace.models.automodel.sharding import ShardedModel
 from headrace.models.interfaces import LossFn
-from headrace.models.policy.results import combine_metrics
+from headrace.models.policy.results import Outcome, StepResult, combine_metrics
 
 # As torch.nn.utils.clip_grads_with_norm_ has it.
 _CLIP_EPSILON = 1e-6
@@ -28,18 +29,40 @@ Metrics = Mapping[str, torch.Tensor | float]
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What one global batch gave: this rank's share of loss and metrics, and the norm of the whole gradient.
+class _Scored:
+    """A microbatch's loss and logprobs, and those of its columns that tell which row is at fault if one is."""
 
-    `updated` is False where the gradient was not finite: weights and optimizer are then as before the step.
-    """
+    loss: torch.Tensor
+    logprobs: torch.Tensor
+    columns: dict[str, Any]
 
-    loss: float
-    grad_norm: float
-    metrics: dict[str, float]
-    num_microbatches: int
-    tokens: int
-    updated: bool
+    def rows(self) -> dict[str, bool]:
+        """Return the ids of the rows that count, and whether something of theirs is not finite.
+
+        A logprob of -inf is no fault: top-k or top-p excludes the token.
+        """
+        data = self.columns
+        if SAMPLE_ID not in data or SAMPLE_MASK not in data:
+            return {}
+        samples = data[SAMPLE_MASK] > 0
+        bad = torch.zeros_like(samples)
+        for column in (self.logprobs, *(c for n, c in data.items() if n not in (SAMPLE_ID, TOKEN_MASK))):
+            fault = column.isnan() | column.isposinf()
+            if column.shape == self.logprobs.shape and TOKEN_MASK in data:
+                fault = (fault & (data[TOKEN_MASK] > 0))[:, 1:].any(-1)
+            if fault.shape == bad.shape:
+                bad |= fault
+        rows = zip(data[SAMPLE_ID], samples.tolist(), bad.tolist())
+        return {str(sample_id): fault for sample_id, counts, fault in rows if counts}
+
+
+def _telling(data: BatchedDataDict) -> dict[str, Any]:
+    return {
+        name: column
+        for name, column in data.items()
+        if name in (SAMPLE_ID, TOKEN_MASK)
+        or (isinstance(column, torch.Tensor) and column.is_floating_point() and column.dim() <= 2)
+    }
 
 
 @dataclass
@@ -48,20 +71,33 @@ class TrainStep:
 
     global_valid_seqs: torch.Tensor
     global_valid_toks: torch.Tensor
-    losses: list[torch.Tensor] = field(default_factory=list)
+    scored: list[_Scored] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)
     entropies: list[torch.Tensor] = field(default_factory=list)
     """This step's share of the entropy per token, one 0-D tensor per microbatch that has it."""
     tokens: int = 0
 
-    def result(self, grad_norm: float = 0.0, *, updated: bool = False) -> StepResult:
+    @property
+    def loss(self) -> torch.Tensor:
+        """This rank's share of the loss so far, 0-D float32."""
+        losses = [scored.loss for scored in self.scored]
+        return torch.stack(losses).sum() if losses else torch.zeros_like(self.global_valid_toks).float()
+
+    def result(self, grad_norm: float = 0.0, outcome: Outcome = "evaluated") -> StepResult:
         """Return the sums over microbatches, with how the step ended. Waits for the device once."""
-        loss = torch.stack(self.losses).sum() if self.losses else 0.0
         shares = [{"entropy": share} for share in self.entropies]
-        (total,), entropies, own = _fetched([{"loss": loss}], shares, self.metrics)
+        (total,), entropies, own = _fetched([{"loss": self.loss}], shares, self.metrics)
         # A loss's own entropy goes before the scorer's.
         metrics = {**combine_metrics(entropies), **combine_metrics(own)}
-        return StepResult(total["loss"], grad_norm, metrics, len(self.losses), self.tokens, updated)
+        named = self._suspects() if outcome == "not_finite" else ([], [])
+        return StepResult(total["loss"], grad_norm, metrics, len(self.scored), self.tokens, outcome, *named)
+
+    def _suspects(self) -> tuple[list[str], list[str]]:
+        """Return the samples at fault (without any, those of microbatches with a bad loss), and all samples."""
+        parts = [(scored.rows(), bool(scored.loss.isfinite())) for scored in self.scored]
+        faulty = [sample_id for rows, _ in parts for sample_id, fault in rows.items() if fault]
+        nearby = [sample_id for rows, finite in parts if not finite for sample_id in rows]
+        return faulty or nearby, [sample_id for rows, _ in parts for sample_id in rows]
 
 
 def run_microbatches(
@@ -88,33 +124,37 @@ def run_microbatches(
             )
         if backward:
             loss.backward()  # type: ignore[no-untyped-call]
-        step.losses.append(loss.detach().float())
+        step.scored.append(_Scored(loss.detach().float(), scores.logprobs.detach(), _telling(data)))
         step.metrics.append({n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in metrics.items()})
         if scores.entropy is not None and TOKEN_MASK in data:
             step.entropies.append(_entropy_share(scores.entropy, data, step))
 
 
 def apply_gradients(
+    step: TrainStep,
     parameters: Sequence[torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     *,
     max_grad_norm: float | None,
     sharded: ShardedModel | None = None,
-) -> tuple[float, bool]:
-    """Clip to `max_grad_norm`, update and advance the schedule; return the norm before, and whether updated.
+) -> tuple[float, Outcome]:
+    """Clip to `max_grad_norm`, update and advance the schedule; return the norm before, and how it ended.
 
-    A norm that is not finite updates nothing and leaves optimizer and schedule where they are. Gradients are
-    freed either way. The parameters of a `sharded` model have the norm of all ranks' gradients.
+    Only `updated` moves weights, optimizer and schedule; gradients are freed either way. The parameters of a `sharded`
+    model have the norm of all ranks' gradients. Every rank returns the same: norm, tokens and whether some rank's loss
+    is not finite are facts of the whole global batch.
     """
+    loss = step.loss
     if sharded is None:
         total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     else:
         sharded.sum_replicated_gradients()
-        total = sharded.gradient_norm()
-    norm = float(total)
-    updated = math.isfinite(norm)
-    if updated:
+        total, loss = sharded.gradient_norm(loss)
+    facts = [fact.to(total.device, torch.float64) for fact in (total, loss, step.global_valid_toks)]
+    norm, *rest = torch.stack(facts).tolist()
+    outcome = _outcome(norm, *rest)
+    if outcome == "updated":
         if max_grad_norm is not None and sharded is None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, total)
         elif max_grad_norm is not None and sharded is not None:
@@ -122,7 +162,16 @@ def apply_gradients(
         optimizer.step()
         scheduler.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm, updated
+    return norm, outcome
+
+
+def _outcome(norm: float, loss: float, tokens: float) -> Outcome:
+    if tokens <= 0:
+        # A loss may well be 0 / 0 here.
+        return "no_tokens"
+    if not (math.isfinite(norm) and math.isfinite(loss)):
+        return "not_finite"
+    return "updated" if norm > 0 else "no_gradient"
 
 
 def _fetched(*groups: Sequence[Metrics]) -> list[list[dict[str, float]]]:

@@ -29,7 +29,7 @@ from headrace.errors import SchemaError
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.launch import Launcher
 from headrace.models.policy.lm_policy import Policy, RowReducer, TokenBudget, timed
-from headrace.models.policy.results import merge_rows
+from headrace.models.policy.results import collect_steps, merge_rows
 from headrace.utils.timer import Timer
 
 
@@ -197,8 +197,7 @@ class TQPolicy(Policy):
 
     def finish_train_step(self) -> dict[str, Any]:
         """Update the weights; returns what `train_from_meta` returns."""
-        steps = self.workers.run_all("finish_train_step")
-        results = [{"loss": [s.loss], "grad_norm": [s.grad_norm], "metrics": [s.metrics]} for s in steps]
+        results = [collect_steps([step]) for step in self.workers.run_all("finish_train_step")]
         return self._finish_train(results, self._open_lengths)
 
     def abort_train_step(self) -> None:

@@ -29,13 +29,9 @@ from headrace.models.automodel.setup import (
 )
 from headrace.models.automodel.sharded_checkpoint import SHARDED, export_model, load_shards, save_shards
 from headrace.models.automodel.sharding import ShardedModel
-from headrace.models.automodel.train import (
-    StepResult,
-    TrainStep,
-    apply_gradients,
-    run_microbatches,
-)
+from headrace.models.automodel.train import TrainStep, apply_gradients, run_microbatches
 from headrace.models.interfaces import LossFn
+from headrace.models.policy.results import Outcome, StepResult, collect_steps
 from headrace.models.router_replay.proof import ReplayProof
 
 Batch = BatchedDataDict
@@ -134,10 +130,9 @@ class AutomodelPolicyWorker(TQWorkerMixin):
 
         Returns:
             Per global batch: `loss` (float64 tensor, this rank's share), `grad_norm` (float64 tensor, of the
-            whole gradient before clipping; 0 in `eval_mode`) and `metrics` (list of dicts, this rank's
-            shares: the loss's own, `entropy`, `lr`, and `grad_norm_nonfinite`, 1 where the gradient was not
-            finite and weights and optimizer stayed as they were). Over all: `num_microbatches` and `tokens`
-            of this rank.
+            whole gradient before clipping; 0 in `eval_mode`), `metrics` (list of dicts, this rank's
+            shares: the loss's own, `entropy` and `lr`), and the lists `outcomes`, `suspects` and `sample_ids` (see
+            `StepResult`). Over all: `num_microbatches` and `tokens` of this rank.
 
         Raises:
             ConfigError: rows that do not divide into global batches or microbatches.
@@ -155,7 +150,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
                 results.append(self._close_step() if eval_mode else self.finish_train_step())
             finally:
                 self.abort_train_step()
-        return _collect(results)
+        return collect_steps(results)
 
     def begin_train_step(self, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor) -> None:
         """Open a step over a global batch of this many valid sequences and tokens (0-D each)."""
@@ -186,21 +181,21 @@ class AutomodelPolicyWorker(TQWorkerMixin):
 
     def finish_train_step(self) -> StepResult:
         """Sum gradients over ranks, clip, update the weights, and close the step."""
-        self._open_step()
+        step = self._open_step()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         lr = float(self.scheduler.get_last_lr()[0])
-        norm, updated = apply_gradients(
+        norm, outcome = apply_gradients(
+            step,
             parameters,
             self.optimizer,
             self.scheduler,
             max_grad_norm=self.cfg.max_grad_norm,
             sharded=self._sharded,
         )
-        self.weight_version += int(updated)
-        result = self._close_step(norm, updated=updated)
+        result = self._close_step(norm, outcome)
+        self.weight_version += int(result.updated)
         # Metrics are shares that are summed over ranks.
         result.metrics["lr"] = lr / self.dp_size
-        result.metrics["grad_norm_nonfinite"] = float(not updated) / self.dp_size
         return result
 
     def abort_train_step(self) -> None:
@@ -215,8 +210,8 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             raise HeadraceError("no train step is open; call begin_train_step first")
         return self._step
 
-    def _close_step(self, norm: float = 0.0, *, updated: bool = False) -> StepResult:
-        result = self._open_step().result(norm, updated=updated)
+    def _close_step(self, norm: float = 0.0, outcome: Outcome = "evaluated") -> StepResult:
+        result = self._open_step().result(norm, outcome)
         self._step = None
         return result
 
@@ -411,13 +406,3 @@ def _portions(data: Batch, mbs: int) -> Iterator[tuple[int, Batch, Sequence[Sequ
         yield 0, data.slice(0, full), [(i, i + mbs) for i in range(0, full, mbs)]
     if full < data.size:
         yield full, data.slice(full, data.size), [(0, data.size - full)]
-
-
-def _collect(results: Sequence[StepResult]) -> dict[str, Any]:
-    return {
-        "loss": torch.tensor([r.loss for r in results], dtype=torch.float64),
-        "grad_norm": torch.tensor([r.grad_norm for r in results], dtype=torch.float64),
-        "metrics": [r.metrics for r in results],
-        "num_microbatches": sum(r.num_microbatches for r in results),
-        "tokens": sum(r.tokens for r in results),
-    }
