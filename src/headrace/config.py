@@ -92,7 +92,7 @@ class OptimizerConfig(Section):
 
     lr: PositiveFloat = 1e-6
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
+    eps: Annotated[float, Field(ge=1e-20)] = 1e-8  # less divides by what float32 rounds to 0
     weight_decay: NonNegativeFloat = 0.01
 
 
@@ -320,11 +320,15 @@ class RewardConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """DAPO: drop groups whose rewards are all equal and refill the batch with new prompts."""
+    """DAPO: drop groups of equal rewards (scaled and clipped, before KL and penalty) and refill with new prompts.
+
+    `reward/mean` and the metrics of rollouts are of all samples drawn, `reward/kept_mean` is of those that train.
+    """
 
     enabled: bool = False
     max_refills: PositiveInt = 10
-    """Rollout rounds per step at most; then the step trains on the groups it has."""
+    """Rollout rounds per step at most, each of as many prompts as the share of useful groups so far asks for and a
+    batch has; then the step trains on the groups it has."""
 
 
 class LossConfig(Section):

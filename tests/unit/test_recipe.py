@@ -109,6 +109,10 @@ MISTAKES = {
     "no key": ("=3", ["override '=3'", "expected key=value"]),
     "an empty part in a key": ("policy..workers=3", ["override 'policy..workers=3'"]),
     "a value that is not YAML": ("run_dir=@x", ["override 'run_dir=@x'", "put the value in quotes"]),
+    "an epsilon that float32 lacks": (
+        "policy.optimizer.eps=1e-50",
+        ["policy.optimizer.eps=1e-50", "greater than or equal"],
+    ),
     "an unfinished list": ("policy.optimizer.betas=[1", ["override 'policy.optimizer.betas=[1'"]),
     "an interpolation of nothing": ("run_dir=${nope}", ["run_dir: Interpolation key 'nope' not found"]),
     "two sources of weights": ("policy.model.path=x", ["policy.model", "exactly one of", "path, config"]),

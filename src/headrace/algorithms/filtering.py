@@ -88,7 +88,7 @@ def select_groups(
     d dropped, and nothing is missing. Without c and d, a is kept, b is spare, and one group is missing.
 
     Args:
-        rewards: Rewards as the environment gave them, or shaped ones, one per row.
+        rewards: Scaled and clipped rewards (`rewards.scaled_rewards`), one per row.
         group_keys: The group of each row; all groups have the same number of rows.
         needed: Groups of a full batch.
         valid: False for a row that will be masked out of the loss; it does not make its group vary.
@@ -110,6 +110,17 @@ def select_groups(
         zero_variance_groups=len(equal),
         surplus_groups=len(varied[needed:]),
     )
+
+
+def refill_groups(missing: int, *, useful: int, drawn: int, most: int) -> int:
+    """Return how many groups to draw so that about `missing` of them train, `most` at most.
+
+    Of `drawn` groups so far, `useful` ones had rewards that differ; without any, as many as there is room for.
+
+    >>> refill_groups(2, useful=4, drawn=16, most=16), refill_groups(2, useful=0, drawn=16, most=16)
+    (8, 16)
+    """
+    return min(most, -(-missing * drawn // useful)) if useful else most
 
 
 def complete_batch(

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from headrace.algorithms.step import SampleTable, Traffic
+from headrace.algorithms.sample_table import SampleTable
+from headrace.algorithms.step import Traffic
 from headrace.data_plane.schema import SAMPLE_ID, pad_values
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.columns import object_array
@@ -74,7 +75,7 @@ class InMemoryRows:
         finally:
             self._generator.release()
         table = SampleTable.from_values(per_sample_values(batch.rollouts))
-        return MemoryBatch(batch.rollouts), table, {**batch.metrics, **batch.generation_metrics}
+        return MemoryBatch(batch.rollouts), table, batch.generation_metrics
 
     def keep(self, rows: MemoryBatch, indices: Sequence[int]) -> MemoryBatch:
         """Return the samples at `indices`."""

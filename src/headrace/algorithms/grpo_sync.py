@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from headrace.algorithms.rollout_worker import Rollouts
-from headrace.algorithms.step import SampleTable, Traffic
+from headrace.algorithms.sample_table import SampleTable
+from headrace.algorithms.step import Traffic
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.worker_mixin import bytes_moved
 from headrace.errors import DataPlaneError, HeadraceError
@@ -54,13 +55,12 @@ class DataPlaneRows:
         self, prompts: Sequence[Prompt], *, tag: str, seed: int
     ) -> tuple[KVBatchMeta, SampleTable, dict[str, float]]:
         """Have the actor roll out and put; only metadata and per-sample numbers come back."""
-        meta, carry, rollout_metrics, generation_metrics = self._rollouts.rollout_to_tq(
+        meta, carry, _, generation_metrics = self._rollouts.rollout_to_tq(
             {"prompts": prompts, "seed": seed, "tag": tag},
             partition_id=self._policy.tq_partition_id,
             group_size=self._group_size,
         )
-        table = SampleTable.from_values(carry)
-        return meta, table, {**rollout_metrics, **generation_metrics}
+        return meta, SampleTable.from_values(carry), generation_metrics
 
     def keep(self, rows: KVBatchMeta, indices: Sequence[int]) -> KVBatchMeta:
         """Clear all other rows from the store, so that filtered samples never pile up."""

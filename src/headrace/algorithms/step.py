@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from headrace.algorithms.advantages import compute_advantages
-from headrace.algorithms.filtering import complete_batch, select_groups
+from headrace.algorithms.filtering import complete_batch, refill_groups, select_groups, zero_variance_rows
 from headrace.algorithms.loss.kl import KLKind
 from headrace.algorithms.prompt_stream import PromptStream
 from headrace.algorithms.replay_checks import ReplayWatch
@@ -24,6 +24,7 @@ from headrace.algorithms.rewards import (
     check_rewards,
     overlong_mask,
     require_finite,
+    scaled_rewards,
     shape_rewards,
     subtract_kl,
 )
@@ -34,10 +35,12 @@ from headrace.algorithms.sample_stats import (
     sample_stats,
     stats_columns,
 )
+from headrace.algorithms.sample_table import SampleTable
 from headrace.algorithms.train_mismatch import MismatchLoss
 from headrace.algorithms.updates import check_finite, update_metrics
 from headrace.config import RecipeConfig
 from headrace.errors import HeadraceError
+from headrace.experience.metrics import combine_calls
 from headrace.experience.types import Prompt
 from headrace.models.interfaces import LossFn
 from headrace.models.router_replay.proof import ReplayProof
@@ -49,82 +52,6 @@ H = TypeVar("H")
 
 class StepInterrupted(HeadraceError):
     """The user asked to stop, and the step ended at a point where no weight has changed."""
-
-
-@dataclass
-class SampleTable:
-    """What the driver knows of N samples: a few values per sample, no tensor per token."""
-
-    sample_ids: list[str]
-    uids: list[str]
-    rewards: torch.Tensor
-    """(N,) float32, as the environment gave them."""
-    finished: torch.Tensor
-    """(N,) bool; False where the token limit cut the answer."""
-    response_tokens: torch.Tensor
-    """(N,) int64, of all turns."""
-    longest_turn_tokens: torch.Tensor
-    """(N,) int64."""
-    total_tokens: torch.Tensor
-    """(N,) int64, prompt included."""
-    routes_missing: torch.Tensor
-    """(N,) float32: share of rows without a recorded route."""
-    routes_digest: torch.Tensor
-    """(N,) int64 content hashes of the recorded routes; 0 without."""
-
-    def __len__(self) -> int:
-        return len(self.sample_ids)
-
-    @property
-    def group_ids(self) -> torch.Tensor:
-        """(N,) int64: equal for samples of the same prompt, numbered by first appearance."""
-        numbers: dict[str, int] = {}
-        return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in self.uids], dtype=torch.int64)
-
-    @staticmethod
-    def from_values(values: Mapping[str, Any]) -> "SampleTable":
-        """Return the table of what `experience.flatten.per_sample_values` gives."""
-        return SampleTable(
-            list(values["sample_id"]),
-            list(values["uid"]),
-            values["reward"],
-            values["finished"],
-            values["response_tokens"],
-            values["longest_turn_tokens"],
-            values["total_tokens"],
-            values["routes_missing"],
-            values["routes_digest"],
-        )
-
-    def select(self, indices: Sequence[int]) -> "SampleTable":
-        """Return the samples at `indices`, in that order."""
-        at = torch.as_tensor(list(indices), dtype=torch.int64)
-        return SampleTable(
-            [self.sample_ids[i] for i in indices],
-            [self.uids[i] for i in indices],
-            self.rewards[at],
-            self.finished[at],
-            self.response_tokens[at],
-            self.longest_turn_tokens[at],
-            self.total_tokens[at],
-            self.routes_missing[at],
-            self.routes_digest[at],
-        )
-
-    @staticmethod
-    def join(parts: Sequence["SampleTable"]) -> "SampleTable":
-        """Return the samples of all parts, in order."""
-        return SampleTable(
-            [i for p in parts for i in p.sample_ids],
-            [u for p in parts for u in p.uids],
-            torch.cat([p.rewards for p in parts]),
-            torch.cat([p.finished for p in parts]),
-            torch.cat([p.response_tokens for p in parts]),
-            torch.cat([p.longest_turn_tokens for p in parts]),
-            torch.cat([p.total_tokens for p in parts]),
-            torch.cat([p.routes_missing for p in parts]),
-            torch.cat([p.routes_digest for p in parts]),
-        )
 
 
 @dataclass(frozen=True)
@@ -164,7 +91,11 @@ class Rows(Protocol, Generic[H]):
     def rollout(
         self, prompts: Sequence[Prompt], *, tag: str, seed: int
     ) -> tuple[H, SampleTable, dict[str, float]]:
-        """Sample `group_size` answers per prompt; `tag` makes the ids unique within the run."""
+        """Sample `group_size` answers per prompt; `tag` makes the ids unique within the run.
+
+        Returns:
+            The rows, what the driver knows of them, and what the generator's calls report.
+        """
         ...
 
     def keep(self, rows: H, indices: Sequence[int]) -> H:
@@ -352,8 +283,8 @@ def collect(ctx: StepContext[H], step: int) -> Collected[H]:
     """Roll out until the step has its groups; without dynamic sampling that is one round."""
     grpo = ctx.recipe.grpo
     if not grpo.dynamic_sampling.enabled:
-        rows, table, metrics = _round(ctx, step, 0, grpo.num_prompts_per_step)
-        return Collected(rows, table, torch.ones(len(table)), metrics)
+        rows, table, calls = _round(ctx, step, 0, grpo.num_prompts_per_step)
+        return Collected(rows, table, torch.ones(len(table)), {**table.drawn_metrics(), **calls})
     return _collect_filtered(ctx, step)
 
 
@@ -367,33 +298,54 @@ def _round(
 
 
 def _collect_filtered(ctx: StepContext[H], step: int) -> Collected[H]:
-    """Dynamic sampling: after each round clear what does not train, then roll out as many prompts as are missing.
+    """Dynamic sampling: after each round clear what does not train, then roll out what is likely to fill the batch.
 
-    After `max_refills` rounds the batch is filled with groups of equal rewards, of weight 0.
+    After `max_refills` rounds the batch is filled with groups of equal rewards, of weight 0. Metrics are of all rounds.
     """
     grpo = ctx.recipe.grpo
     needed = grpo.num_prompts_per_step
-    rows, table, metrics = _round(ctx, step, 0, needed)
-    drawn, rounds = needed, 1
+    rows, table, calls = _round(ctx, step, 0, needed)
+    drawn, all_calls = [table], [calls]
     while True:
-        valid = overlong_mask(table.finished, grpo.reward).bool().tolist()
-        chosen = select_groups(table.rewards.tolist(), table.uids, needed=needed, valid=valid)
-        if chosen.is_complete or rounds == grpo.dynamic_sampling.max_refills:
+        chosen = select_groups(**_compared(ctx.recipe, table), needed=needed)
+        if chosen.is_complete or len(drawn) == grpo.dynamic_sampling.max_refills:
             break
         held = sorted([*chosen.keep, *chosen.spare])
         rows, table = ctx.rows.keep(rows, held), table.select(held)
-        more, more_table, _ = _round(ctx, step, rounds, chosen.missing_groups)
-        rows, table = ctx.rows.join([rows, more]), SampleTable.join([table, more_table])
-        drawn, rounds = drawn + chosen.missing_groups, rounds + 1
+        # Those held fill one batch at most, and the partition has room for another.
+        more = refill_groups(chosen.missing_groups, most=needed, **_counted(ctx.recipe, drawn))
+        new_rows, new_table, calls = _round(ctx, step, len(drawn), more)
+        drawn, all_calls = [*drawn, new_table], [*all_calls, calls]
+        rows, table = ctx.rows.join([rows, new_rows]), SampleTable.join([table, new_table])
     batch = complete_batch(chosen.keep, chosen.spare, table.uids, needed=needed)
+    counts = _counted(ctx.recipe, drawn)
     metrics = {
-        **metrics,
-        "dynamic_sampling/rounds": float(rounds),
-        "dynamic_sampling/useful_share": (needed - chosen.missing_groups) / drawn,
+        **SampleTable.join(drawn).drawn_metrics(),
+        **combine_calls(all_calls),
+        "dynamic_sampling/rounds": float(len(drawn)),
+        "dynamic_sampling/varied_share": counts["useful"] / counts["drawn"],
+        "dynamic_sampling/useful_share": (needed - chosen.missing_groups) / counts["drawn"],
     }
     return Collected(
         ctx.rows.keep(rows, batch.rows), table.select(batch.rows), torch.tensor(batch.weights), metrics
     )
+
+
+def _compared(recipe: RecipeConfig, table: SampleTable) -> dict[str, Any]:
+    """Return what tells useful groups from others: scaled and clipped rewards, and who counts in the loss."""
+    reward, replay = recipe.grpo.reward, recipe.policy.router_replay
+    valid = overlong_mask(table.finished, reward).bool()
+    if replay.enabled and replay.on_excess == "mask":
+        valid &= table.routes_missing <= replay.max_missing_share
+    rewards = scaled_rewards(table.rewards, reward, table.sample_ids)
+    return {"rewards": rewards.tolist(), "group_keys": table.uids, "valid": valid.tolist()}
+
+
+def _counted(recipe: RecipeConfig, drawn: Sequence[SampleTable]) -> dict[str, int]:
+    """Return how many groups were drawn, and how many of them have rewards that differ."""
+    group_size = recipe.grpo.num_generations_per_prompt
+    equal = [row for table in drawn for row in zero_variance_rows(**_compared(recipe, table))]
+    return {"useful": equal.count(False) // group_size, "drawn": len(equal) // group_size}
 
 
 # Scoring.
@@ -429,13 +381,11 @@ def score(
         mask = mask * (stats["logprob_error"] <= limit).float()
     result = compute_advantages(rewards, table.group_ids, mask, grpo.advantage)
     require_finite(result.advantages, table.sample_ids, "advantages", "lower grpo.reward.scale")
-    metrics = {
-        "reward/mean": float(table.rewards.mean()),
-        "reward/std": float(table.rewards.std(unbiased=False)),
-        "reward/shaped_mean": float(rewards.mean()),
-        "sample_mask/mean": float(mask.mean()),
-        **result.metrics,
-    }
+    metrics = {"sample_mask/mean": float(mask.mean()), **result.metrics}
+    kept = weights > 0
+    if kept.any():
+        metrics["reward/kept_mean"] = float(table.rewards[kept].mean())
+        metrics["reward/shaped_mean"] = float(rewards[kept].mean())
     if "logprob_error" in stats:
         metrics["logprob_error/mean"] = float(stats["logprob_error"].mean())
     gaps = {n.removeprefix(MISMATCH): v for n, v in stats.items() if n.startswith(MISMATCH)}

@@ -39,6 +39,7 @@ PER_SAMPLE_KEYS = (
     "weight_version",
     "routes_missing",
     "routes_digest",
+    "metrics",
 )
 """What `per_sample_values` returns."""
 
@@ -126,7 +127,8 @@ def per_sample_values(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor | l
     the dataset; `group` numbers the groups from 0 by first appearance. `prompt_tokens` counts the tokens
     before the first generated one, `response_tokens` the generated ones of all turns,
     `longest_turn_tokens` those of the longest, `total_tokens` the whole row. `correct` is None where there is no
-    verdict. `routes_missing` and `routes_digest` are those of `rollout_routes.route_facts`.
+    verdict; `metrics` are the environment's own, by name. `routes_missing` and `routes_digest` are those of
+    `rollout_routes.route_facts`.
     """
     uids = [group_uid(r) for r in rollouts]
     numbers = {uid: number for number, uid in enumerate(dict.fromkeys(uids))}
@@ -148,6 +150,7 @@ def per_sample_values(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor | l
         "weight_version": _int64(r.weight_version for r in rollouts),
         "routes_missing": missing,
         "routes_digest": digests,
+        "metrics": [r.metrics for r in rollouts],
     }
 
 

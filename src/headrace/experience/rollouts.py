@@ -7,7 +7,7 @@ All rows that are still active take a turn together: one `generate` and one `ste
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from numbers import Real
 
@@ -18,6 +18,7 @@ from headrace.config import RecipeConfig
 from headrace.environments.interfaces import Environment, StepResult
 from headrace.errors import ConfigError, GenerationError, RewardError
 from headrace.experience.chat import ChatTokenizer, decode_answers, render_observation, render_prompt
+from headrace.experience.metrics import ANSWERS, NEW_TOKENS, SECONDS, combine_calls, rollout_metrics
 from headrace.experience.rollout_routes import append_routes, check_recorded
 from headrace.experience.types import Message, Prompt, Rollout
 from headrace.models.generation.interfaces import sampling_params
@@ -104,7 +105,7 @@ def run_rollouts(
         active = [] if is_last else _append_observations(active, results, tokenizer, settings)
         if not active:
             break
-    return RolloutBatch(rollouts, rollout_metrics(rollouts), _generation_metrics(calls))
+    return RolloutBatch(rollouts, _metrics(rollouts), combine_calls([call.metrics() for call in calls]))
 
 
 def check_prompts(tokenizer: ChatTokenizer, environment: Environment, *, max_total_tokens: int) -> None:
@@ -152,28 +153,9 @@ def group_uid(rollout: Rollout) -> str:
     return rollout.sample_id.removesuffix(f"_g{rollout.group_index}")
 
 
-def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return what is worth plotting; `rollout/accuracy` is over samples with a verdict, if there are any."""
-    rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
-    lengths = np.array([r.response_tokens for r in rollouts])
-    metrics = {
-        "rollout/reward_mean": float(rewards.mean()),
-        "rollout/reward_std": float(rewards.std()),
-        "rollout/reward_min": float(rewards.min()),
-        "rollout/reward_max": float(rewards.max()),
-        "rollout/response_tokens_mean": float(lengths.mean()),
-        "rollout/response_tokens_max": float(lengths.max()),
-        "rollout/cut_share": float(np.mean([not r.finished for r in rollouts])),
-        "rollout/turns_mean": float(np.mean([r.turns for r in rollouts])),
-    }
-    verdicts = [r.correct for r in rollouts if r.correct is not None]
-    if verdicts:
-        metrics["rollout/accuracy"] = float(np.mean(verdicts))
-    for name in sorted({name for r in rollouts for name in r.metrics}):
-        metrics[f"environment/{name}"] = float(
-            np.mean([r.metrics[name] for r in rollouts if name in r.metrics])
-        )
-    return metrics
+def _metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    names = ("reward", "response_tokens", "finished", "turns", "correct", "metrics")
+    return rollout_metrics({name: [getattr(r, name) for r in rollouts] for name in names})
 
 
 def _open_samples(
@@ -221,10 +203,18 @@ class _Call:
     output: GenerationOutput
     seconds: float
     prompt_tokens: int
-    new_tokens: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.new_tokens = sum(map(len, self.output.token_ids))
+    def metrics(self) -> dict[str, float]:
+        """Return the cost of the call, and the generator's own metrics."""
+        own = {f"generator/{name}": value for name, value in self.output.metrics.items()}
+        return {
+            "generation/calls": 1.0,
+            ANSWERS: float(len(self.output.token_ids)),
+            "generation/prompt_tokens": float(self.prompt_tokens),
+            NEW_TOKENS: float(sum(map(len, self.output.token_ids))),
+            SECONDS: self.seconds,
+            **own,
+        }
 
 
 def _generate(generator: Generator, active: Sequence[Rollout], params: SamplingParams, seed: int) -> _Call:
@@ -298,24 +288,6 @@ def _append_answers(
             append_routes(rollout, routes)
     for rollout, text in zip(active, decode_answers(tokenizer, output.token_ids, sampling.stop_token_ids)):
         rollout.messages.append(Message("assistant", text))
-
-
-def _generation_metrics(calls: Sequence[_Call]) -> dict[str, float]:
-    """Return the cost of all calls, and the generator's own metrics (max, min or mean of calls, by name)."""
-    seconds = sum(call.seconds for call in calls)
-    new_tokens = sum(call.new_tokens for call in calls)
-    metrics = {
-        "generation/calls": float(len(calls)),
-        "generation/prompt_tokens": float(sum(call.prompt_tokens for call in calls)),
-        "generation/new_tokens": float(new_tokens),
-        "generation/seconds": seconds,
-        "rollout/tokens_per_s": new_tokens / max(seconds, 1e-9),
-    }
-    for name in sorted({name for call in calls for name in call.output.metrics}):
-        values = [call.output.metrics[name] for call in calls if name in call.output.metrics]
-        combine = {"_max": np.max, "_min": np.min}.get(name[-4:], np.mean)
-        metrics[f"generator/{name}"] = float(combine(values))
-    return metrics
 
 
 # Judging.

@@ -1,0 +1,65 @@
+"""Metrics of samples and of the generator's calls, each from all that were drawn: over turns, and over rounds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+ANSWERS, NEW_TOKENS, SECONDS = "generation/answers", "generation/new_tokens", "generation/seconds"
+TOKENS_PER_S = "rollout/tokens_per_s"
+_SUMS = ("_tokens", "_bytes", "_ms", "_s", "/calls", "/answers", "/seconds")
+_EXTREMES: dict[str, Callable[[Any], Any]] = {"_max": np.max, "_min": np.min}
+
+
+def rollout_metrics(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return what is worth plotting of N samples; `rollout/accuracy` is over those with a verdict, if there are any.
+
+    Args:
+        values: Columns of N: `reward`, `response_tokens`, `finished`, `turns`, `correct` (None: no verdict) and
+            `metrics` (the environment's own, by name), as in `flatten.per_sample_values`.
+    """
+    rewards = np.array(values["reward"], dtype=np.float64)
+    lengths = np.array(values["response_tokens"])
+    metrics = {
+        "rollout/reward_mean": float(rewards.mean()),
+        "rollout/reward_std": float(rewards.std()),
+        "rollout/reward_min": float(rewards.min()),
+        "rollout/reward_max": float(rewards.max()),
+        "rollout/response_tokens_mean": float(lengths.mean()),
+        "rollout/response_tokens_max": float(lengths.max()),
+        "rollout/cut_share": float(np.mean([not finished for finished in values["finished"]])),
+        "rollout/turns_mean": float(np.array(values["turns"]).mean()),
+    }
+    verdicts = [correct for correct in values["correct"] if correct is not None]
+    if verdicts:
+        metrics["rollout/accuracy"] = float(np.mean(verdicts))
+    for name in sorted({name for own in values["metrics"] for name in own}):
+        metrics[f"environment/{name}"] = float(
+            np.mean([own[name] for own in values["metrics"] if name in own])
+        )
+    return metrics
+
+
+def combine_calls(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of several calls of a generator, or of several rounds of calls, as those of one.
+
+    By the end of a name: `_max` and `_min` are the greatest and the least; counts, bytes and times are sums; a rate
+    (`_per_s`) is weighted by seconds, anything else by answers. `rollout/tokens_per_s` is all tokens by all seconds.
+
+    Args:
+        parts: Metrics of each, `ANSWERS`, `NEW_TOKENS` and `SECONDS` among them.
+    """
+    combined = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        having = [part for part in parts if name in part]
+        values = np.array([part[name] for part in having], dtype=np.float64)
+        if name[-4:] in _EXTREMES:
+            value = _EXTREMES[name[-4:]](values)
+        elif name.endswith(_SUMS) and not name.endswith("_per_s"):
+            value = values.sum()
+        else:
+            weights = np.array([part[SECONDS if name.endswith("_per_s") else ANSWERS] for part in having])
+            value = (values * weights).sum() / max(weights.sum(), 1e-9)
+        combined[name] = float(value)
+    combined[TOKENS_PER_S] = combined[NEW_TOKENS] / max(combined[SECONDS], 1e-9)
+    return combined
