@@ -21,6 +21,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import headrace
+from headrace.algorithms.observer import BEST_BY
 from headrace.bench import (
     bench_table,
     choose,
@@ -206,7 +207,7 @@ def evaluate(
         ),
     ] = None,
 ) -> None:
-    """Measure accuracy on the held-out prompts, greedy and sampled.
+    """Measure accuracy and mean reward on the held-out prompts, greedy and sampled.
 
     \b
     Examples:
@@ -237,7 +238,7 @@ def _find_checkpoint(recipe: RecipeConfig, run: RunDirectory, wanted: str) -> Ch
     manager = CheckpointManager(
         run.checkpoints_dir,
         keep_top_k=None,
-        metric=recipe.checkpointing.metric,
+        metric=recipe.checkpointing.metric or BEST_BY,
         higher_is_better=recipe.checkpointing.higher_is_better,
     )
     found = manager.best() if wanted == "best" else manager.latest()

@@ -21,6 +21,9 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Pair = Annotated[tuple[float, float], Field(strict=False)]
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 Integers = Annotated[tuple[int, ...], Field(strict=False)]
+ValidationMetric = Literal[
+    "validation/accuracy", "validation/sampled_accuracy", "validation/reward", "validation/sampled_reward"
+]
 
 
 class Section(BaseModel):
@@ -320,10 +323,7 @@ class RewardConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """DAPO: drop groups of equal rewards (scaled and clipped, before KL and penalty) and refill with new prompts.
-
-    `reward/mean` and the metrics of rollouts are of all samples drawn, `reward/kept_mean` is of those that train.
-    """
+    """DAPO: drop groups of equal rewards (scaled and clipped, before KL and penalty) and refill with new prompts."""
 
     enabled: bool = False
     max_refills: PositiveInt = 10
@@ -350,8 +350,7 @@ class LossConfig(Section):
     max_sequence_logprob_error: PositiveFloat | None = None
     """Mask samples whose mean exp|train - generation logprob| exceeds this."""
     on_non_finite: Literal["stop", "skip_step"] = "stop"
-    """A loss or gradient norm that is not finite never updates the weights. `stop`: it ends the run, with step and
-    samples named. `skip_step`: the run goes on, and `train/nonfinite_updates` counts the updates left out."""
+    """A loss or gradient that is not finite never updates; it ends the run, or is counted (train/nonfinite_updates)."""
     force_on_policy_ratio: bool = False
     """Take the ratio as exactly 1 with a live gradient, so that no prev-logprobs are computed."""
 
@@ -470,8 +469,8 @@ class CheckpointingConfig(Section):
     enabled: bool = True
     save_period: PositiveInt = 50
     keep_top_k: PositiveInt | None = 2
-    metric: Literal["validation/accuracy", "validation/sampled_accuracy"] = "validation/accuracy"
-    """What the best checkpoint is best at; the second needs `validation.sampled`."""
+    metric: ValidationMetric | None = None
+    """What the best checkpoint is best at. None: accuracy, or reward where the environment gives no verdicts."""
     higher_is_better: bool = True
     save_optimizer: bool = True
 
@@ -585,10 +584,10 @@ class RecipeConfig(Section):
                 f"data_plane.storage_capacity={self.data_plane.storage_capacity} cannot hold the {held} samples "
                 "of a step; raise it"
             )
-        if self.checkpointing.metric.endswith("sampled_accuracy") and not self.validation.sampled:
+        if "/sampled_" in (metric := self.checkpointing.metric or "") and not self.validation.sampled:
             raise ValueError(
-                f"checkpointing.metric={self.checkpointing.metric} is not measured with validation.sampled=false; "
-                "switch it on, or choose validation/accuracy"
+                f"checkpointing.metric={metric} is not measured with validation.sampled=false; switch it on, or choose "
+                f"{metric.replace('sampled_', '')}"
             )
         mbs = self.policy.train_micro_batch_size * self.policy.replicas
         fixed = self.policy.has_fixed_microbatches

@@ -14,10 +14,8 @@ from rich.text import Text
 
 from headrace.algorithms.observer import (
     GRAD_NORM,
-    GREEDY_ACCURACY,
     LOSS,
     REWARD,
-    SAMPLED_ACCURACY,
     TOKENS_PER_S,
     StepRecord,
 )
@@ -27,6 +25,7 @@ from headrace.run_tables import (
     format_clock,
     format_number,
     format_seconds,
+    held_out,
     in_step_order,
 )
 
@@ -150,9 +149,9 @@ def _metric_rows(state: RunState) -> Table:
         grid.add_row(name, format_number(value))
     if state.validation is not None:
         step, values = state.validation
-        for name, label in ((GREEDY_ACCURACY, "greedy"), (SAMPLED_ACCURACY, "sampled")):
-            if name in values:
-                grid.add_row(f"{label} accuracy", f"{values[name]:.1%}", Text(f"step {step}", style="dim"))
+        kind, texts = held_out(values)
+        for how, text in texts.items():
+            grid.add_row(f"{how} {kind}", text, Text(f"step {step}", style="dim"))
     if state.last is not None and state.last.bytes_by_column:
         in_step = sum(state.last.bytes_by_column.values())
         in_all = sum(state.totals.column_bytes.values())

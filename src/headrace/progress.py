@@ -11,16 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from headrace.algorithms.observer import (
-    GREEDY_ACCURACY,
-    REWARD,
-    SAMPLED_ACCURACY,
-    TOKENS_PER_S,
-    RunObserver,
-    StepRecord,
-)
+from headrace.algorithms.observer import REWARD, TOKENS_PER_S, RunObserver, StepRecord
 from headrace.live_view import Pace, RunState, render
-from headrace.run_tables import format_clock, format_number, format_seconds, summary_table
+from headrace.run_tables import format_clock, format_number, format_seconds, held_out, summary_table
 from headrace.utils.interrupt import tell_stderr
 from headrace.utils.run_directory import RunDirectory
 
@@ -105,10 +98,10 @@ class ConsoleObserver(RunObserver):
             self._say_plain(_step_line(record, left_s))
 
     def on_validation(self, step: int, metrics: dict[str, float]) -> None:
-        """Print the accuracies."""
+        """Print the accuracies, or without verdicts the rewards."""
         with self._lock:
             self._state.validation = (step, dict(metrics))
-        self._say(f"validation at step {step}: {_accuracies(metrics)}")
+        self._say(f"validation at step {step}: {_results(metrics)}")
 
     def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None:
         """Nothing to show: samples are too long for a display."""
@@ -196,10 +189,10 @@ def _numbers(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
 
 
-def _accuracies(metrics: Mapping[str, float]) -> str:
-    known = {GREEDY_ACCURACY: "greedy", SAMPLED_ACCURACY: "sampled"}
-    parts = [f"{label} {metrics[name]:.1%}" for name, label in known.items() if name in metrics]
-    return ", ".join(parts) or _numbers(metrics)
+def _results(metrics: Mapping[str, float]) -> str:
+    kind, values = held_out(metrics)
+    what = "" if kind == "accuracy" else f" {kind}"
+    return ", ".join(f"{how}{what} {value}" for how, value in values.items()) or _numbers(metrics)
 
 
 def _summary_writer(directory: Path, purge_step: int | None) -> "SummaryWriter":

@@ -10,10 +10,12 @@ from headrace.algorithms.observer import (
     GENERATION_KL,
     GRAD_NORM,
     GREEDY_ACCURACY,
+    GREEDY_REWARD,
     LOSS,
     REWARD,
     ROUTE_AGREEMENT,
     SAMPLED_ACCURACY,
+    SAMPLED_REWARD,
 )
 from headrace.errors import ConfigError
 from headrace.run_tables import RunTotals, in_step_order
@@ -57,13 +59,13 @@ def run_totals(records: Sequence[Record]) -> RunTotals:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Draw report.png (reward, accuracy, loss, gradient norm, KL to the trainer, route agreement, time, bytes)."""
+    """Draw report.png (reward, held-out results, loss, gradient, KL to the trainer, route agreement, time, bytes)."""
     records = read_metrics(run_dir)
     figure = _new_figure(width=11.0, height=11.0)
     # Rows of their own, so that the legends beside the last two plots take no room from the others.
     upper, middle, engine, lower = (row.subplots(1, 2) for row in figure.subfigures(4, 1))
     _draw_line(upper[0], records, REWARD, "mean reward")
-    _draw_accuracy(upper[1], records)
+    _draw_held_out(upper[1], records)
     _draw_line(middle[0], records, LOSS, "loss")
     _draw_line(middle[1], records, GRAD_NORM, "gradient norm")
     _draw_line(engine[0], records, GENERATION_KL, "k3 estimate of KL(generator || trainer)")
@@ -77,27 +79,33 @@ def write_report(run_dir: Path) -> Path:
 
 
 def draw_reward_plot(run_dir: Path, path: Path) -> None:
-    """Draw one plot of reward and held-out accuracy by step into `path`, a PNG."""
+    """Draw one plot of reward and held-out results by step into `path`, a PNG."""
     records = read_metrics(run_dir)
     figure = _new_figure(width=7.5, height=3.6)
     axis = figure.subplots()
     _draw_line(axis, records, REWARD, "mean reward")
-    _draw_accuracy(axis, records)
-    axis.set_title("reward and held-out accuracy", loc="left", fontsize=10)
+    _draw_held_out(axis, records)
+    axis.set_title("reward and held-out results", loc="left", fontsize=10)
     axis.legend(frameon=False, fontsize=9, loc="lower right")
     _save(figure, path)
 
 
-def _draw_accuracy(axis: Any, records: Sequence[Record]) -> None:
-    for name, label, color, marker in (
-        (GREEDY_ACCURACY, "greedy accuracy", _PALETTE[2], "o"),
-        (SAMPLED_ACCURACY, "sampled accuracy", _PALETTE[1], "s"),
+def _draw_held_out(axis: Any, records: Sequence[Record]) -> None:
+    """Draw accuracies or, of an environment without verdicts, rewards."""
+    judged = any(_series(records, "validation", name)[0] for name in (GREEDY_ACCURACY, SAMPLED_ACCURACY))
+    kind = "accuracy" if judged else "reward"
+    greedy, sampled = (GREEDY_ACCURACY, SAMPLED_ACCURACY) if judged else (GREEDY_REWARD, SAMPLED_REWARD)
+    for name, how, color, marker in (
+        (greedy, "greedy", _PALETTE[2], "o"),
+        (sampled, "sampled", _PALETTE[1], "s"),
     ):
         steps, values = _series(records, "validation", name)
         if steps:
-            axis.plot(steps, values, color=color, marker=marker, markersize=4, linewidth=1.5, label=label)
-    axis.set_ylim(top=max(1.0, axis.get_ylim()[1]))
-    _finish(axis, "held-out accuracy", axis.lines)
+            style = {"color": color, "marker": marker, "markersize": 4, "linewidth": 1.5}
+            axis.plot(steps, values, label=f"{how} {kind}", **style)
+    if judged:
+        axis.set_ylim(top=max(1.0, axis.get_ylim()[1]))
+    _finish(axis, f"held-out {kind}", axis.lines)
     if axis.lines:
         axis.legend(frameon=False, fontsize=9, loc="lower right")
 

@@ -10,9 +10,19 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from headrace.algorithms.observer import STAGES
+from headrace.algorithms.observer import (
+    GREEDY_ACCURACY,
+    GREEDY_REWARD,
+    SAMPLED_ACCURACY,
+    SAMPLED_REWARD,
+    STAGES,
+)
 
-_ACCURACIES = {"val_accuracy": "greedy", "val_accuracy_sampled": "sampled"}
+_HELD_OUT = {
+    "accuracy": {GREEDY_ACCURACY: "greedy", SAMPLED_ACCURACY: "sampled"},
+    "reward": {GREEDY_REWARD: "greedy", SAMPLED_REWARD: "sampled"},
+}
+_ENDS = ("before", "after")
 
 
 @dataclass
@@ -94,17 +104,33 @@ def _table(first: str, *others: str) -> Table:
 
 
 def summary_table(summary: Mapping[str, Any]) -> RenderableType:
-    """Return the result of a run: accuracy before and after, and the other figures below."""
-    table = _table("held-out accuracy", "before", "after")
-    for prefix, label in _ACCURACIES.items():
-        before, after = summary.get(f"{prefix}_before"), summary.get(f"{prefix}_after")
-        if before is not None or after is not None:
-            table.add_row(label, _percent(before), _percent(after))
+    """Return the result of a run: accuracy (or reward) before and after, and the other figures below."""
+    kind = "accuracy" if any(summary.get(f"val_accuracy_{end}") is not None for end in _ENDS) else "reward"
+    form = _percent if kind == "accuracy" else _number
+    table = _table(f"held-out {kind}", *_ENDS)
+    for prefix, label in ((f"val_{kind}", "greedy"), (f"val_{kind}_sampled", "sampled")):
+        values = [summary.get(f"{prefix}_{end}") for end in _ENDS]
+        if values != [None, None]:
+            table.add_row(label, *map(form, values))
     figures = Table.grid(padding=(0, 2, 0, 0))
     for key, value in summary.items():
         if not key.endswith(("_before", "_after")) and key != "completed":
             figures.add_row(key.replace("_", " "), format_number(value))
     return Group(*(part for part in (table, figures) if part.row_count))
+
+
+def held_out(metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
+    """Return what a validation is judged by, `accuracy` or, without verdicts, `reward`; and its values as text.
+
+    >>> held_out({"validation/accuracy": 0.5, "validation/reward": 0.7})
+    ('accuracy', {'greedy': '50.0%'})
+    """
+    for kind, names in _HELD_OUT.items():
+        form = _percent if kind == "accuracy" else _number
+        values = {how: form(metrics[name]) for name, how in names.items() if name in metrics}
+        if values:
+            break
+    return kind, values
 
 
 def metrics_table(metrics: Mapping[str, float]) -> RenderableType:
@@ -117,6 +143,10 @@ def metrics_table(metrics: Mapping[str, float]) -> RenderableType:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else format_number(value)
 
 
 def render_text(renderable: RenderableType, width: int = 100) -> str:

@@ -77,6 +77,17 @@ def test_a_missing_metric_or_one_that_is_not_a_number_ranks_last(tmp_path: Path)
     assert steps(checkpoints) == [2, 4]
 
 
+def test_of_several_metrics_the_first_that_was_measured_ranks_all(tmp_path: Path) -> None:
+    checkpoints = CheckpointManager(tmp_path, keep_top_k=None, metric=(METRIC, "validation/reward"))
+    for step, metrics in enumerate([{"validation/reward": 0.2}, {"validation/reward": 0.9}, {}], start=1):
+        with checkpoints.writing(step):
+            pass
+        checkpoints.commit(step, metrics, {})
+    assert checkpoints.best().step == 2  # type: ignore[union-attr]
+    save(checkpoints, 4, 0.1)
+    assert checkpoints.best().step == 4  # type: ignore[union-attr]
+
+
 def test_of_equal_checkpoints_the_newer_is_better(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path, keep=1)
     for step in (1, 2):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.algorithms.observer import GREEDY_ACCURACY, SAMPLED_ACCURACY, StepRecord
+from headrace.algorithms.observer import GREEDY_ACCURACY, GREEDY_REWARD, SAMPLED_ACCURACY, StepRecord
 from headrace.errors import ConfigError
 from headrace.progress import FileObserver
 from headrace.report import draw_reward_plot, read_metrics, run_totals, write_report
@@ -75,6 +75,18 @@ def test_a_better_run_gives_another_picture(tmp_path: Path) -> None:
     pictures = []
     for name, steps in (("a", 10), ("b", 30)):
         draw_reward_plot(write_run(tmp_path / name, steps), tmp_path / f"{name}.png")
+        pictures.append((tmp_path / f"{name}.png").read_bytes())
+    assert pictures[0] != pictures[1]
+
+
+def test_rewards_of_a_validation_without_verdicts_are_drawn(tmp_path: Path) -> None:
+    pictures = []
+    for name, validation in (("a", {}), ("b", {GREEDY_REWARD: 0.9})):
+        with RunDirectory.open(tmp_path / name, recipe_text="seed: 0\n") as run:
+            files = FileObserver(run, tensorboard=False)
+            files.on_step(toy_record(1, 1, random.Random(0)))
+            files.on_validation(1, validation)
+        draw_reward_plot(tmp_path / name, tmp_path / f"{name}.png")
         pictures.append((tmp_path / f"{name}.png").read_bytes())
     assert pictures[0] != pictures[1]
 

@@ -8,6 +8,7 @@ from typing import Any
 from headrace.algorithms.observer import RunObserver, StepRecord
 from headrace.algorithms.step import StepContext, StepInterrupted, StepResult, run_step
 from headrace.config import RecipeConfig
+from headrace.errors import ConfigError
 from headrace.models.policy.lm_policy import Policy
 from headrace.utils.checkpoints import CheckpointManager
 from headrace.utils.timer import Timer
@@ -101,9 +102,19 @@ class Loop:
         self.observer.on_stage(self.progress.step, VALIDATION)
         with timer.time(VALIDATION):
             metrics = self.validate()
+        self.observer.on_validation(self.progress.step, metrics)
+        self._require_ranking(metrics)
         self.progress.last_validation = metrics
         self.progress.last_validation_step = self.progress.step
-        self.observer.on_validation(self.progress.step, metrics)
+
+    def _require_ranking(self, metrics: Metrics) -> None:
+        """Refuse a ranking of checkpoints by what the environment does not give."""
+        cfg = self.recipe.checkpointing
+        if cfg.enabled and cfg.metric is not None and cfg.metric not in metrics:
+            raise ConfigError(
+                f"checkpointing.metric={cfg.metric} is not measured: the environment says of no answer whether it is "
+                f"right; choose one of {', '.join(metrics)}, or leave it out"
+            )
 
     def _save_due(self, step: int, total: int) -> bool:
         # The last step is saved by run().

@@ -16,6 +16,10 @@ ROUTE_AGREEMENT = "router_replay/route_exact"
 TOKENS_PER_S = "rollout/tokens_per_s"
 GREEDY_ACCURACY = "validation/accuracy"
 SAMPLED_ACCURACY = "validation/sampled_accuracy"
+GREEDY_REWARD = "validation/reward"
+SAMPLED_REWARD = "validation/sampled_reward"
+BEST_BY = (GREEDY_ACCURACY, GREEDY_REWARD)
+"""What the best checkpoint is best at, where the recipe does not say: the first of these that is measured."""
 
 STAGES = (
     "rollout",

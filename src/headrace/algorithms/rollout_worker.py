@@ -43,7 +43,7 @@ class Rollouts(Protocol):
         ...
 
     def validate(self, seed: int) -> dict[str, float]:
-        """Return the accuracy on held-out prompts; see `Validator`."""
+        """Return accuracy and mean reward on held-out prompts; see `Validator`."""
         ...
 
     def refresh(self, policy: Policy) -> None:
@@ -138,7 +138,7 @@ class RolloutWorker:
         return self._prompts
 
     def validate(self, seed: int) -> dict[str, float]:
-        """Return the accuracy on held-out prompts."""
+        """Return accuracy and mean reward on held-out prompts."""
         return self._validator.run(seed=seed)
 
     def refresh(self, policy: Policy) -> None:

@@ -14,7 +14,14 @@ from headrace.algorithms.grpo import InMemoryRows
 from headrace.algorithms.grpo_sync import DataPlaneRows
 from headrace.algorithms.loop import Loop, Metrics, Progress, save_checkpoint
 from headrace.algorithms.loss import build_loss
-from headrace.algorithms.observer import GREEDY_ACCURACY, SAMPLED_ACCURACY, RunObserver
+from headrace.algorithms.observer import (
+    BEST_BY,
+    GREEDY_ACCURACY,
+    GREEDY_REWARD,
+    SAMPLED_ACCURACY,
+    SAMPLED_REWARD,
+    RunObserver,
+)
 from headrace.algorithms.prompt_stream import PromptStream
 from headrace.algorithms.rollout_worker import RemoteRollouts, Rollouts, RolloutWorker
 from headrace.algorithms.step import Rows, StepContext
@@ -61,7 +68,7 @@ class Session:
         self.rollouts.refresh(self.policy)
 
     def validate(self) -> Metrics:
-        """Return the accuracy on held-out prompts."""
+        """Return accuracy and mean reward on held-out prompts."""
         return self.rollouts.validate(self.recipe.seed)
 
     def close(self) -> None:
@@ -155,7 +162,7 @@ def train(recipe: RecipeConfig, run_dir: Path, observer: RunObserver, stopper: S
     checkpoints = CheckpointManager(
         run_dir / "checkpoints",
         keep_top_k=recipe.checkpointing.keep_top_k,
-        metric=recipe.checkpointing.metric,
+        metric=recipe.checkpointing.metric or BEST_BY,
         higher_is_better=recipe.checkpointing.higher_is_better,
     )
     started = time.perf_counter()
@@ -323,14 +330,18 @@ def _summary(
     recipe: RecipeConfig, progress: Progress, completed: bool, total_seconds: float
 ) -> dict[str, Any]:
     before, after = progress.first_validation or {}, progress.last_validation
+    measured = {
+        "val_accuracy": GREEDY_ACCURACY,
+        "val_accuracy_sampled": SAMPLED_ACCURACY,
+        "val_reward": GREEDY_REWARD,
+        "val_reward_sampled": SAMPLED_REWARD,
+    }
     return {
         "completed": completed,
         "steps": progress.step,
         "seed": recipe.seed,
-        "val_accuracy_before": before.get(GREEDY_ACCURACY),
-        "val_accuracy_after": after.get(GREEDY_ACCURACY),
-        "val_accuracy_sampled_before": before.get(SAMPLED_ACCURACY),
-        "val_accuracy_sampled_after": after.get(SAMPLED_ACCURACY),
+        **{f"{key}_before": before.get(name) for key, name in measured.items()},
+        **{f"{key}_after": after.get(name) for key, name in measured.items()},
         "train_seconds": progress.train_seconds,
         "total_seconds": total_seconds,
     }

@@ -1,15 +1,16 @@
-"""Accuracy on held-out prompts, greedy and sampled."""
+"""Accuracy and mean reward on held-out prompts, greedy and sampled."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
-from headrace.algorithms.observer import GREEDY_ACCURACY, SAMPLED_ACCURACY
+from headrace.algorithms.observer import GREEDY_ACCURACY, GREEDY_REWARD, SAMPLED_ACCURACY, SAMPLED_REWARD
 from headrace.config import ValidationConfig
 from headrace.environments.interfaces import Environment
 from headrace.errors import ConfigError
 from headrace.experience.rollouts import RolloutSettings, run_rollouts
-from headrace.experience.types import Prompt
+from headrace.experience.types import Prompt, Rollout
 from headrace.models.interfaces import Generator
 from headrace.utils.seeding import derive_seed
 
@@ -34,23 +35,28 @@ class Validator:
             raise ConfigError("the validation split has no prompts; raise data.validation_size")
 
     def run(self, *, seed: int) -> dict[str, float]:
-        """Return `validation/accuracy` (greedy) and, if configured, `validation/sampled_accuracy`.
+        """Return accuracy and mean reward of greedy answers and, if configured, of sampled ones, by metric name.
 
-        The sampling seed depends on `seed` alone, so validations of one run draw the same numbers.
+        The accuracy is there if the environment gives any verdict; an answer without one is then not right. The
+        sampling seed depends on `seed` alone, so validations of one run draw the same numbers.
         """
-        metrics = {GREEDY_ACCURACY: self._accuracy(seed, greedy=True)}
+        metrics = self._measure(seed, GREEDY_ACCURACY, GREEDY_REWARD, greedy=True)
         if self._cfg.sampled:
-            metrics[SAMPLED_ACCURACY] = self._accuracy(seed, greedy=False)
+            metrics |= self._measure(seed, SAMPLED_ACCURACY, SAMPLED_REWARD, greedy=False)
         return metrics
 
-    def _accuracy(self, seed: int, *, greedy: bool) -> float:
+    def _measure(self, seed: int, accuracy: str, reward: str, *, greedy: bool) -> dict[str, float]:
         size = self._cfg.batch_size
         batches = [self._prompts[i : i + size] for i in range(0, len(self._prompts), size)]
-        return sum(self._correct(b, seed, i, greedy) for i, b in enumerate(batches)) / len(self._prompts)
+        answers = [r for i, batch in enumerate(batches) for r in self._answers(batch, seed, i, greedy)]
+        metrics = {reward: fmean(r.reward for r in answers)}
+        if any(r.correct is not None for r in answers):
+            metrics = {accuracy: fmean(r.correct is True for r in answers), **metrics}
+        return metrics
 
-    def _correct(self, prompts: Sequence[Prompt], seed: int, index: int, greedy: bool) -> float:
+    def _answers(self, prompts: Sequence[Prompt], seed: int, index: int, greedy: bool) -> list[Rollout]:
         generator, tokenizer, environment, settings = self._parts
-        batch = run_rollouts(
+        return run_rollouts(
             prompts,
             generator=generator,
             tokenizer=tokenizer,
@@ -59,5 +65,4 @@ class Validator:
             group_size=1,
             seed=derive_seed(seed, "validation", index),
             greedy=greedy,
-        )
-        return sum(1.0 for r in batch.rollouts if r.correct)
+        ).rollouts

@@ -39,16 +39,22 @@ class CheckpointManager:
     >>> manager.commit(80, metrics={"validation/accuracy": 0.94}, state={"position": 2560})
     CheckpointInfo(step=80, ...)
 
-    `keep_top_k` checkpoints with the best `metric` stay, and always the newest; None keeps all. A checkpoint
-    without the metric (or with one that is not a number) ranks last; of equals the newer is better.
+    `keep_top_k` checkpoints with the best `metric` stay, and always the newest; None keeps all. Of several metrics,
+    the first that some checkpoint has ranks all of them. A checkpoint without the metric (or with one that is not a
+    number) ranks last; of equals the newer is better.
     """
 
     def __init__(
-        self, directory: Path, *, keep_top_k: int | None, metric: str, higher_is_better: bool = True
+        self,
+        directory: Path,
+        *,
+        keep_top_k: int | None,
+        metric: str | Sequence[str],
+        higher_is_better: bool = True,
     ) -> None:
         self._directory = directory
         self._keep_top_k = keep_top_k
-        self._metric = metric
+        self._metrics = (metric,) if isinstance(metric, str) else tuple(metric)
         self._sign = 1.0 if higher_is_better else -1.0
         self._drafts: dict[int, Path] = {}
 
@@ -86,7 +92,7 @@ class CheckpointManager:
 
     def best(self) -> CheckpointInfo | None:
         """Return the checkpoint with the best metric."""
-        return max(self.list(), key=self._rank, default=None)
+        return next(iter(self._ranked(self.list())), None)
 
     def list(self) -> Sequence[CheckpointInfo]:
         """Return the whole checkpoints, by step."""
@@ -95,16 +101,23 @@ class CheckpointManager:
     def _path(self, step: int) -> Path:
         return self._directory / f"step_{step:06d}"
 
-    def _rank(self, info: CheckpointInfo) -> tuple[bool, float, int]:
-        value = info.metrics.get(self._metric, math.nan)
-        known = not math.isnan(value)
-        return known, self._sign * value if known else 0.0, info.step
+    def _ranked(self, found: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
+        """Return checkpoints, the best first."""
+        measured = {name for info in found for name in info.metrics}
+        metric = next((name for name in self._metrics if name in measured), None)
+
+        def rank(info: CheckpointInfo) -> tuple[bool, float, int]:
+            value = math.nan if metric is None else info.metrics.get(metric, math.nan)
+            known = not math.isnan(value)
+            return known, self._sign * value if known else 0.0, info.step
+
+        return sorted(found, key=rank, reverse=True)
 
     def _prune(self) -> None:
         if self._keep_top_k is None:
             return
         found = self.list()
-        kept = {info.step for info in sorted(found, key=self._rank, reverse=True)[: self._keep_top_k]}
+        kept = {info.step for info in self._ranked(found)[: self._keep_top_k]}
         kept.add(found[-1].step)
         for info in found:
             if info.step not in kept:
