@@ -16,6 +16,7 @@ class Recorder:
         self.validations: list[tuple[int, dict[str, float]]] = []
         self.checkpoints: list[Path] = []
         self.phases: list[tuple[str, int]] = []
+        self.notices: list[tuple[int, str]] = []
         self.summary: dict[str, Any] = {}
 
     def on_start(self, *, total_steps: int, first_step: int, info: dict[str, str]) -> None:
@@ -41,6 +42,9 @@ class Recorder:
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         self.checkpoints.append(path)
+
+    def on_notice(self, step: int, message: str) -> None:
+        self.notices.append((step, message))
 
     def on_finish(self, summary: dict[str, Any]) -> None:
         self.summary = summary

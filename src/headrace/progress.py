@@ -110,6 +110,10 @@ class ConsoleObserver(RunObserver):
         """Print where it is."""
         self._say(f"checkpoint of step {step}: {path}")
 
+    def on_notice(self, step: int, message: str) -> None:
+        """Print it."""
+        self._say(f"step {step}: {message}")
+
     def on_finish(self, summary: dict[str, Any]) -> None:
         """Close the display and print the result."""
         self.close()
@@ -251,6 +255,9 @@ class FileObserver(RunObserver):
     def on_checkpoint(self, step: int, path: Path) -> None:
         """Nothing to write: a checkpoint describes itself."""
 
+    def on_notice(self, step: int, message: str) -> None:
+        """Nothing to write: the metrics show it."""
+
     def on_finish(self, summary: dict[str, Any]) -> None:
         """Write the summary."""
         self._run.write_summary(summary)
@@ -335,6 +342,11 @@ class CompositeObserver(RunObserver):
         """Pass the event on."""
         for observer in self._observers:
             observer.on_checkpoint(step, path)
+
+    def on_notice(self, step: int, message: str) -> None:
+        """Pass the event on."""
+        for observer in self._observers:
+            observer.on_notice(step, message)
 
     def on_finish(self, summary: dict[str, Any]) -> None:
         """Pass the event on."""

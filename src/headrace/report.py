@@ -84,14 +84,14 @@ def draw_reward_plot(run_dir: Path, path: Path) -> None:
     figure = _new_figure(width=7.5, height=3.6)
     axis = figure.subplots()
     _draw_line(axis, records, REWARD, "mean reward")
-    _draw_held_out(axis, records)
-    axis.set_title("reward and held-out results", loc="left", fontsize=10)
+    kind = _draw_held_out(axis, records)
+    axis.set_title(f"reward and held-out {kind}", loc="left", fontsize=10)
     axis.legend(frameon=False, fontsize=9, loc="lower right")
     _save(figure, path)
 
 
-def _draw_held_out(axis: Any, records: Sequence[Record]) -> None:
-    """Draw accuracies or, of an environment without verdicts, rewards."""
+def _draw_held_out(axis: Any, records: Sequence[Record]) -> str:
+    """Draw accuracies or, of an environment without verdicts, rewards; return which."""
     judged = any(_series(records, "validation", name)[0] for name in (GREEDY_ACCURACY, SAMPLED_ACCURACY))
     kind = "accuracy" if judged else "reward"
     greedy, sampled = (GREEDY_ACCURACY, SAMPLED_ACCURACY) if judged else (GREEDY_REWARD, SAMPLED_REWARD)
@@ -108,6 +108,7 @@ def _draw_held_out(axis: Any, records: Sequence[Record]) -> None:
     _finish(axis, f"held-out {kind}", axis.lines)
     if axis.lines:
         axis.legend(frameon=False, fontsize=9, loc="lower right")
+    return kind
 
 
 def _draw_line(axis: Any, records: Sequence[Record], name: str, label: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace.algorithms.observer import RunObserver, StepRecord
 from headrace.algorithms.step import StepContext, StepInterrupted, StepResult, run_step
+from headrace.algorithms.updates import idle_reason
 from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
 from headrace.models.policy.lm_policy import Policy
@@ -15,6 +16,8 @@ from headrace.utils.timer import Timer
 
 Metrics = dict[str, float]
 VALIDATION = "validation"
+IDLE_STEPS = 10
+"""Steps in a row without anything to learn after which a run says so (all steps, of a shorter run)."""
 
 
 @dataclass
@@ -28,6 +31,10 @@ class Progress:
     first_validation: Metrics | None = None
     last_validation: Metrics = field(default_factory=dict)
     last_validation_step: int = -1
+    idle_steps: int = 0
+    """Steps that learned nothing from their rewards."""
+    idle_streak: int = 0
+    """How many of them came last, without another between."""
 
 
 @dataclass
@@ -46,6 +53,7 @@ class Loop:
     progress: Progress
     # Seconds of the checkpoint after a step go into the next step's record.
     _saving: Timer = field(default_factory=Timer)
+    _told_idle: bool = False
 
     def run(self) -> bool:
         """Run to the last step; return False if the user stopped it before.
@@ -80,6 +88,7 @@ class Loop:
             self._validate(timer)
         # First the record, then the checkpoint: a crash between the two costs no line of the metrics.
         self._report(result, step, total, timer)
+        self._watch_idleness(result.metrics, step, total)
         if self._save_due(step, total):
             self.save()
 
@@ -91,6 +100,20 @@ class Loop:
         self.observer.on_step(
             StepRecord(step, total, result.metrics, timings, result.tokens, result.bytes_by_column)
         )
+
+    def _watch_idleness(self, metrics: Metrics, step: int, total: int) -> None:
+        """Tell once when many steps in a row have taught the policy nothing."""
+        updates = self.recipe.samples_per_step // self.recipe.policy.train_global_batch_size
+        reason, progress = idle_reason(metrics, updates), self.progress
+        progress.idle_steps += int(reason is not None)
+        progress.idle_streak = 0 if reason is None else progress.idle_streak + 1
+        if progress.idle_streak >= min(IDLE_STEPS, total) and not self._told_idle:
+            self._told_idle = True
+            self.observer.on_notice(
+                step,
+                f"the last {progress.idle_streak} steps taught the policy nothing: {reason}. The task may be too hard "
+                "or too easy for it, or its rewards constant; look at the samples",
+            )
 
     def _validation_due(self, step: int, total: int) -> bool:
         cfg = self.recipe.validation

@@ -86,6 +86,10 @@ class RunObserver(Protocol):
         """A checkpoint is on disk."""
         ...
 
+    def on_notice(self, step: int, message: str) -> None:
+        """Something of the run that a person should know, after `step` steps; the run goes on."""
+        ...
+
     def on_finish(self, summary: dict[str, Any]) -> None:
         """The run is over; not called for one that was interrupted."""
         ...

@@ -339,6 +339,7 @@ def _summary(
     return {
         "completed": completed,
         "steps": progress.step,
+        "steps_without_signal": progress.idle_steps,
         "seed": recipe.seed,
         **{f"{key}_before": before.get(name) for key, name in measured.items()},
         **{f"{key}_after": after.get(name) for key, name in measured.items()},

@@ -49,3 +49,17 @@ def update_metrics(trained: Mapping[str, Any] | None, updates: int) -> dict[str,
         "train/grad_norm": float(trained["grad_norm"]),
         "train/flops": float(trained["total_flops"]),
     }
+
+
+def idle_reason(metrics: Mapping[str, float], updates: int) -> str | None:
+    """Return why a step of `updates` global batches learned nothing from its rewards; None if it did.
+
+    A step that moved weights by a KL term alone learned nothing from its rewards either.
+    """
+    if metrics["train/nonfinite_updates"] == updates:
+        return "no loss or gradient was finite, so every update was left out"
+    if metrics["train/skipped_updates"] == updates or metrics.get("advantage/abs_max") == 0:
+        return (
+            f"no group had samples that count and differ in reward (mean reward {metrics['reward/mean']:.3f})"
+        )
+    return None
