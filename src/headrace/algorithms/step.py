@@ -386,8 +386,8 @@ def score(
     if kept.any():
         metrics["reward/kept_mean"] = float(table.rewards[kept].mean())
         metrics["reward/shaped_mean"] = float(rewards[kept].mean())
-    if "logprob_error" in stats:
-        metrics["logprob_error/mean"] = float(stats["logprob_error"].mean())
+        if "logprob_error" in stats:
+            metrics["logprob_error/mean"] = float(stats["logprob_error"][kept].mean())
     gaps = {n.removeprefix(MISMATCH): v for n, v in stats.items() if n.startswith(MISMATCH)}
     metrics |= {f"{MISMATCH}{name}": value for name, value in mismatch_summary(gaps, mask).items()}
     return Scored(result.advantages, mask, rewards, metrics)

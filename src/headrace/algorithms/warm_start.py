@@ -12,7 +12,8 @@ from headrace.data_plane.schema import SAMPLE_ID, pad_values
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.columns import object_array
 from headrace.distributed.ragged import offsets_from_lengths, pad_ragged
-from headrace.environments.demonstrations import demonstrations
+from headrace.environments.demonstrations import demonstrations, targets
+from headrace.errors import ConfigError
 from headrace.experience.chat import render_prompt
 from headrace.experience.types import Prompt
 from headrace.models.policy.lm_policy import Policy
@@ -38,8 +39,10 @@ def warm_start(
     Step i draws its own batch from (seed, i), so a run that stops and goes on sees the same batches.
 
     Raises:
+        ConfigError: before the first step, a prompt without an answer, or whose row would be too long.
         HeadraceError: a loss or gradient that is not finite, with `on_non_finite` "stop".
     """
+    _check_rows(policy, prompts, cfg)
     loss_fn = NLLLoss()
     for i in range(first, cfg.steps):
         if should_stop():
@@ -63,13 +66,30 @@ def warm_start_optimizer(
     )
 
 
+def _check_rows(policy: Policy, prompts: Sequence[Prompt], cfg: WarmStartConfig) -> None:
+    limit = policy.cfg.max_total_sequence_length
+    for prompt in prompts:
+        for text in targets(prompt, copy_fraction=cfg.copy_fraction):
+            head, tail = _row(policy.tokenizer, prompt, text)
+            if len(head) + len(tail) > limit:
+                raise ConfigError(
+                    f"prompt '{prompt.uid}' and its answer have {len(head)} and {len(tail)} tokens, more than policy."
+                    f"max_total_sequence_length={limit} together; raise it, remove the prompt, or set "
+                    "warm_start.enabled=false"
+                )
+
+
+def _row(tokenizer: Any, prompt: Prompt, text: str) -> tuple[list[int], list[int]]:
+    """Return the ids of a prompt, and those of its answer with the end-of-text."""
+    answer = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return list(render_prompt(tokenizer, prompt.messages)), [*answer, tokenizer.eos_token_id]
+
+
 def _batch(policy: Policy, prompts: Sequence[Prompt], cfg: WarmStartConfig, seed: int) -> Any:
     """Return prompt + answer + end-of-text rows, padded; the mask is on the answer and the end-of-text."""
     tokenizer = policy.tokenizer
     drawn = demonstrations(prompts, copy_fraction=cfg.copy_fraction, seed=seed, count=cfg.batch_size)
-    heads = [render_prompt(tokenizer, prompt.messages) for prompt, _ in drawn]
-    answers = tokenizer([answer for _, answer in drawn], add_special_tokens=False)["input_ids"]
-    tails = [[*answer, tokenizer.eos_token_id] for answer in answers]
+    heads, tails = zip(*[_row(tokenizer, prompt, text) for prompt, text in drawn])
     rows = [torch.tensor([*head, *tail]) for head, tail in zip(heads, tails)]
     masks = [
         torch.cat([torch.zeros(len(h), dtype=torch.uint8), torch.ones(len(t), dtype=torch.uint8)])

@@ -29,6 +29,16 @@ def demonstrations(
     return [(prompts[i], _target(prompts[i], copy)) for i, copy in zip(drawn.tolist(), copied.tolist())]
 
 
+def targets(prompt: Prompt, *, copy_fraction: float) -> list[str]:
+    """Return every text that `demonstrations` may give for a prompt.
+
+    Raises:
+        ConfigError: a prompt without an answer, where one may be drawn.
+    """
+    kinds = [copy for copy, share in ((False, 1 - copy_fraction), (True, copy_fraction)) if share > 0]
+    return [_target(prompt, copy) for copy in kinds]
+
+
 def _target(prompt: Prompt, copy: bool) -> str:
     if copy:
         return prompt.messages[-1].content
