@@ -127,7 +127,8 @@ def _add_row(row: Row, cfg: LossConfig, seqs: float, toks: float, sums: dict[str
     sequence_ratio = math.exp(sum(row.logprobs[t] - prev[t] for t in places) / n)
     for t, gap in zip(places, gaps):
         per_token = row.sample_mask / toks
-        weight = per_token if cfg.aggregation == "token_mean" else row.sample_mask / seqs / len(every)
+        length = len(every) if cfg.aggregation == "sequence_mean" else cfg.constant_tokens
+        weight = per_token if cfg.aggregation == "token_mean" else row.sample_mask / seqs / length
         ratio = math.exp(held(row.logprobs[t] - prev[t]))
         if cfg.ratio_level == "sequence":
             ratio = sequence_ratio
@@ -136,7 +137,9 @@ def _add_row(row: Row, cfg: LossConfig, seqs: float, toks: float, sums: dict[str
         if keep:
             sums["policy_loss"] += weight * importance * _surrogate(row.logprobs[t], ratio, advantage, cfg)
             if cfg.kl_coefficient:
-                sums["kl"] += weight * kl(row.logprobs[t], row.reference[t], cfg.kl_kind)
+                moved = math.exp(held(row.logprobs[t] - prev[t]))
+                estimate = kl(row.logprobs[t], row.reference[t], cfg.kl_kind)
+                sums["kl"] += weight * estimate * (moved if cfg.kl_gradient == "score_function" else 1.0)
         low, high = ratio < 1 - cfg.clip_low, ratio > 1 + cfg.clip_high
         if cfg.kind == "clipped_pg":
             low, high = low and advantage < 0, high and advantage > 0
@@ -173,20 +176,21 @@ def _surrogate(logprob: float, ratio: float, advantage: float, cfg: LossConfig) 
 
 
 def advantages(
-    rewards: list[float], group_ids: list[int], valid: list[bool], cfg: AdvantageConfig
+    rewards: list[float], group_ids: list[int], valid: list[bool], tokens: list[int], cfg: AdvantageConfig
 ) -> list[float]:
-    """Advantages, one row at a time."""
+    """Advantages, one row at a time; of reinforce_plus_plus, the mean over a row's tokens."""
+    if cfg.estimator == "reinforce_plus_plus":
+        kl = [[0.0] * n for n in tokens]
+        rows = token_advantages(rewards, group_ids, valid, kl, cfg, coefficient=0.0)
+        return [sum(row) / len(row) if row else 0.0 for row in rows]
     result = []
     for i, reward in enumerate(rewards):
         if not valid[i]:
             result.append(0.0)
             continue
-        whole_batch = cfg.estimator == "reinforce_plus_plus"
-        members = [
-            j for j in range(len(rewards)) if valid[j] and (whole_batch or group_ids[j] == group_ids[i])
-        ]
+        members = [j for j in range(len(rewards)) if valid[j] and group_ids[j] == group_ids[i]]
         peers = members
-        if cfg.estimator == "rloo" or (cfg.leave_one_out and not whole_batch):
+        if cfg.estimator == "rloo" or cfg.leave_one_out:
             peers = [j for j in members if j != i] or [i]
         if len({rewards[j] for j in members}) == 1:
             result.append(0.0)
@@ -198,3 +202,24 @@ def advantages(
             advantage /= math.sqrt(variance) + cfg.epsilon
         result.append(advantage)
     return result
+
+
+def token_advantages(
+    rewards: list[float],
+    group_ids: list[int],
+    valid: list[bool],
+    kl: list[list[float]],
+    cfg: AdvantageConfig,
+    coefficient: float,
+) -> list[list[float]]:
+    """REINFORCE++, one token at a time; `kl` has a number for each token of each row."""
+    returns: list[list[float]] = []
+    for i, reward in enumerate(rewards):
+        group = [r for r, g, v in zip(rewards, group_ids, valid) if v and g == group_ids[i]]
+        start = reward - sum(group) / len(group) if cfg.minus_baseline and valid[i] else reward
+        returns.append([start - coefficient * sum(kl[i][t:]) for t in range(len(kl[i]))])
+    every = [x for row, v in zip(returns, valid) if v for x in row]
+    mean = sum(every) / len(every) if every else 0.0
+    variance = sum((x - mean) ** 2 for x in every) / len(every) if every else 0.0
+    divisor = math.sqrt(variance) + cfg.epsilon if cfg.normalize_std else 1.0
+    return [[(x - mean) / divisor if v else 0.0 for x in row] for row, v in zip(returns, valid)]

@@ -27,6 +27,22 @@ BATCHING: dict[str, dict[str, Any]] = {
 }
 
 
+def bare_recipe(algorithm: str | None, **sections: Any) -> RecipeConfig:
+    """Return a recipe whose `loss` and `grpo` say nothing but `sections`; it is not one that can run."""
+    groups = {"num_prompts_per_step": 4, "num_generations_per_prompt": 4}
+    return RecipeConfig.model_validate(
+        {
+            "algorithm": algorithm,
+            "run_dir": "runs/none",
+            "policy": {"model": {"path": "m"}, "train_global_batch_size": 16},
+            "generation": {"max_new_tokens": 20},
+            "env": {"kind": "dataset", "path": "d"},
+            **sections,
+            "grpo": {**groups, **sections.get("grpo", {})},
+        }
+    )
+
+
 def tiny_recipe(run_dir: Path, *, batching: str = "fixed", **changes: Any) -> RecipeConfig:
     """Return the tiny recipe with sections replaced by `changes` (one level deep)."""
     sections: dict[str, Any] = {

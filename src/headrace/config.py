@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from headrace.utils.algorithm_presets import with_preset
+
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -270,7 +272,8 @@ class PolicyConfig(Section):
 
 
 class GenerationConfig(Section):
-    """How answers are sampled. The trainer scores tokens under the same temperature, top-p and top-k."""
+    """How answers are sampled. The trainer scores tokens under the same temperature, top-p and top-k; a KL to the
+    reference policy is of both policies without top-p and top-k, and samples that these cut estimate it with a bias."""
 
     backend: Literal["hf"] = "hf"
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -284,16 +287,31 @@ class GenerationConfig(Section):
     stop_strings: Strings = ()
     stop_token_ids: Integers = ()
 
+    @property
+    def filters(self) -> bool:
+        """Whether top-p or top-k may leave tokens out."""
+        return self.top_k is not None or self.top_p != 1
+
 
 class AdvantageConfig(Section):
     """How rewards become advantages."""
 
     estimator: Literal["grpo", "rloo", "reinforce_plus_plus"] = "grpo"
     normalize_std: bool = True
-    """Divide by the group's standard deviation (grpo) or the batch's (reinforce_plus_plus)."""
+    """Divide by the standard deviation of the group (grpo), or of all tokens of the batch (reinforce_plus_plus)."""
     leave_one_out: bool = False
     """Take each sample out of its own baseline (grpo)."""
+    minus_baseline: bool = False
+    """Measure rewards from their group's mean before the batch normalises them (reinforce_plus_plus)."""
     epsilon: PositiveFloat = 1e-6
+
+    @model_validator(mode="after")
+    def _baselines_fit(self) -> Self:
+        batch = self.estimator == "reinforce_plus_plus"
+        key = "leave_one_out" if batch else "minus_baseline"
+        if getattr(self, key):
+            raise ValueError(f"{key}=true has no effect with estimator={self.estimator}; switch it off")
+        return self
 
 
 class RewardConfig(Section):
@@ -310,8 +328,10 @@ class RewardConfig(Section):
     """
     overlong_buffer_tokens: NonNegativeInt = 0
     kl_coefficient: NonNegativeFloat = 0.0
-    """KL to the reference policy, summed over a response's tokens, taken from its reward."""
+    """KL to the reference policy, summed over a response's tokens, taken from its reward; with reinforce_plus_plus, a
+    token's advantage pays for itself and the later ones."""
     kl_kind: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator per token. A reward's gradient is that of KL(policy || reference) for k1 alone."""
 
     @model_validator(mode="after")
     def _penalty_needs_buffer(self) -> Self:
@@ -336,13 +356,19 @@ class LossConfig(Section):
 
     kind: Literal["clipped_pg", "cispo"] = "clipped_pg"
     ratio_level: Literal["token", "sequence"] = "token"
-    """`sequence`: GSPO's length-normalised sequence ratio."""
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """`sequence`: GSPO's length-normalised sequence ratio, for `clipped_pg` with `sequence_mean`."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """`constant`: a sample is the sum over its tokens divided by `constant_tokens`, whatever its length (Dr. GRPO)."""
+    constant_tokens: PositiveInt | None = None
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.2
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     kl_coefficient: NonNegativeFloat = 0.0
     kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator per token. In expectation over the policy's samples, the gradient of k2 is that of
+    KL(policy || reference), and that of k3, as in GRPO, is the one of KL(reference || policy)."""
+    kl_gradient: Literal["value", "score_function"] = "value"
+    """`score_function`: weigh k1 or k3 with the live ratio, so that the gradient is that of KL(policy || reference)."""
     importance_correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
     """Correction for the gap between the generator's and the trainer's probabilities."""
     importance_low: NonNegativeFloat = 0.5
@@ -360,6 +386,25 @@ class LossConfig(Section):
             raise ValueError(
                 f"dual_clip={self.dual_clip} has no effect with kind=cispo, which clips weights and not the "
                 "objective; remove it or set kind=clipped_pg"
+            )
+        if self.ratio_level == "sequence" and (self.kind == "cispo" or self.aggregation != "sequence_mean"):
+            raise ValueError(
+                "ratio_level=sequence is defined for kind=clipped_pg with aggregation=sequence_mean (GSPO), and not "
+                f"for kind={self.kind} with aggregation={self.aggregation}; set these two, or ratio_level=token"
+            )
+        if (self.aggregation == "constant") != (self.constant_tokens is not None):
+            raise ValueError(
+                f"aggregation={self.aggregation} with constant_tokens={self.constant_tokens}: the one takes the other; "
+                "set both (Dr. GRPO divides by generation.max_new_tokens), or neither"
+            )
+        if self.kl_coefficient and (self.kl_kind, self.kl_gradient) == ("k1", "value"):
+            raise ValueError(
+                f"kl_kind=k1 with kl_coefficient={self.kl_coefficient}: as a loss, k1 has an expected gradient of 0; "
+                "set kl_gradient=score_function, or kl_kind=k2 or k3, or use grpo.reward.kl_coefficient"
+            )
+        if (self.kl_kind, self.kl_gradient) == ("k2", "score_function"):
+            raise ValueError(
+                "kl_kind=k2 with kl_gradient=score_function: k2 has the KL's gradient by itself; set kl_gradient=value"
             )
         bounded = self.importance_correction in ("icepop", "sequence_mask")
         if bounded and self.importance_low > self.importance_high:
@@ -383,11 +428,13 @@ class GRPOConfig(Section):
 
     @model_validator(mode="after")
     def _groups_have_peers(self) -> Self:
-        needs_peers = self.advantage.estimator in ("grpo", "rloo") or self.dynamic_sampling.enabled
+        alone = self.advantage.estimator == "reinforce_plus_plus" and not self.advantage.minus_baseline
+        needs_peers = not alone or self.dynamic_sampling.enabled
         if needs_peers and self.num_generations_per_prompt < 2:
             raise ValueError(
                 f"num_generations_per_prompt=1 leaves advantage.estimator={self.advantage.estimator} without "
-                "peers to compare with; set it to 2 or more, or use reinforce_plus_plus without dynamic_sampling"
+                "peers to compare with; set it to 2 or more, or use reinforce_plus_plus without minus_baseline and "
+                "without dynamic_sampling"
             )
         return self
 
@@ -506,6 +553,11 @@ class ClusterConfig(Section):
 class RecipeConfig(Section):
     """A whole run."""
 
+    algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus"] | None = (
+        None
+    )
+    """A published algorithm: sets its keys of `loss` and `grpo` (docs/algorithms.md), refuses keys that contradict it.
+    None: these sections as they are."""
     seed: NonNegativeInt = 0
     run_dir: str
     overwrite: bool = False
@@ -532,9 +584,19 @@ class RecipeConfig(Section):
         return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
 
     @property
+    def has_token_kl(self) -> bool:
+        """Whether the reward's KL is taken token by token, so that a sample's advantages differ."""
+        return self.grpo.reward.kl_coefficient > 0 and self.grpo.advantage.estimator == "reinforce_plus_plus"
+
+    @property
     def needs_reference(self) -> bool:
         """Whether any term uses the reference policy's logprobs."""
         return self.loss.kl_coefficient > 0 or self.grpo.reward.kl_coefficient > 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_algorithm(cls, values: Any) -> Any:
+        return with_preset(values, max_new_tokens=GenerationConfig().max_new_tokens)
 
     @model_validator(mode="after")
     def check_sections(self) -> Self:

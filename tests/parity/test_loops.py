@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.algorithms.loss import PolicyGradientLoss
 from headrace.algorithms.run import build_session, start_loop
 from headrace.config import RecipeConfig
-from headrace.models.interfaces import LossFn
 from ray_session import MOONCAKE, SIMPLE, fresh_store
 from recorder import NeverStop, Recorder
 from tiny_recipe import tiny_recipe
@@ -39,6 +39,14 @@ LEARNERS: dict[str, dict[str, Any]] = {
         # Some letters end an answer, so that some samples are cut, and more are not.
         "generation": {"max_new_tokens": 8, "stop_token_ids": list(range(10, 18))},
     },
+    "token_advantages_under_filters": {
+        "generation": {"top_p": 0.8, "top_k": 40},
+        "loss": {"kl_coefficient": 0.05, "importance_correction": "tis"},
+        "grpo": {
+            "advantage": {"estimator": "reinforce_plus_plus", "minus_baseline": True},
+            "reward": {"kl_coefficient": 0.05},
+        },
+    },
     "two_updates_per_rollout": {"policy_gbs": 8},
     "on_policy_shortcut": {"loss": {"force_on_policy_ratio": True}},
 }
@@ -47,12 +55,13 @@ LEARNERS: dict[str, dict[str, Any]] = {
 class RecordingLoss:
     """A loss that keeps a copy of all that it is given."""
 
-    def __init__(self, inner: LossFn) -> None:
+    def __init__(self, inner: PolicyGradientLoss) -> None:
         self.inner, self.loss_type = inner, inner.loss_type
+        self.required_columns = inner.required_columns
         self.seen: list[dict[str, torch.Tensor]] = []
 
     def __call__(self, logprobs: torch.Tensor, data: Mapping[str, Any], **counts: torch.Tensor) -> Any:
-        columns = {k: v.clone() for k, v in data.items() if isinstance(v, torch.Tensor)}
+        columns = {k: v.detach().clone() for k, v in data.items() if isinstance(v, torch.Tensor)}
         self.seen.append({**columns, "logprobs": logprobs.detach().clone()})
         return self.inner(logprobs, data, **counts)
 
@@ -101,6 +110,18 @@ def test_both_loops_are_bit_identical_over_five_steps(tmp_path: Path, batching: 
     check_bit_identical(plane, memory)
     for a, b in zip(plane["seen"], memory["seen"]):
         assert ("prev_logprobs" in a) == ("prev_logprobs" in b) == (learner != "on_policy_shortcut")
+    if learner == "token_advantages_under_filters":
+        check_token_advantages(plane["seen"])
+
+
+def check_token_advantages(seen: list[dict[str, torch.Tensor]]) -> None:
+    """The KL makes them differ within rows, and over the tokens of each step they have mean 0 and variance 1."""
+    rows = [(a, m > 0) for part in seen for a, m in zip(part["advantages"], part["token_mask"])]
+    assert all(advantages.shape == mask.shape for advantages, mask in rows)
+    assert any(advantages[mask].std(correction=0) > 1e-3 for advantages, mask in rows)
+    every = torch.cat([advantages[mask] for advantages, mask in rows])
+    assert abs(every.mean().item()) < 1e-5
+    assert every.square().mean().item() == pytest.approx(1, abs=1e-4)
 
 
 @pytest.mark.parametrize("batching", ["fixed", "dynamic", "packed"])
@@ -109,7 +130,7 @@ def test_a_loop_over_another_store_is_bit_identical_to_the_one_in_memory(
     tmp_path: Path, store: str, batching: str, request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue(ENGINES[store])
-    learner = "reference_and_correction"  # reads and writes every column that a step can have
+    learner = "token_advantages_under_filters"  # reads and writes every column that a step can have
     plane = run_five_steps(recipe_for(tmp_path, batching, learner, data_plane=fresh_store(STORES[store])))
     memory = run_five_steps(recipe_for(tmp_path, batching, learner, data_plane=MEMORY))
     check_bit_identical(plane, memory)

@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 import reference_algorithms as reference
-from headrace.algorithms.advantages import compute_advantages, group_baseline_and_std
+from headrace.algorithms.advantages import TokenKL, compute_advantages, group_baseline_and_std
 from headrace.config import AdvantageConfig
 from headrace.errors import SchemaError
 
@@ -18,14 +19,21 @@ CONFIGS = [
     AdvantageConfig(estimator="rloo"),
     AdvantageConfig(estimator="reinforce_plus_plus"),
     AdvantageConfig(estimator="reinforce_plus_plus", normalize_std=False),
+    AdvantageConfig(estimator="reinforce_plus_plus", minus_baseline=True),
 ]
 REWARDS = st.sampled_from([0.0, 1.0, 0.5, 0.25, -1.0, 3.0])
 
 
-def compute(rewards, group_ids, cfg, valid=None, dtype=torch.float32):
+def compute(rewards, group_ids, cfg, valid=None, tokens=None, dtype=torch.float32, kl=None):
     valid = [True] * len(rewards) if valid is None else valid
+    tokens = [3] * len(rewards) if tokens is None else tokens
     return compute_advantages(
-        torch.tensor(rewards, dtype=dtype), torch.tensor(group_ids), torch.tensor(valid), cfg
+        torch.tensor(rewards, dtype=dtype),
+        torch.tensor(group_ids),
+        torch.tensor(valid),
+        torch.tensor(tokens),
+        cfg,
+        kl=kl,
     )
 
 
@@ -49,10 +57,44 @@ def test_rloo_is_never_divided_by_the_std():
     assert torch.equal(compute(rewards, groups, on).advantages, compute(rewards, groups, off).advantages)
 
 
-def test_reinforce_plus_plus_measures_against_the_whole_batch():
-    result = compute([1.0, 3.0, 5.0], [0, 1, 1], AdvantageConfig(estimator="reinforce_plus_plus"))
-    # Mean 3, standard deviation 2.
-    assert result.advantages.tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-5)
+def test_reinforce_plus_plus_measures_against_all_tokens_of_the_batch():
+    cfg = AdvantageConfig(estimator="reinforce_plus_plus")
+    result = compute([1.0, 0.0], [0, 1], cfg, tokens=[10, 90])
+    # Mean 10 / 100; standard deviation sqrt(0.1 x 0.9) = 0.3.
+    assert result.advantages.tolist() == pytest.approx([3.0, -1 / 3], abs=1e-4)
+    assert result.baseline.tolist() == pytest.approx([0.1, 0.1])
+    assert result.std.tolist() == pytest.approx([0.3, 0.3])
+
+
+def test_minus_baseline_takes_the_mean_of_the_group_first():
+    cfg = AdvantageConfig(estimator="reinforce_plus_plus", minus_baseline=True, normalize_std=False)
+    result = compute([1.0, 0.0, 7.0, 5.0], [0, 0, 1, 1], cfg, tokens=[1, 1, 1, 5])
+    # From the groups' means: 0.5, -0.5, 1, -1; over all tokens their mean is (0.5 - 0.5 + 1 - 5) / 8 = -0.5.
+    assert result.advantages.tolist() == pytest.approx([1.0, 0.0, 1.5, -0.5])
+
+
+@pytest.mark.parametrize("cfg", CONFIGS[5:], ids=repr)
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_the_kl_of_tokens_is_charged_to_them_and_those_before(cfg, data):
+    rows = data.draw(st.lists(st.tuples(REWARDS, st.integers(0, 2), st.booleans()), min_size=1, max_size=8))
+    rewards, groups, valid = (list(column) for column in zip(*rows))
+    numbers = st.floats(-2, 2, width=32)
+    kl = [data.draw(st.lists(numbers, min_size=1, max_size=4)) for _ in rows]
+    to_go = [[sum(row[t:]) for t in range(len(row))] for row in kl]
+    sums = torch.tensor([sum(row) for row in to_go], dtype=torch.float64)
+    squares = torch.tensor([sum(x * x for x in row) for row in to_go], dtype=torch.float64)
+    result = compute(
+        rewards, groups, cfg, valid, [len(row) for row in kl], torch.float64, TokenKL(0.3, sums, squares)
+    )
+    expected = reference.token_advantages(rewards, groups, valid, kl, cfg, 0.3)
+    for i, row in enumerate(to_go):
+        mean = sum(row) / len(row)
+        scale = result.kl_scale if valid[i] else 0.0
+        own = [float(result.advantages[i]) - scale * (x - mean) for x in row]
+        # Where all returns are equal, rounding alone would be divided by epsilon.
+        if float(result.std[0]) > 1e-6 or not cfg.normalize_std:
+            assert own == pytest.approx(expected[i], rel=1e-4, abs=1e-5)
 
 
 def test_baselines_of_the_docstring():
@@ -77,7 +119,8 @@ def test_a_group_of_equal_rewards_has_advantages_of_exactly_zero(cfg, reward, dt
 
 
 def test_a_batch_of_equal_rewards_has_advantages_of_exactly_zero():
-    result = compute([0.1] * 6, [0, 0, 0, 1, 1, 1], AdvantageConfig(estimator="reinforce_plus_plus"))
+    cfg = AdvantageConfig(estimator="reinforce_plus_plus")
+    result = compute([0.1] * 6, [0, 0, 0, 1, 1, 1], cfg, tokens=[1, 7, 3, 9, 2, 6])
     assert result.advantages.tolist() == [0.0] * 6
 
 
@@ -107,7 +150,7 @@ def test_a_batch_without_valid_samples_gives_zeros(cfg):
 @pytest.mark.parametrize("cfg", CONFIGS, ids=repr)
 def test_an_empty_batch_gives_nothing(cfg):
     empty = torch.empty(0)
-    result = compute_advantages(empty, empty.long(), empty, cfg)
+    result = compute_advantages(empty, empty.long(), empty, empty.long(), cfg)
     assert result.advantages.shape == (0,)
     assert all(math.isfinite(v) for v in result.metrics.values())
 
@@ -131,11 +174,15 @@ def test_metrics_count_groups_of_equal_rewards():
 
 @pytest.mark.parametrize("cfg", CONFIGS, ids=repr)
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(REWARDS, st.integers(-2, 3), st.booleans()), min_size=1, max_size=20))
+@given(
+    st.lists(
+        st.tuples(REWARDS, st.integers(-2, 3), st.booleans(), st.integers(1, 9)), min_size=1, max_size=20
+    )
+)
 def test_advantages_match_the_naive_reference(cfg, rows):
-    rewards, groups, valid = (list(column) for column in zip(*rows))
-    expected = reference.advantages(rewards, groups, valid, cfg)
-    assert compute(rewards, groups, cfg, valid).advantages.tolist() == pytest.approx(
+    rewards, groups, valid, tokens = (list(column) for column in zip(*rows))
+    expected = reference.advantages(rewards, groups, valid, tokens, cfg)
+    assert compute(rewards, groups, cfg, valid, tokens).advantages.tolist() == pytest.approx(
         expected, rel=1e-5, abs=1e-6
     )
 
@@ -155,9 +202,29 @@ def test_row_order_and_group_names_do_not_matter(cfg, data):
 
 def test_misaligned_inputs_are_refused():
     with pytest.raises(SchemaError, match=r"rewards \(3,\), group_ids \(2,\)"):
-        compute_advantages(torch.zeros(3), torch.zeros(2).long(), torch.ones(3), AdvantageConfig())
+        compute_advantages(
+            torch.zeros(3), torch.zeros(2).long(), torch.ones(3), torch.ones(3), AdvantageConfig()
+        )
 
 
 def test_group_ids_that_are_not_integers_are_refused():
     with pytest.raises(SchemaError, match="float32"):
-        compute_advantages(torch.zeros(2), torch.zeros(2), torch.ones(2), AdvantageConfig())
+        compute_advantages(torch.zeros(2), torch.zeros(2), torch.ones(2), torch.ones(2), AdvantageConfig())
+
+
+def test_a_count_of_tokens_for_other_samples_is_refused():
+    with pytest.raises(SchemaError, match=r"tokens \(3,\)"):
+        compute([1.0, 0.0], [0, 0], AdvantageConfig(), tokens=[1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"estimator": "reinforce_plus_plus", "leave_one_out": True},
+        {"minus_baseline": True},
+        {"estimator": "rloo", "minus_baseline": True},
+    ],
+)
+def test_a_baseline_that_the_estimator_does_not_have_is_refused(keys):
+    with pytest.raises(ValidationError, match=r"has no effect with estimator="):
+        AdvantageConfig(**keys)

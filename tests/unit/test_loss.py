@@ -21,11 +21,15 @@ from reference_algorithms import Row, columns, random_row
 CONFIGS = {
     "default": LossConfig(),
     "sequence_mean": LossConfig(aggregation="sequence_mean", clip_low=0.1, clip_high=0.3),
-    "dual_clip": LossConfig(dual_clip=1.3, kl_coefficient=0.1, kl_kind="k1"),
+    "dual_clip": LossConfig(dual_clip=1.3, kl_coefficient=0.1),
+    "score_function": LossConfig(kl_coefficient=0.3, kl_kind="k1", kl_gradient="score_function"),
+    "constant": LossConfig(aggregation="constant", constant_tokens=9, kl_coefficient=0.1),
     "gspo": LossConfig(ratio_level="sequence", aggregation="sequence_mean", clip_low=0.05, clip_high=0.1),
-    "gspo_tokens": LossConfig(ratio_level="sequence", kl_coefficient=0.3, kl_kind="k2"),
+    "gspo_kl": LossConfig(
+        ratio_level="sequence", aggregation="sequence_mean", kl_coefficient=0.3, kl_kind="k2"
+    ),
     "cispo": LossConfig(kind="cispo", kl_coefficient=0.2),
-    "cispo_sequence": LossConfig(kind="cispo", ratio_level="sequence"),
+    "cispo_sequence_mean": LossConfig(kind="cispo", aggregation="sequence_mean"),
     "tis": LossConfig(importance_correction="tis", importance_high=1.2),
     "icepop": LossConfig(importance_correction="icepop", importance_low=0.8, importance_high=1.3),
     "sequence_mask": LossConfig(
@@ -332,7 +336,9 @@ def test_losses_satisfy_the_protocol():
     for loss_fn in (PolicyGradientLoss(LossConfig()), NLLLoss()):
         assert isinstance(loss_fn, LossFunction)
     assert build_loss(LossConfig()).loss_type is LossType.TOKEN_LEVEL
-    assert build_loss(LossConfig(aggregation="sequence_mean")).loss_type is LossType.SEQUENCE_LEVEL
+    for aggregation, constant in (("sequence_mean", None), ("constant", 8)):
+        cfg = LossConfig(aggregation=aggregation, constant_tokens=constant)
+        assert build_loss(cfg).loss_type is LossType.SEQUENCE_LEVEL
     assert NLLLoss().loss_type is LossType.TOKEN_LEVEL
 
 
@@ -345,6 +351,33 @@ def test_dual_clip_with_cispo_is_refused_by_its_keys():
 def test_bounds_in_the_wrong_order_are_refused_by_their_keys(kind):
     with pytest.raises(ValidationError, match=r"importance_low=3.*importance_high=2"):
         LossConfig(importance_correction=kind, importance_low=3.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"ratio_level": "sequence"}, r"ratio_level=sequence .* aggregation=token_mean"),
+        ({"ratio_level": "sequence", "kind": "cispo", "aggregation": "sequence_mean"}, r"kind=cispo"),
+        (
+            {"ratio_level": "sequence", "aggregation": "constant", "constant_tokens": 8},
+            r"aggregation=constant",
+        ),
+        ({"aggregation": "constant"}, r"aggregation=constant with constant_tokens=None"),
+        ({"constant_tokens": 8}, r"aggregation=token_mean with constant_tokens=8"),
+        (
+            {"kl_kind": "k1", "kl_coefficient": 0.1},
+            r"kl_kind=k1 .*kl_gradient=score_function.* grpo.reward.kl_coefficient",
+        ),
+        ({"kl_kind": "k2", "kl_gradient": "score_function"}, r"kl_kind=k2 with kl_gradient=score_function"),
+    ],
+)
+def test_terms_that_make_no_loss_together_are_refused_by_their_keys(keys, message):
+    with pytest.raises(ValidationError, match=message):
+        LossConfig(**keys)
+
+
+def test_an_estimator_without_a_kl_is_not_checked():
+    build_loss(LossConfig(kl_kind="k1"))
 
 
 def test_a_lower_bound_that_is_not_used_is_not_checked():

@@ -100,10 +100,9 @@ def test_gspo_uses_the_length_normalised_ratio_of_the_sequence():
     assert (metrics["ratio_min"], metrics["ratio_max"]) == pytest.approx((1.1, 1.1))
 
 
-@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean"])
 @pytest.mark.parametrize("advantage", [0.7, -0.7])
-def test_the_gspo_gradient_equals_finite_differences(aggregation, advantage):
-    cfg = LossConfig(ratio_level="sequence", aggregation=aggregation, clip_low=0.2, clip_high=0.2)
+def test_the_gspo_gradient_equals_finite_differences(advantage):
+    cfg = LossConfig(ratio_level="sequence", aggregation="sequence_mean", clip_low=0.2, clip_high=0.2)
     ratios, step = [2.0, 0.5, 1.2], 1e-6
     _, gradient, _ = loss_of(ratios, [advantage] * 3, cfg)
     for t in range(3):
@@ -114,7 +113,7 @@ def test_the_gspo_gradient_equals_finite_differences(aggregation, advantage):
 
 
 def test_a_clipped_sequence_loses_the_gradient_of_all_its_tokens():
-    cfg = LossConfig(ratio_level="sequence", clip_low=0.2, clip_high=0.2)
+    cfg = LossConfig(ratio_level="sequence", aggregation="sequence_mean", clip_low=0.2, clip_high=0.2)
     loss, gradient, metrics = loss_of([4.0, 0.5], [1.0, 1.0], cfg)  # s = sqrt(2)
     assert loss == pytest.approx(-1.2)
     assert gradient == [0.0, 0.0]
@@ -122,7 +121,7 @@ def test_a_clipped_sequence_loses_the_gradient_of_all_its_tokens():
 
 
 def test_gspo_keeps_each_tokens_own_advantage():
-    cfg = LossConfig(ratio_level="sequence")
+    cfg = LossConfig(ratio_level="sequence", aggregation="sequence_mean")
     _, gradient, _ = loss_of([1.1, 1.1], [1.0, -2.0], cfg)
     assert gradient == pytest.approx([-1.1 / 2, 2 * 1.1 / 2])
 
@@ -170,21 +169,93 @@ def test_k1_and_k3_are_unbiased(kind):
     assert mean.item() == pytest.approx(truth.item())
 
 
-def test_the_gradient_of_k2_is_the_gradient_of_the_kl():
-    scores = torch.tensor([0.4, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+def kl_gradients(scores, reference):
+    """Gradients by the scores of KL(policy || reference) and KL(reference || policy), over all tokens."""
     logprobs = scores.log_softmax(0)
-    kl = (logprobs.exp() * (logprobs - reference.log())).sum()
-    (truth,) = torch.autograd.grad(kl, scores, retain_graph=True)
-    expected_k2 = (logprobs.exp().detach() * kl_estimate(logprobs, reference.log(), "k2")).sum()
-    (gradient,) = torch.autograd.grad(expected_k2, scores)
-    assert torch.allclose(gradient, truth)
+    forward = (logprobs.exp() * (logprobs - reference.log())).sum()
+    backward = (reference * (reference.log() - logprobs)).sum()
+    return [torch.autograd.grad(kl, scores, retain_graph=True)[0] for kl in (forward, backward)]
+
+
+def expected_gradient(scores, per_token):
+    """Gradient of what `per_token` gives of the logprobs, in expectation over samples of the policy."""
+    logprobs = scores.log_softmax(0)
+    loss = (logprobs.exp().detach() * per_token(logprobs)).sum()
+    return torch.autograd.grad(loss, scores)[0]
+
+
+SCORES = torch.tensor([0.4, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
+REFERENCE = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+
+
+def test_as_a_loss_k2_teaches_the_kl_k3_the_reverse_kl_and_k1_nothing():
+    forward, backward = kl_gradients(SCORES, REFERENCE)
+    k1, k2, k3 = (
+        expected_gradient(SCORES, lambda x, kind=kind: kl_estimate(x, REFERENCE.log(), kind))
+        for kind in ("k1", "k2", "k3")
+    )
+    assert torch.allclose(k2, forward)
+    assert torch.allclose(k3, backward)
+    assert not torch.allclose(k3, forward, rtol=0.05)
+    assert k1.abs().max() < 1e-12
+    assert forward.norm() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "gradient", "off_policy"),
+    [
+        ("k1", "score_function", True),
+        ("k1", "score_function", False),
+        ("k3", "score_function", True),
+        ("k3", "score_function", False),
+        ("k2", "value", False),
+    ],
+)
+@pytest.mark.parametrize("filtered", [False, True])
+def test_the_loss_has_the_gradient_of_the_kl_over_every_token(kind, gradient, off_policy, filtered):
+    # One row for each token, weighed with the probability that the previous policy samples it.
+    scores = SCORES.detach().requires_grad_()
+    shift = torch.tensor([0.3, 0.0, -0.4], dtype=torch.float64) if off_policy else 0.0
+    prev = (scores.detach() + shift).log_softmax(0)
+
+    def column(values):
+        return torch.stack([torch.zeros_like(values), values], dim=1)
+
+    data = {
+        "token_mask": torch.tensor([[0, 1]] * 3),
+        "sample_mask": prev.exp(),
+        "advantages": torch.zeros(3),
+        "generation_logprobs": column(prev),
+        "prev_logprobs": column(prev),
+        "reference_policy_logprobs": column(REFERENCE.log()),
+        "unfiltered_logprobs": column(scores.log_softmax(0)),
+    }
+    loss_fn = build_loss(
+        LossConfig(kl_coefficient=1.0, kl_kind=kind, kl_gradient=gradient), filtered=filtered
+    )
+    one = torch.tensor(1.0, dtype=torch.float64)
+    loss, _ = loss_fn(column(scores.log_softmax(0)), data, global_valid_seqs=one, global_valid_toks=one)
+    loss.backward()
+    assert torch.allclose(scores.grad, kl_gradients(SCORES, REFERENCE)[0])
+
+
+@pytest.mark.parametrize("distance", [1.0, 0.1, 0.01])
+def test_in_the_reward_only_k1_teaches_the_kl(distance):
+    # A reward weighs the gradient of the logprob; k2 and k3 are of second order near the reference, so that nothing
+    # of first order is left of them.
+    scores = (REFERENCE.log() + distance * SCORES.detach()).requires_grad_()
+    forward, _ = kl_gradients(scores, REFERENCE)
+    k1, k2, k3 = (
+        expected_gradient(scores, lambda x, kind=kind: kl_estimate(x.detach(), REFERENCE.log(), kind) * x)
+        for kind in ("k1", "k2", "k3")
+    )
+    assert torch.allclose(k1, forward)
+    assert max(k2.norm(), k3.norm()) < 0.5 * distance * forward.norm()
 
 
 @pytest.mark.parametrize(
     ("kind", "value", "gradient"),
     [
-        ("k1", math.log(2), 1.0),
         ("k2", math.log(2) ** 2 / 2, math.log(2)),
         ("k3", 0.5 - 1 + math.log(2), 0.5),
     ],
@@ -278,6 +349,8 @@ def test_aggregation_weights_of_the_docstring():
     assert token.tolist() == [[0.25, 0, 0], [0.25, 0.25, 0.25]]
     sequence = aggregation_weights(mask, "sequence_mean", seqs, toks)
     assert sequence.flatten().tolist() == pytest.approx([0.5, 0, 0, 1 / 6, 1 / 6, 1 / 6])
+    constant = aggregation_weights(mask, "constant", seqs, toks, 4)
+    assert constant.tolist() == [[0.125, 0, 0], [0.125, 0.125, 0.125]]
 
 
 def test_a_sample_mask_between_zero_and_one_is_a_weight():

@@ -5,7 +5,14 @@ import pytest
 import torch
 
 import reference_algorithms as reference
-from headrace.algorithms.sample_stats import STATS_COLUMNS, mismatch_metrics, sample_stats, stats_columns
+from headrace.algorithms.sample_stats import (
+    STATS_COLUMNS,
+    kl_to_go_stats,
+    mismatch_metrics,
+    sample_stats,
+    stats_columns,
+    token_advantages,
+)
 from headrace.errors import SchemaError
 from reference_algorithms import columns, random_row
 
@@ -51,6 +58,59 @@ def test_statistics_are_the_same_bit_for_bit_at_every_width(fill, extra):
     for name in narrow:
         assert torch.equal(narrow[name], wide[name]), name
     assert mismatch_metrics(data) == mismatch_metrics(padded(data, extra, fill))
+
+
+def kl_by_row(rows, kind):
+    """KL to go of every counting token of each row, summed naively."""
+    every = [[reference.kl(r.prev[t], r.reference[t], kind) for t in r.places()] for r in rows]
+    return [[sum(row[t:]) for t in range(len(row))] for row in every]
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_to_go_is_that_of_a_token_and_all_later_ones_of_its_sample(kind):
+    rows = batch(3)
+    stats = kl_to_go_stats(columns(rows)[1], kl_kind=kind)
+    assert {s.dtype for s in stats.values()} == {torch.float64}
+    for i, to_go in enumerate(kl_by_row(rows, kind)):
+        assert stats["kl_to_go_sum"][i].item() == pytest.approx(sum(to_go), abs=1e-12)
+        assert stats["kl_to_go_squares"][i].item() == pytest.approx(sum(x * x for x in to_go), abs=1e-12)
+
+
+def test_a_token_pays_for_its_kl_to_go_and_a_samples_mean_stays():
+    rows = batch(4)
+    data = columns(rows)[1] | {"mean_advantages": torch.linspace(-1, 1, len(rows))}
+    column = token_advantages(data, kl_kind="k3", kl_scale=2.0)["advantages"]
+    assert (column.shape, column.dtype) == (data["token_mask"].shape, torch.float32)
+    for i, (row, to_go) in enumerate(zip(rows, kl_by_row(rows, "k3"))):
+        others = [t for t in range(len(row.mask)) if t not in row.places()]
+        assert column[i, others].tolist() == [0.0] * len(others)
+        if to_go:
+            mean = sum(to_go) / len(to_go)
+            own = [data["mean_advantages"][i].item() - 2 * (x - mean) for x in to_go]
+            assert column[i, row.places()].tolist() == pytest.approx(own, abs=1e-6)
+
+
+@pytest.mark.parametrize("fill", [0.0, math.nan])
+def test_token_advantages_are_the_same_bit_for_bit_at_every_width_and_among_other_rows(fill):
+    rng = random.Random(5)
+    data = columns([random_row(rng, 150) for _ in range(20)], torch.float32)[1]
+    data["mean_advantages"] = torch.linspace(-1, 1, 20)
+    options = {"kl_kind": "k1", "kl_scale": 0.3}
+    whole = token_advantages(data, **options)["advantages"]
+    sums = kl_to_go_stats(data, kl_kind="k1")
+    wide = padded(data, 70, fill)
+    assert torch.equal(token_advantages(wide, **options)["advantages"][:, :150], whole)
+    for i in range(0, 20, 5):
+        part = {name: column[i : i + 5] for name, column in wide.items()}
+        assert torch.equal(token_advantages(part, **options)["advantages"][:, :150], whole[i : i + 5])
+        for name, values in kl_to_go_stats(part, kl_kind="k1").items():
+            assert torch.equal(values, sums[name][i : i + 5]), name
+
+
+def test_the_kl_of_tokens_needs_both_policies():
+    data = {n: c for n, c in columns(batch(6))[1].items() if n != "reference_policy_logprobs"}
+    with pytest.raises(SchemaError, match="reference_policy_logprobs"):
+        kl_to_go_stats(data, kl_kind="k1")
 
 
 def test_statistics_of_a_row_do_not_depend_on_its_neighbours():

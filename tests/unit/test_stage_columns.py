@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.algorithms.sample_stats import stats_columns, token_advantages
 from headrace.data_plane import KVBatchMeta, kv_first_write
 from headrace.models.policy.tq_policy import TQPolicy
 from reference_training import PolicyGradient
@@ -56,3 +57,32 @@ def test_the_reference_reads_no_routes_and_the_replayed_stages_read_them_once(po
     train = moved_by(policy, lambda: policy.train_from_meta(meta, PolicyGradient()))
     scores = ("advantages", "generation_logprobs", "prev_logprobs", "reference_policy_logprobs")
     assert train == {**SEED, **ROUTES, **dict.fromkeys(scores, FLOATS)}
+
+
+def test_token_advantages_are_made_where_the_rows_are_also_by_several_ranks(policy: TQPolicy) -> None:
+    meta = written_rows(policy)
+    policy.get_logprobs_from_meta(meta, unfiltered=True)
+    policy.get_reference_policy_logprobs_from_meta(meta)
+    means = torch.linspace(-1, 1, ROWS)
+    policy.write_to_dataplane(meta, {"mean_advantages": means})
+    fields = ["mean_advantages", *stats_columns(reference=True)]
+
+    def make(rows: Any) -> dict[str, torch.Tensor]:
+        # A KL of 1 at every token.
+        prev = rows["prev_logprobs"]
+        columns = {**rows, "prev_unfiltered_logprobs": prev + 1, "reference_policy_logprobs": prev}
+        return token_advantages(columns, kl_kind="k1", kl_scale=0.5)
+
+    for part in (meta.slice(0, 3), meta.slice(3, ROWS)):
+        shards, _ = policy._shard_meta(part, fields, None, None, "train")
+        moved = moved_by(
+            policy,
+            lambda shards=shards: policy.workers.run_sharded("derive_columns_presharded", shards, make=make),
+        )
+        assert moved["advantages"] == 4 * sum(part.sequence_lengths or [])
+    meta.add_fields(["advantages"])
+    made = policy.read_from_dataplane(meta, select_fields=["advantages", "token_mask"])
+    for row, mask, mean in zip(made["advantages"], made["token_mask"] > 0, means.tolist()):
+        count = int(mask[1:].sum())
+        later = torch.arange(count, 0, -1) - (count + 1) / 2  # KL to go less its mean
+        assert row[1:][mask[1:]].tolist() == pytest.approx((mean - 0.5 * later).tolist(), abs=1e-5)

@@ -15,12 +15,26 @@ from headrace.errors import SchemaError
 
 @dataclass(frozen=True)
 class AdvantageResult:
-    """Advantages of N samples, and what they were measured against; each (N,) float32."""
+    """Advantages of N samples, and what they were measured against; each (N,) float32.
+
+    All tokens of a sample have its advantage, or, where a `TokenKL` was given, have it on average: a token's own is
+    `advantages` - `kl_scale` x (its KL to go - the sample's mean KL to go).
+    """
 
     advantages: torch.Tensor
     baseline: torch.Tensor
     std: torch.Tensor
     metrics: dict[str, float] = field(default_factory=dict)
+    kl_scale: float = 0.0
+
+
+@dataclass(frozen=True)
+class TokenKL:
+    """A KL in the reward of every token, as `sample_stats.kl_to_go_stats` sums it: (N,) float64 each."""
+
+    coefficient: float
+    to_go_sum: torch.Tensor
+    to_go_squares: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -58,37 +72,46 @@ def group_baseline_and_std(
 
 
 def compute_advantages(
-    rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor, cfg: AdvantageConfig
+    rewards: torch.Tensor,
+    group_ids: torch.Tensor,
+    valid: torch.Tensor,
+    tokens: torch.Tensor,
+    cfg: AdvantageConfig,
+    *,
+    kl: TokenKL | None = None,
 ) -> AdvantageResult:
     """Turn rewards into one advantage per sample.
 
     - `grpo`: distance from the group's mean (or the peers' mean, `leave_one_out`), divided by the group's
       standard deviation + epsilon if `normalize_std`. Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2.
     - `rloo`: distance from the peers' mean, never divided. Source: arXiv:2402.14740, section 3.3 (RLOO).
-    - `reinforce_plus_plus`: distance from the mean of the whole batch, divided by the batch's standard
-      deviation + epsilon if `normalize_std`. Source: arXiv:2501.03262.
+    - `reinforce_plus_plus`: what a token's return (its sample's reward less the token's KL to go) is above the mean
+      over all tokens of the batch, divided by their population standard deviation + epsilon if `normalize_std`. With
+      `minus_baseline`, rewards are first measured from their group's mean. Source: REINFORCE++, arXiv:2501.03262,
+      section 3 (the advantage and its normalisation over the batch; the variant with a baseline).
 
-    Rewards [1, 0, 0] of one group give [0.667, -0.333, -0.333] (grpo, undivided) or [1, -0.5, -0.5] (rloo).
+    Rewards [1, 0, 0] of one group give [0.667, -0.333, -0.333] (grpo, undivided) or [1, -0.5, -0.5] (rloo). Rewards
+    [1, 0] of samples of 10 and 90 tokens give [3, -0.333] (reinforce_plus_plus): mean 0.1, standard deviation 0.3.
     A group of one sample, and a group of equal rewards, has advantages of exactly 0 (grpo, rloo).
 
     Args:
         rewards: (N,), finite where valid.
         group_ids: (N,) integers.
         valid: (N,) bool or 0/1.
+        tokens: (N,) tokens of each sample that count in the loss.
         cfg: The recipe's `grpo.advantage`.
+        kl: A KL that the rewards do not have yet (reinforce_plus_plus).
 
     Raises:
         SchemaError: inputs of different lengths, or group ids that are not integers.
     """
+    _check(rewards, group_ids, valid, tokens=tokens)
     groups = _group(rewards, group_ids, valid)
     if cfg.estimator == "reinforce_plus_plus":
-        yardstick = _group(rewards, torch.zeros_like(group_ids), valid)
-        advantages = yardstick.centred
-    else:
-        yardstick = groups
-        advantages = _peer_distance(groups, cfg.estimator == "rloo" or cfg.leave_one_out)
-    baseline = _baseline(rewards, yardstick, advantages)
-    std = yardstick.std[yardstick.index]
+        return _over_tokens(rewards, groups, tokens, cfg, kl)
+    advantages = _peer_distance(groups, cfg.estimator == "rloo" or cfg.leave_one_out)
+    baseline = _baseline(rewards, groups, advantages)
+    std = groups.std[groups.index]
     if cfg.normalize_std and cfg.estimator != "rloo":
         advantages = advantages / (std + cfg.epsilon)
     return AdvantageResult(
@@ -96,6 +119,35 @@ def compute_advantages(
         baseline=baseline,
         std=std.to(torch.float32),
         metrics=_metrics(advantages, groups),
+    )
+
+
+def _over_tokens(
+    rewards: torch.Tensor, groups: _Groups, tokens: torch.Tensor, cfg: AdvantageConfig, kl: TokenKL | None
+) -> AdvantageResult:
+    """Measure every token's return against those of all tokens, from sums per sample alone."""
+    batch = _group(rewards, torch.zeros_like(groups.index), groups.valid)
+    count = torch.where(groups.valid, tokens.to(torch.float64), 0.0)
+    total = count.sum().clamp(min=1)
+    returns = groups.centred if cfg.minus_baseline else batch.centred
+    spread = torch.zeros_like(returns)
+    if kl is not None:
+        own = torch.where(groups.valid, kl.to_go_sum, 0.0) / count.clamp(min=1)
+        returns = returns - kl.coefficient * own
+        squares = torch.where(groups.valid, kl.to_go_squares, 0.0)
+        spread = kl.coefficient**2 * (squares - count * own**2).clamp(min=0)
+    mean = (count * returns).sum() / total
+    centred = torch.where(groups.valid, returns - mean, 0.0)
+    # The variance of all tokens: between the samples' means, and of the tokens of a sample around its own.
+    std = ((count * centred**2 + spread).sum() / total).sqrt()
+    scale = 1 / (std + cfg.epsilon) if cfg.normalize_std else torch.ones_like(std)
+    advantages = centred * scale
+    return AdvantageResult(
+        advantages=advantages.to(torch.float32),
+        baseline=_baseline(rewards, batch, centred),
+        std=std.to(torch.float32).expand(len(rewards)),
+        metrics=_metrics(advantages, groups),
+        kl_scale=0.0 if kl is None else kl.coefficient * float(scale),
     )
 
 
@@ -147,10 +199,12 @@ def _metrics(advantages: torch.Tensor, groups: _Groups) -> dict[str, float]:
     return dict(zip(values, torch.stack([v.to(torch.float64) for v in values.values()]).tolist()))
 
 
-def _check(rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor) -> None:
-    shapes = {"rewards": rewards.shape, "group_ids": group_ids.shape, "valid": valid.shape}
-    if rewards.dim() != 1 or len(set(shapes.values())) != 1:
-        got = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
-        raise SchemaError(f"advantages need rewards, group_ids and valid of one shape (N,); got {got}")
+def _check(
+    rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor, **others: torch.Tensor
+) -> None:
+    inputs = {"rewards": rewards, "group_ids": group_ids, "valid": valid, **others}
+    if rewards.dim() != 1 or len({values.shape for values in inputs.values()}) != 1:
+        got = ", ".join(f"{name} {tuple(values.shape)}" for name, values in inputs.items())
+        raise SchemaError(f"advantages need {', '.join(inputs)} of one shape (N,); got {got}")
     if group_ids.is_floating_point() or group_ids.is_complex():
         raise SchemaError(f"group_ids must be integers, one per prompt; got {group_ids.dtype}")

@@ -12,7 +12,7 @@ import torch
 
 from headrace.algorithms.sample_table import SampleTable
 from headrace.algorithms.step import Traffic
-from headrace.data_plane.schema import SAMPLE_ID, pad_values
+from headrace.data_plane.schema import PREV_UNFILTERED_LOGPROBS, SAMPLE_ID, UNFILTERED_LOGPROBS, pad_values
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.columns import object_array
 from headrace.environments.interfaces import Environment
@@ -85,10 +85,13 @@ class InMemoryRows:
         """Return the samples of all parts."""
         return MemoryBatch([r for part in parts for r in part.rollouts])
 
-    def prev_logprobs(self, rows: MemoryBatch) -> None:
+    def prev_logprobs(self, rows: MemoryBatch, *, unfiltered: bool) -> None:
         """Score the rows with the policy."""
         columns = self._columns(rows)
-        columns["prev_logprobs"] = self._policy.get_logprobs(columns)["logprobs"]
+        scored = self._policy.get_logprobs(columns, unfiltered=unfiltered)
+        columns["prev_logprobs"] = scored["logprobs"]
+        if unfiltered:
+            columns[PREV_UNFILTERED_LOGPROBS] = scored[UNFILTERED_LOGPROBS]
 
     def reference_logprobs(self, rows: MemoryBatch) -> None:
         """Score the rows with the reference."""
@@ -109,6 +112,15 @@ class InMemoryRows:
     def write(self, rows: MemoryBatch, columns: Mapping[str, torch.Tensor]) -> None:
         """Add the columns."""
         self._columns(rows).update(columns)
+
+    def derive(
+        self,
+        rows: MemoryBatch,
+        make: Callable[..., Mapping[str, torch.Tensor]],
+        fields: Sequence[str],
+    ) -> None:
+        """Add what `make` gives."""
+        self.write(rows, self.reduce(rows, make, fields))
 
     def train(self, rows: MemoryBatch, loss_fn: LossFn) -> dict[str, Any]:
         """Train on the rows."""

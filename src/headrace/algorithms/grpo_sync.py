@@ -74,9 +74,9 @@ class DataPlaneRows:
         """Concatenate metadata; the rows stay where they are."""
         return parts[0].concat(*parts[1:])
 
-    def prev_logprobs(self, rows: KVBatchMeta) -> None:
+    def prev_logprobs(self, rows: KVBatchMeta, *, unfiltered: bool) -> None:
         """Have the workers fetch, score and write back."""
-        self._policy.get_logprobs_from_meta(rows)
+        self._policy.get_logprobs_from_meta(rows, unfiltered=unfiltered)
 
     def reference_logprobs(self, rows: KVBatchMeta) -> None:
         """Have the workers fetch, score with the reference and write back."""
@@ -94,6 +94,15 @@ class DataPlaneRows:
     def write(self, rows: KVBatchMeta, columns: Mapping[str, torch.Tensor]) -> None:
         """Put one number per sample and column."""
         self._policy.write_to_dataplane(rows, columns)
+
+    def derive(
+        self,
+        rows: KVBatchMeta,
+        make: Callable[..., Mapping[str, torch.Tensor]],
+        fields: Sequence[str],
+    ) -> None:
+        """Have the workers fetch their rows, make the columns and write them back."""
+        self._policy.derive_columns_from_meta(rows, make, select_fields=fields)
 
     def train(self, rows: KVBatchMeta, loss_fn: LossFn) -> dict[str, Any]:
         """Have the workers fetch the rows and train."""

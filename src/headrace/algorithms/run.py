@@ -1,5 +1,6 @@
 """A run from recipe to summary: build the parts, warm up or resume, loop, let go."""
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -35,9 +36,12 @@ from headrace.models.automodel.setup import load_tokenizer
 from headrace.models.policy.launch import worker_place
 from headrace.models.policy.lm_policy import Policy
 from headrace.models.policy.tq_policy import TQPolicy, launcher_for
+from headrace.utils.algorithm_presets import describe_preset
 from headrace.utils.checkpoints import CheckpointManager
 from headrace.utils.run_directory import RunDirectory
 from headrace.utils.seeding import derive_seed
+
+logger = logging.getLogger(__name__)
 
 
 class Stopper(Protocol):
@@ -177,6 +181,7 @@ def train(recipe: RecipeConfig, run_dir: Path, observer: RunObserver, stopper: S
         return _summary(recipe, progress, False, time.perf_counter() - started)
     try:
         progress = _restore(session, checkpoints, run_dir)
+        _warn_of_biased_kl(recipe)
         observer.on_start(
             total_steps=recipe.grpo.max_num_steps,
             first_step=progress.step + 1,
@@ -225,7 +230,7 @@ def start_loop(
         recipe,
         session.rows,
         session.prompts,
-        build_loss(recipe.loss),
+        build_loss(recipe.loss, filtered=recipe.generation.filters),
         on_stage=observer.on_stage,
         should_stop=stopper.is_set,
         trace_dir=trace_dir,
@@ -293,6 +298,7 @@ def _warm_up(
             seed=recipe.seed,
             first=progress.warm_start_steps,
             on_non_finite=recipe.loss.on_non_finite,
+            filtered=recipe.generation.filters,
             on_progress=_phase_reporter(observer),
             should_stop=stopper.is_set,
         )
@@ -318,12 +324,25 @@ def _describe(session: Session) -> dict[str, str]:
     recipe = session.recipe
     store = f"{recipe.data_plane.impl} data plane" if recipe.data_plane.enabled else "rows in memory"
     parameters = session.policy.num_parameters
-    return {
+    about = {
         "model": f"{parameters / 1e6:.1f} M parameters, {recipe.policy.precision}",
         "loop": f"GRPO, {store}",
         "batch": f"{recipe.grpo.num_prompts_per_step} prompts x {recipe.grpo.num_generations_per_prompt} samples",
         "seed": str(recipe.seed),
     }
+    if recipe.algorithm is not None:
+        about["algorithm"] = describe_preset(recipe.algorithm, recipe.model_dump())
+    return about
+
+
+def _warn_of_biased_kl(recipe: RecipeConfig) -> None:
+    if recipe.generation.filters and recipe.needs_reference:
+        logger.warning(
+            "generation.top_p=%s and top_k=%s leave tokens out, and the KL to the reference is of all of them: its "
+            "estimate from such samples is biased",
+            recipe.generation.top_p,
+            recipe.generation.top_k,
+        )
 
 
 def _summary(

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from headrace.algorithms.loss.kl import KLKind, clamp_log_ratio, kl_estimate, probability_error
+from headrace.data_plane.schema import MEAN_ADVANTAGES, PREV_UNFILTERED_LOGPROBS
 from headrace.errors import SchemaError
 
 STATS_COLUMNS: tuple[str, ...] = (
     "token_mask",
     "generation_logprobs",
     "prev_logprobs",
+    PREV_UNFILTERED_LOGPROBS,
     "reference_policy_logprobs",
 )
 """Columns that `sample_stats` looks at; all but `token_mask` are optional."""
@@ -42,7 +44,8 @@ def stats_columns(*, reference: bool) -> tuple[str, ...]:
 def sample_stats(data: Mapping[str, Any], *, kl_kind: KLKind) -> dict[str, torch.Tensor]:
     """Return statistics of each of N samples, each (N,) float32, over its tokens with `token_mask[:, 1:]`.
 
-    - `kl_sum`: KL to the reference policy, summed over tokens (`kl_estimate` of prev against reference).
+    - `kl_sum`: KL to the reference policy, summed over tokens (`kl_estimate` of prev against reference; where there
+      are `prev_unfiltered_logprobs`, of those).
     - `logprob_error`: mean exp|prev - generation|; 1, perfect agreement, for a sample without tokens.
     - `mean_logprob`: mean prev logprob; 0 for a sample without tokens.
 
@@ -56,15 +59,47 @@ def sample_stats(data: Mapping[str, Any], *, kl_kind: KLKind) -> dict[str, torch
         SchemaError: no `token_mask`, or a column of another shape.
     """
     tokens = _gather(data)
-    prev, generation, reference = tokens.prev, tokens.generation, tokens.reference
+    prev, generation = tokens.prev, tokens.generation
     if prev is None:
         return {}
     stats = {"mean_logprob": tokens.mean(prev, empty=0.0)}
-    if reference is not None:
-        stats["kl_sum"] = tokens.total(kl_estimate(prev, reference, kl_kind))
+    if tokens.reference is not None:
+        stats["kl_sum"] = tokens.total(tokens.kl(kl_kind))
     if generation is not None:
         stats["logprob_error"] = tokens.mean(probability_error(prev - generation), empty=1.0)
     return {name: values.to(torch.float32) for name, values in stats.items()}
+
+
+def kl_to_go_stats(data: Mapping[str, Any], *, kl_kind: KLKind) -> dict[str, torch.Tensor]:
+    """Return what `advantages.TokenKL` takes of each of N samples, each (N,) float64.
+
+    `kl_to_go_sum` and `kl_to_go_squares`: sums, over the tokens that count, of the KL to go and of its square. A
+    token's KL to go is that of it and all later ones of its sample: KLs of 0.1, 0.4 and 0.1 make 0.6, 0.5 and 0.1.
+
+    Raises:
+        SchemaError: `token_mask`, `prev_logprobs` or `reference_policy_logprobs` is missing or has another shape.
+    """
+    tokens = _gather(data)
+    to_go = tokens.kl_to_go(kl_kind)
+    return {"kl_to_go_sum": tokens.total(to_go), "kl_to_go_squares": tokens.total(to_go**2)}
+
+
+def token_advantages(data: Mapping[str, Any], *, kl_kind: KLKind, kl_scale: float) -> dict[str, torch.Tensor]:
+    """Return the column `advantages` (N, S) float32, made of its mean per sample; 0 at tokens that do not count.
+
+    A token's is its sample's - `kl_scale` x (its KL to go - the sample's mean KL to go). With 0.5, a scale of 2 and
+    KLs to go of 0.6, 0.5 and 0.1: 0.1, 0.3 and 1.1.
+
+    Args:
+        data: Columns of `kl_to_go_stats`, and `mean_advantages` (N,), a sample's mean over its tokens.
+        kl_kind: The recipe's `grpo.reward.kl_kind`.
+        kl_scale: `AdvantageResult.kl_scale`.
+    """
+    tokens = _gather(data)
+    to_go = tokens.kl_to_go(kl_kind)
+    above = to_go - tokens.mean(to_go, empty=0.0)[tokens.rows]
+    own = data[MEAN_ADVANTAGES].to(torch.float64)[tokens.rows]
+    return {"advantages": tokens.spread(own - kl_scale * above).to(torch.float32)}
 
 
 def mismatch_stats(data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -168,13 +203,34 @@ def jensen_shannon(log_ratio: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _FlatTokens:
-    """The T tokens that count, row after row, in float64; `rows` (T,) says whose they are."""
+    """The T tokens that count, row after row, in float64; they are at `rows` (T,) and `places` (T,)."""
 
+    width: int
     rows: torch.Tensor
+    places: torch.Tensor
     count: torch.Tensor
     prev: torch.Tensor | None
+    unfiltered: torch.Tensor | None
     generation: torch.Tensor | None
     reference: torch.Tensor | None
+
+    def kl(self, kind: KLKind) -> torch.Tensor:
+        policy = self.prev if self.unfiltered is None else self.unfiltered
+        if policy is None or self.reference is None:
+            raise SchemaError(
+                "the KL needs columns 'prev_logprobs' and 'reference_policy_logprobs', and one is missing"
+            )
+        return kl_estimate(policy, self.reference, kind)
+
+    def kl_to_go(self, kind: KLKind) -> torch.Tensor:
+        # Summed from the row's end, where padding is 0: on the CPU its width changes no bit.
+        summed = self.spread(self.kl(kind)).flip(-1).cumsum(-1).flip(-1)
+        return summed[self.rows, self.places]
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        padded = values.new_zeros(len(self.count), self.width)
+        padded[self.rows, self.places] = values
+        return padded
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         return self.count.new_zeros(len(self.count)).index_add_(0, self.rows, values)
@@ -204,9 +260,12 @@ def _gather(data: Mapping[str, Any]) -> _FlatTokens:
         for name, column in columns.items()
     }
     return _FlatTokens(
+        width=mask.shape[1],
         rows=rows,
+        places=places + 1,
         count=counts.sum(-1).to(torch.float64),
         prev=flat["prev_logprobs"],
+        unfiltered=flat[PREV_UNFILTERED_LOGPROBS],
         generation=flat["generation_logprobs"],
         reference=flat["reference_policy_logprobs"],
     )

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from headrace.algorithms.advantages import compute_advantages
+from headrace.algorithms.advantages import TokenKL, compute_advantages
 from headrace.algorithms.filtering import complete_batch, refill_groups, select_groups, zero_variance_rows
 from headrace.algorithms.loss.kl import KLKind
 from headrace.algorithms.prompt_stream import PromptStream
@@ -30,15 +30,18 @@ from headrace.algorithms.rewards import (
 )
 from headrace.algorithms.sample_stats import (
     MISMATCH,
+    kl_to_go_stats,
     mismatch_stats,
     mismatch_summary,
     sample_stats,
     stats_columns,
+    token_advantages,
 )
 from headrace.algorithms.sample_table import SampleTable
 from headrace.algorithms.train_mismatch import MismatchLoss
 from headrace.algorithms.updates import check_finite, update_metrics
 from headrace.config import RecipeConfig
+from headrace.data_plane.schema import MEAN_ADVANTAGES
 from headrace.errors import HeadraceError
 from headrace.experience.metrics import combine_calls
 from headrace.experience.types import Prompt
@@ -106,8 +109,8 @@ class Rows(Protocol, Generic[H]):
         """Return all parts as one set of rows."""
         ...
 
-    def prev_logprobs(self, rows: H) -> None:
-        """Add the column `prev_logprobs`."""
+    def prev_logprobs(self, rows: H, *, unfiltered: bool) -> None:
+        """Add the column `prev_logprobs` and, if `unfiltered`, `prev_unfiltered_logprobs`."""
         ...
 
     def reference_logprobs(self, rows: H) -> None:
@@ -122,6 +125,10 @@ class Rows(Protocol, Generic[H]):
 
     def write(self, rows: H, columns: Mapping[str, torch.Tensor]) -> None:
         """Add or replace columns of one number per sample."""
+        ...
+
+    def derive(self, rows: H, make: Callable[..., Mapping[str, torch.Tensor]], fields: Sequence[str]) -> None:
+        """Add or replace columns per token, made of others where the rows are."""
         ...
 
     def train(self, rows: H, loss_fn: LossFn) -> dict[str, Any]:
@@ -193,7 +200,9 @@ def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
         recorded = replay.budget()
         if needs_prev_logprobs(recipe):
             with stage("prev_logprobs"):
-                rows.prev_logprobs(batch)
+                # The KL of the reward is of both policies without the generation's filters.
+                filters = recipe.generation.filters and recipe.grpo.reward.kl_coefficient > 0
+                rows.prev_logprobs(batch, unfiltered=filters)
                 replay.check(rows.replay_proofs(), "prev_logprobs")
         if recipe.needs_reference:
             with stage("reference_logprobs"):
@@ -201,7 +210,7 @@ def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
         with stage("advantages"):
             stats = _stats(recipe, rows, batch)
             scored = score(recipe, table, stats, collected.weights * recorded)
-            rows.write(batch, {"advantages": scored.advantages, "sample_mask": scored.sample_mask})
+            _write_scores(recipe, rows, batch, scored)
         with stage("train"):
             # Without a sample that counts, an update would only apply momentum and weight decay.
             trained = rows.train(batch, _loss(ctx)) if scored.sample_mask.any() else None
@@ -353,12 +362,13 @@ def _counted(recipe: RecipeConfig, drawn: Sequence[SampleTable]) -> dict[str, in
 
 @dataclass
 class Scored:
-    """Advantages and masks of N samples, (N,) float32 each."""
+    """Advantages and masks of N samples, (N,) float32 each; `kl_scale` as in `AdvantageResult`."""
 
     advantages: torch.Tensor
     sample_mask: torch.Tensor
     rewards: torch.Tensor
     metrics: dict[str, float]
+    kl_scale: float = 0.0
 
 
 def score(
@@ -366,7 +376,7 @@ def score(
 ) -> Scored:
     """Turn rewards into advantages, and decide which samples count in the loss."""
     grpo = recipe.grpo
-    rewards = shape_rewards(
+    shaped = shape_rewards(
         table.rewards,
         table.longest_turn_tokens,
         table.finished,
@@ -374,12 +384,15 @@ def score(
         max_new_tokens=recipe.generation.max_new_tokens,
         sample_ids=table.sample_ids,
     )
-    rewards = subtract_kl(rewards, stats.get("kl_sum"), grpo.reward, table.sample_ids)
+    rewards = subtract_kl(shaped, stats.get("kl_sum"), grpo.reward, table.sample_ids)
     mask = weights * overlong_mask(table.finished, grpo.reward)
     limit = recipe.loss.max_sequence_logprob_error
     if limit is not None:
         mask = mask * (stats["logprob_error"] <= limit).float()
-    result = compute_advantages(rewards, table.group_ids, mask, grpo.advantage)
+    kl = _token_kl(recipe, stats)
+    result = compute_advantages(
+        rewards if kl is None else shaped, table.group_ids, mask, table.response_tokens, grpo.advantage, kl=kl
+    )
     require_finite(result.advantages, table.sample_ids, "advantages", "lower grpo.reward.scale")
     metrics = {"sample_mask/mean": float(mask.mean()), **result.metrics}
     kept = weights > 0
@@ -390,19 +403,36 @@ def score(
             metrics["logprob_error/mean"] = float(stats["logprob_error"][kept].mean())
     gaps = {n.removeprefix(MISMATCH): v for n, v in stats.items() if n.startswith(MISMATCH)}
     metrics |= {f"{MISMATCH}{name}": value for name, value in mismatch_summary(gaps, mask).items()}
-    return Scored(result.advantages, mask, rewards, metrics)
+    return Scored(result.advantages, mask, rewards, metrics, result.kl_scale)
+
+
+def _token_kl(recipe: RecipeConfig, stats: Mapping[str, torch.Tensor]) -> TokenKL | None:
+    if not recipe.has_token_kl:
+        return None
+    return TokenKL(recipe.grpo.reward.kl_coefficient, stats["kl_to_go_sum"], stats["kl_to_go_squares"])
+
+
+def _write_scores(recipe: RecipeConfig, rows: Rows[H], batch: H, scored: Scored) -> None:
+    by_token = recipe.has_token_kl
+    name = MEAN_ADVANTAGES if by_token else "advantages"
+    rows.write(batch, {name: scored.advantages, "sample_mask": scored.sample_mask})
+    if by_token:
+        kind = recipe.grpo.reward.kl_kind
+        make = partial(token_advantages, kl_kind=kind, kl_scale=scored.kl_scale)
+        rows.derive(batch, make, (MEAN_ADVANTAGES, *stats_columns(reference=True)))
 
 
 def _stats(recipe: RecipeConfig, rows: Rows[H], batch: H) -> dict[str, torch.Tensor]:
     if not needs_prev_logprobs(recipe):
         return {}
-    reduce_fn = partial(_row_stats, kl_kind=recipe.grpo.reward.kl_kind)
+    reduce_fn = partial(_row_stats, kl_kind=recipe.grpo.reward.kl_kind, by_token=recipe.has_token_kl)
     return rows.reduce(batch, reduce_fn, stats_columns(reference=recipe.needs_reference))
 
 
-def _row_stats(data: Mapping[str, Any], *, kl_kind: KLKind) -> dict[str, torch.Tensor]:
+def _row_stats(data: Mapping[str, Any], *, kl_kind: KLKind, by_token: bool) -> dict[str, torch.Tensor]:
     gaps = {f"{MISMATCH}{name}": values for name, values in mismatch_stats(data).items()}
-    return {**sample_stats(data, kl_kind=kl_kind), **gaps}
+    token_kl = kl_to_go_stats(data, kl_kind=kl_kind) if by_token else {}
+    return {**sample_stats(data, kl_kind=kl_kind), **token_kl, **gaps}
 
 
 def _samples(rows: Rows[H], batch: H, table: SampleTable, scored: Scored, count: int) -> list[dict[str, Any]]:

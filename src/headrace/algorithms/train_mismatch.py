@@ -22,6 +22,7 @@ class MismatchLoss:
         """Take the loss, whose value, gradient and metrics stay as they are."""
         self.inner = inner
         self.loss_type = inner.loss_type
+        self.required_columns: frozenset[str] = getattr(inner, "required_columns", frozenset())
 
     def __call__(
         self,

@@ -31,19 +31,21 @@ def warm_start(
     seed: int,
     first: int,
     on_non_finite: OnNonFinite,
+    filtered: bool,
     on_progress: Callable[[int, dict[str, float]], None],
     should_stop: Callable[[], bool],
 ) -> int:
     """Take supervised steps `first` to `cfg.steps` - 1; return how many are done in all.
 
-    Step i draws its own batch from (seed, i), so a run that stops and goes on sees the same batches.
+    Step i draws its own batch from (seed, i), so a run that stops and goes on sees the same batches. `filtered`: the
+    policy scores under top-k or top-p, which the answers are learnt without.
 
     Raises:
         ConfigError: before the first step, a prompt without an answer, or whose row would be too long.
         HeadraceError: a loss or gradient that is not finite, with `on_non_finite` "stop".
     """
     _check_rows(policy, prompts, cfg)
-    loss_fn = NLLLoss()
+    loss_fn = NLLLoss(filtered=filtered)
     for i in range(first, cfg.steps):
         if should_stop():
             return i

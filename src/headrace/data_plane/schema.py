@@ -33,6 +33,11 @@ TOKEN_MASK = "token_mask"
 SAMPLE_ID = "sample_id"
 """Beside the columns of a training batch, never in the store, whose rows are named by it."""
 ROUTED_EXPERTS_FIELD = "routed_experts"
+PREV_UNFILTERED_LOGPROBS = "prev_unfiltered_logprobs"
+MEAN_ADVANTAGES = "mean_advantages"
+
+UNFILTERED_LOGPROBS = "unfiltered_logprobs"
+"""Not stored: what a forward gives beside its logprobs, those at the same temperature without top-k and top-p."""
 
 
 class Kind(StrEnum):
@@ -144,7 +149,26 @@ _TABLE = (
     # Logprobs are aligned with the token they score: position t scores token t, position 0 is 0.
     _per_token("generation_logprobs", torch.float32, _FLOATS, _R, _T),
     _per_token("prev_logprobs", torch.float32, _FLOATS, Stage.PREV_LOGPROBS, _T),
+    # Without top-k and top-p, as the reference's are: the KL of the reward compares these two.
+    _per_token(
+        PREV_UNFILTERED_LOGPROBS,
+        torch.float32,
+        _FLOATS,
+        Stage.PREV_LOGPROBS,
+        frozenset({Stage.ADVANTAGES}),
+        optional=True,
+    ),
     _per_token("reference_policy_logprobs", torch.float32, _FLOATS, Stage.REFERENCE_LOGPROBS, _T),
+    # One number per sample: the mean of its tokens' advantages, where they differ.
+    _per_token(
+        MEAN_ADVANTAGES,
+        torch.float32,
+        _FLOATS,
+        Stage.ADVANTAGES,
+        frozenset({Stage.ADVANTAGES}),
+        broadcast=True,
+        optional=True,
+    ),
     _per_token("advantages", torch.float32, _FLOATS, Stage.ADVANTAGES, _T, broadcast=True),
     _per_token(TOKEN_MASK, torch.uint8, _MASKS, _R, _FORWARD),
     _per_sample(SAMPLE_MASK, torch.float32, _MASKS, _R, _FORWARD),

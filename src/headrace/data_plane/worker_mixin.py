@@ -28,7 +28,9 @@ from headrace.data_plane.schema import (
     MICRO_BATCH_INDICES,
     MICRO_BATCH_LENGTHS,
     PER_TOKEN_FIELDS,
+    PREV_UNFILTERED_LOGPROBS,
     SAMPLE_ID,
+    UNFILTERED_LOGPROBS,
     FieldSpec,
     Layout,
     declare,
@@ -219,10 +221,17 @@ class TQWorkerMixin:
         data[SAMPLE_ID] = object_array(meta.sample_ids)
         return data
 
-    def get_logprobs_presharded(self, meta: KVBatchMeta, micro_batch_size: int | None = None) -> None:
-        """Compute the policy's logprobs of this rank's rows and write them back as `prev_logprobs`."""
-        result = self.get_logprobs(self._fetch(meta), micro_batch_size=micro_batch_size)
+    def get_logprobs_presharded(
+        self, meta: KVBatchMeta, micro_batch_size: int | None = None, **options: Any
+    ) -> None:
+        """Compute the policy's logprobs of this rank's rows and write them back as `prev_logprobs`.
+
+        `options` go to the worker's `get_logprobs`. Unfiltered logprobs, if it returns some, are written back too.
+        """
+        result = self.get_logprobs(self._fetch(meta), micro_batch_size=micro_batch_size, **options)
         self._write_back_result_field(meta, result, result_key="logprobs", field="prev_logprobs")
+        if UNFILTERED_LOGPROBS in result:
+            self._write_back(meta, {PREV_UNFILTERED_LOGPROBS: result[UNFILTERED_LOGPROBS]})
 
     def get_reference_policy_logprobs_presharded(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None
@@ -249,6 +258,14 @@ class TQWorkerMixin:
                     "expected one number per row, bulk columns stay in the store"
                 )
         return reduced
+
+    def derive_columns_presharded(
+        self, meta: KVBatchMeta, make: Callable[[Batch], Mapping[str, torch.Tensor]]
+    ) -> list[str]:
+        """Write the columns that `make` gives of this rank's rows, and return their names."""
+        made = dict(make(self._fetch(meta)))
+        self._write_back(meta, made)
+        return list(made)
 
 
 def _attach_plan(data: Batch, meta: KVBatchMeta) -> None:

@@ -43,8 +43,10 @@ def read_mask(data: Mapping[str, Any], logprobs: torch.Tensor) -> TokenMask:
     return TokenMask(counts=(tokens > 0) & (samples > 0)[:, None], samples=samples)
 
 
-def read_column(data: Mapping[str, Any], name: str, logprobs: torch.Tensor, reason: str) -> torch.Tensor:
-    """Return tokens 1..S-1 of a per-token column, (b, S-1), in the dtype of `logprobs`, without gradient.
+def read_column(
+    data: Mapping[str, Any], name: str, logprobs: torch.Tensor, reason: str, *, live: bool = False
+) -> torch.Tensor:
+    """Return tokens 1..S-1 of a per-token column, (b, S-1), in the dtype of `logprobs`; with gradient if `live`.
 
     Where the field table allows it, one value per sample, (b,) or (b, 1), holds for the row's tokens.
 
@@ -55,14 +57,15 @@ def read_column(data: Mapping[str, Any], name: str, logprobs: torch.Tensor, reas
     if column is None:
         raise SchemaError(f"the loss needs column '{name}': {reason}; got {', '.join(sorted(data))}")
     rows = logprobs.shape[0]
-    if FIELDS[name].broadcast and column.shape in ((rows,), (rows, 1)):
+    if name in FIELDS and FIELDS[name].broadcast and column.shape in ((rows,), (rows, 1)):
         column = column.reshape(rows, 1).expand_as(logprobs)
     if column.shape != logprobs.shape:
         raise SchemaError(
             f"column '{name}' has shape {tuple(column.shape)}; expected that of the logprobs, "
             f"{tuple(logprobs.shape)} (rows, padded length)"
         )
-    return torch.as_tensor(column)[:, 1:].detach().to(logprobs.dtype)
+    values = torch.as_tensor(column)[:, 1:].to(logprobs.dtype)
+    return values if live else values.detach()
 
 
 def safe_divisor(count: torch.Tensor) -> torch.Tensor:

@@ -19,10 +19,14 @@ def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, kind: KLKind) -
     """Return a per-token estimate of KL(policy || reference) on tokens sampled from the policy.
 
     With d = logprobs - reference: k1 = d (unbiased, any sign), k2 = d^2 / 2 (biased, never negative),
-    k3 = exp(-d) - 1 + d (unbiased, never negative). As a loss term, the gradient of k2 is the one of the KL
-    itself in expectation; the gradient of k1 is 0 in expectation.
+    k3 = exp(-d) - 1 + d (unbiased, never negative). For d = 0.5: k1 = 0.5, k2 = 0.125, k3 = 0.1065.
 
-    For d = 0.5: k1 = 0.5, k2 = 0.125, k3 = 0.1065.
+    What they teach is another matter. As a loss term, on the policy's own samples, the expected gradient of k1 is 0,
+    of k2 that of KL(policy || reference), of k3 that of KL(reference || policy). Times the live ratio of policy to
+    previous policy (`kl_gradient=score_function`; DeepSeek-V3.2, arXiv:2512.02556), k1 and k3 have that of
+    KL(policy || reference), also on samples of the previous policy. Taken from the reward, where the gradient is
+    k x d log p, that of k1 is the one of KL(policy || reference), and those of k2 and k3 are not: they vanish near the
+    reference faster than it.
 
     Source: J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
     """

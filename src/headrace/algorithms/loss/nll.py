@@ -6,19 +6,25 @@ from typing import Any
 import torch
 
 from headrace.algorithms.loss.aggregate import aggregation_weights, detached, weighted_sum
-from headrace.algorithms.loss.inputs import read_mask
+from headrace.algorithms.loss.inputs import read_column, read_mask
+from headrace.data_plane.schema import UNFILTERED_LOGPROBS
 from headrace.models.interfaces import LossType
 
 
 class NLLLoss:
     """Mean negative log-likelihood of the tokens that count; satisfies `models.interfaces.LossFn`.
 
-    Logprobs of -1 and -3 on the two counting tokens of the global batch give a loss of 2. The metric `nll` is
-    the loss.
+    It is that of the whole vocabulary, also where sampling is cut by top-k or top-p. Logprobs of -1 and -3 on the two
+    counting tokens of the global batch give a loss of 2. The metric `nll` is the loss.
     """
 
     loss_type = LossType.TOKEN_LEVEL
-    required_columns = frozenset({"token_mask", "sample_mask"})
+
+    def __init__(self, *, filtered: bool = False) -> None:
+        """`filtered`: logprobs are of a distribution cut by top-k or top-p."""
+        self._filtered = filtered
+        masks = {"token_mask", "sample_mask"}
+        self.required_columns = frozenset(masks | {UNFILTERED_LOGPROBS} if filtered else masks)
 
     def __call__(
         self,
@@ -35,5 +41,8 @@ class NLLLoss:
         """
         mask = read_mask(data, logprobs)
         weights = aggregation_weights(mask, "token_mean", global_valid_seqs, global_valid_toks)
-        loss = -weighted_sum(logprobs[:, 1:], weights, mask.counts)
+        scores = logprobs[:, 1:]
+        if self._filtered:
+            scores = read_column(data, UNFILTERED_LOGPROBS, logprobs, "an answer is learnt uncut", live=True)
+        loss = -weighted_sum(scores, weights, mask.counts)
         return loss, detached({"nll": loss})

@@ -16,14 +16,21 @@ from headrace.algorithms.loss.aggregate import (
 from headrace.algorithms.loss.importance import Correction, importance_correction
 from headrace.algorithms.loss.inputs import TokenMask, read_column, read_mask, safe_divisor
 from headrace.algorithms.loss.kl import kl_estimate, probability_error
-from headrace.algorithms.loss.surrogate import cispo_surrogate, clip_hits, clipped_surrogate, policy_ratio
+from headrace.algorithms.loss.surrogate import (
+    cispo_surrogate,
+    clip_hits,
+    clipped_surrogate,
+    policy_ratio,
+    with_score,
+)
 from headrace.config import LossConfig
+from headrace.data_plane.schema import UNFILTERED_LOGPROBS
 from headrace.models.interfaces import LossType
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Columns (b, S-1) of the tokens that count. Only `logprobs` carries a gradient."""
+    """Columns (b, S-1) of the tokens that count. Only `logprobs` and `unfiltered` carry a gradient."""
 
     mask: TokenMask
     logprobs: torch.Tensor
@@ -31,6 +38,8 @@ class _Tokens:
     generation: torch.Tensor
     advantages: torch.Tensor
     reference: torch.Tensor | None
+    unfiltered: torch.Tensor
+    """The current logprobs as the reference's are: without top-k and top-p, and with a gradient."""
 
     def only(self, where: torch.Tensor) -> Self:
         """Return the columns with only these tokens counting, and 0 in all other places."""
@@ -42,6 +51,7 @@ class _Tokens:
             generation=torch.where(where, self.generation, 0.0),
             advantages=torch.where(where, self.advantages, 0.0),
             reference=None if self.reference is None else torch.where(where, self.reference, 0.0),
+            unfiltered=torch.where(where, self.unfiltered, 0.0),
         )
 
 
@@ -71,9 +81,10 @@ class PolicyGradientLoss:
     - impossible_fraction; masked_sequence_fraction: rows that went out here, per valid sequence
     """
 
-    def __init__(self, cfg: LossConfig) -> None:
-        """Take the recipe's `loss` section."""
+    def __init__(self, cfg: LossConfig, *, filtered: bool = False) -> None:
+        """Take the recipe's `loss` section; `filtered`: logprobs are of a distribution cut by top-k or top-p."""
         self.cfg = cfg
+        self._reads_unfiltered = filtered and cfg.kl_coefficient > 0
         self.loss_type = LossType.TOKEN_LEVEL if cfg.aggregation == "token_mean" else LossType.SEQUENCE_LEVEL
 
     @property
@@ -84,6 +95,8 @@ class PolicyGradientLoss:
             columns.add("prev_logprobs")
         if self.cfg.kl_coefficient:
             columns.add("reference_policy_logprobs")
+        if self._reads_unfiltered:
+            columns.add(UNFILTERED_LOGPROBS)
         return frozenset(columns)
 
     def __call__(
@@ -105,11 +118,16 @@ class PolicyGradientLoss:
         measured = valid.only(valid.mask.counts & ~valid.logprobs.isneginf() & ~valid.prev.isneginf())
         correction = self._correct(measured)
         kept = measured.only(measured.mask.counts & correction.keep[:, None])
-        weights = aggregation_weights(valid.mask, cfg.aggregation, global_valid_seqs, global_valid_toks)
+        weights = aggregation_weights(
+            valid.mask, cfg.aggregation, global_valid_seqs, global_valid_toks, cfg.constant_tokens
+        )
         loss = weighted_sum(correction.weights * self._surrogate(kept), weights, kept.mask.counts)
         metrics = {"policy_loss": loss}
         if kept.reference is not None:
-            estimate = kl_estimate(kept.logprobs, kept.reference, cfg.kl_kind)
+            estimate = kl_estimate(kept.unfiltered, kept.reference, cfg.kl_kind)
+            if cfg.kl_gradient == "score_function":
+                moved = policy_ratio(kept.logprobs.detach(), kept.prev, kept.mask, "token")
+                estimate = estimate * with_score(moved, kept.unfiltered)
             metrics["kl"] = weighted_sum(estimate, weights, kept.mask.counts)
             loss = loss + cfg.kl_coefficient * metrics["kl"]
         with torch.no_grad():
@@ -124,8 +142,8 @@ class PolicyGradientLoss:
         cfg = self.cfg
         mask = read_mask(data, logprobs)
 
-        def column(name: str, reason: str) -> torch.Tensor:
-            return read_column(data, name, logprobs, reason)
+        def column(name: str, reason: str, *, live: bool = False) -> torch.Tensor:
+            return read_column(data, name, logprobs, reason, live=live)
 
         current = logprobs[:, 1:]
         reference = None
@@ -141,6 +159,9 @@ class PolicyGradientLoss:
             generation=column("generation_logprobs", "the generator's gap is measured by it"),
             advantages=column("advantages", "they weigh the tokens"),
             reference=reference,
+            unfiltered=column(UNFILTERED_LOGPROBS, "the KL is taken without top-k and top-p", live=True)
+            if self._reads_unfiltered
+            else current,
         )
 
     def _correct(self, tokens: _Tokens) -> Correction:

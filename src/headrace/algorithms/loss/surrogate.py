@@ -34,7 +34,12 @@ def policy_ratio(
     if level == "token":
         return clamp_log_ratio(log_ratio).exp()
     typical = clamp_log_ratio(mask.sequence_mean(log_ratio.detach())).exp()
-    return typical * (logprobs - logprobs.detach()).exp()
+    return with_score(typical, logprobs)
+
+
+def with_score(values: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """Return `values` with the gradient values x d logprob, as of a ratio of these logprobs to some others."""
+    return values * (logprobs - logprobs.detach()).exp()
 
 
 def clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, cfg: LossConfig) -> torch.Tensor:

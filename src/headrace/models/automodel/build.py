@@ -74,7 +74,7 @@ class ModelBuilder:
         self._replica_size = self._context_size * self._tensor_size
 
     def build(self, *, with_reference: bool) -> BuiltModels:
-        """Return the models, the reference with the weights of the policy.
+        """Return the models, the reference with the weights of the policy; it scores without top-k and top-p.
 
         Raises:
             ConfigError: a model that cannot be loaded, packed, split or replayed as the recipe says; on every rank.
@@ -82,8 +82,8 @@ class ModelBuilder:
         if self._topology is None:
             model = self._load_whole(self._device)
             replay, reference = self._finish(model, with_reference)
-            policy = self._scorer(model)
-            return BuiltModels(policy, None if reference is None else self._scorer(reference), replay)
+            frozen = None if reference is None else self._scorer(reference, self._scoring.unfiltered())
+            return BuiltModels(self._scorer(model, self._scoring), frozen, replay)
         return self._build_split(self._topology, with_reference)
 
     def _build_split(self, topology: Topology, with_reference: bool) -> BuiltModels:
@@ -92,14 +92,14 @@ class ModelBuilder:
         model = self._prepare(build_skeleton(self._cfg, tokenizer=self._tokenizer), _HOST)
         model.generation_config = facts.generation_config
         replay, reference = self._finish(model, with_reference)
-        policy, sharded = self._split(model, topology, facts)
+        policy, sharded = self._split(model, self._scoring, topology, facts)
         sharded.take_full_weights(whole.pop().state_dict() if whole else None)
         if facts.scores is not None:
             split = probe_scores(policy, self._device, multiple=self._replica_size)
             check_split(model, facts.scores, split, self._cfg.precision)
         if reference is None:
             return BuiltModels(policy, None, replay)
-        frozen, frozen_sharded = self._split(reference, topology, facts)
+        frozen, frozen_sharded = self._split(reference, self._scoring.unfiltered(), topology, facts)
         frozen_sharded.copy_weights_of(sharded)
         return BuiltModels(policy, frozen, replay)
 
@@ -107,13 +107,15 @@ class ModelBuilder:
         """Load the whole model into `whole`, and return what has to be known of it."""
         model = self._load_whole(_HOST)
         whole.append(model)
-        scorer = self._scorer(model)
+        scorer = self._scorer(model, self._scoring)
         unproven = self._has_unproven_split(model)
         scores = probe_scores(scorer, _HOST, multiple=self._replica_size) if unproven else None
         return _WholeFacts(scorer.has_head, scores, model.generation_config)
 
-    def _split(self, model: Any, topology: Topology, facts: _WholeFacts) -> tuple[TokenScorer, ShardedModel]:
-        scorer = TokenScorer(model, self._scoring, self._autocast, has_head=facts.has_head)
+    def _split(
+        self, model: Any, scoring: Scoring, topology: Topology, facts: _WholeFacts
+    ) -> tuple[TokenScorer, ShardedModel]:
+        scorer = TokenScorer(model, scoring, self._autocast, has_head=facts.has_head)
         sequence = self._cfg.parallel.sequence_parallel
         replica = Replica(topology, sequence) if self._replica_size > 1 else None
         sharded = shard_model(model, topology, self._cfg, self._device)
@@ -144,8 +146,8 @@ class ModelBuilder:
     def _has_unproven_split(self, model: Any) -> bool:
         return self._tensor_size > 1 and not is_family(model)
 
-    def _scorer(self, model: Any) -> TokenScorer:
-        return TokenScorer(model, self._scoring, self._autocast)
+    def _scorer(self, model: Any, scoring: Scoring) -> TokenScorer:
+        return TokenScorer(model, scoring, self._autocast)
 
     def _finish(self, model: Any, with_reference: bool) -> tuple[RouterReplay | None, Any]:
         """Install router replay, if it is on, and return its handle and the frozen copy, if one is wanted."""

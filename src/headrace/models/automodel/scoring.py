@@ -7,7 +7,8 @@ keeps every token, goes through `fused_head`, which needs a fraction of the memo
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from headrace.models.sampling import filter_logits, selected_logprobs
 
 logger = logging.getLogger(__name__)
 
+Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Per token: logprobs, and entropies and unfiltered logprobs where they were asked for."""
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -42,16 +46,27 @@ class Scoring:
     chunk_tokens: int = 1024
     fused: bool | None = None
 
+    @property
+    def filters(self) -> bool:
+        """Whether top-k or top-p may leave tokens out."""
+        return self.top_k is not None or self.top_p != 1
+
+    def unfiltered(self) -> "Scoring":
+        """Return the same without top-k and top-p."""
+        return replace(self, top_k=None, top_p=1.0)
+
 
 @dataclass(frozen=True)
 class TokenScores:
     """Per token, (b, S) float32: 0 at position 0 and beyond a row's length.
 
-    `logprobs` has gradients where they are enabled; `entropy` (nats, of the same distribution) has none.
+    `logprobs` has gradients where they are enabled; `entropy` (nats, of the same distribution) has none. `unfiltered`
+    are the logprobs at the same temperature without top-k and top-p, with gradients too, where they were asked for.
     """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None = None
+    unfiltered: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -122,35 +137,40 @@ class TokenScorer:
             )
         self.sharded, self._replica = sharded, replica
 
-    def __call__(self, microbatch: ProcessedMicrobatch, *, with_entropy: bool = False) -> TokenScores:
+    def __call__(
+        self, microbatch: ProcessedMicrobatch, *, with_entropy: bool = False, with_unfiltered: bool = False
+    ) -> TokenScores:
         """Score every token of a microbatch; see `token_logprobs`."""
         routes = None if self.replayer is None else self.replayer.routes(microbatch)
         with self.autocast():
             if self.sharded is None:
-                return token_logprobs(
-                    self.model,
-                    microbatch,
-                    self._scoring,
-                    head=self._head,
-                    with_entropy=with_entropy,
-                    routes=routes,
-                )
-            return TokenScores(*self.sharded.run(lambda: self._score_part(microbatch, with_entropy, routes)))
+                return self._score(microbatch, with_entropy, with_unfiltered, routes)
+            part = partial(self._score_part, microbatch, with_entropy, with_unfiltered, routes)
+            return TokenScores(*self.sharded.run(part))
 
-    def _score_part(
-        self, microbatch: ProcessedMicrobatch, with_entropy: bool, routes: Routes | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        scores = token_logprobs(
+    def _score(
+        self,
+        microbatch: ProcessedMicrobatch,
+        with_entropy: bool,
+        with_unfiltered: bool,
+        routes: Routes | None,
+    ) -> TokenScores:
+        return token_logprobs(
             self.model,
             microbatch,
             self._scoring,
             head=self._head,
             with_entropy=with_entropy,
+            with_unfiltered=with_unfiltered,
             replica=self._replica,
             routes=routes,
         )
+
+    def _score_part(self, *arguments: Any) -> tuple[torch.Tensor | None, ...]:
+        scores = self._score(*arguments)
         # FSDP hangs its hook on what it is given, and a hook on a view can be lost.
-        return scores.logprobs.clone(), scores.entropy
+        unfiltered = None if scores.unfiltered is None else scores.unfiltered.clone()
+        return scores.logprobs.clone(), scores.entropy, unfiltered
 
 
 def output_head(model: Any) -> OutputHead | None:
@@ -190,6 +210,7 @@ def token_logprobs(
     *,
     head: OutputHead | None,
     with_entropy: bool = False,
+    with_unfiltered: bool = False,
     replica: Replica | None = None,
     routes: Routes | None = None,
 ) -> TokenScores:
@@ -210,13 +231,16 @@ def token_logprobs(
         hidden = replica.own_hidden(_last_hidden(model, kwargs, whole=False))
     chosen = hidden.flatten(0, 1).index_select(0, places.source)
     targets = inputs.input_ids.flatten().index_select(0, places.scored)
-    logprobs, entropy = _score(head, chosen, targets, scoring, with_entropy)
+    found = _score(head, chosen, targets, scoring, with_entropy, with_unfiltered and scoring.filters)
     shape = (microbatch.original_batch_size, microbatch.original_seq_len)
-    spread = [None if x is None else _spread(x, places.target, shape) for x in (logprobs, entropy)]
+    spread = [None if x is None else _spread(x, places.target, shape) for x in found]
     if replica is not None:
         spread = [None if x is None else replica.join(x) for x in spread]
-    assert spread[0] is not None
-    return TokenScores(spread[0], spread[1])
+    logprobs, entropy, unfiltered = spread
+    assert logprobs is not None
+    if with_unfiltered and not scoring.filters:
+        unfiltered = logprobs
+    return TokenScores(logprobs, entropy, unfiltered)
 
 
 @dataclass(frozen=True)
@@ -265,27 +289,27 @@ def _score(
     targets: torch.Tensor,
     scoring: Scoring,
     with_entropy: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    with_unfiltered: bool,
+) -> Scores:
     size = scoring.chunk_tokens
     matrix = fused_matrix(head, scoring)
     if head is not None and matrix is not None:
         together = chunks_at_once(matrix.device) * size
         options: Any = {"scale": head.scale / scoring.temperature, "chunk_tokens": together}
         fused = fused_scores(hidden, matrix, targets, **options)
-        return fused[0], fused[1] if with_entropy else None
+        return fused[0], fused[1] if with_entropy else None, None
     recompute = torch.is_grad_enabled() and len(targets) > size
-    logprobs: list[torch.Tensor] = []
-    entropies: list[Any] = []
+    parts: list[Scores] = []
     for part, ids in zip(torch.split(hidden, size), torch.split(targets, size)):
-        arguments = (head, part, ids, scoring, with_entropy)
-        logprob, entropy = (
+        arguments = (head, part, ids, scoring, with_entropy, with_unfiltered)
+        parts.append(
             checkpoint(_score_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
             if recompute
             else _score_chunk(*arguments)
         )
-        logprobs.append(logprob)
-        entropies.append(entropy)
-    return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+    columns: list[Any] = list(zip(*parts))
+    entropies = torch.cat(columns[1]) if with_entropy else None
+    return torch.cat(columns[0]), entropies, torch.cat(columns[2]) if with_unfiltered else None
 
 
 def fused_matrix(head: OutputHead | None, scoring: Scoring) -> torch.Tensor | None:
@@ -293,7 +317,7 @@ def fused_matrix(head: OutputHead | None, scoring: Scoring) -> torch.Tensor | No
 
     A product with it and a softmax of all tokens must be all that scoring takes.
     """
-    if head is None or head.softcap is not None or scoring.top_k is not None or scoring.top_p != 1:
+    if head is None or head.softcap is not None or scoring.filters:
         return None
     matrix = fusible_matrix(head.projection)
     if matrix is None:
@@ -308,12 +332,14 @@ def _score_chunk(
     targets: torch.Tensor,
     scoring: Scoring,
     with_entropy: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    with_unfiltered: bool,
+) -> Scores:
     logits = hidden if head is None else head(hidden)
     options: Any = {"temperature": scoring.temperature, "top_k": scoring.top_k, "top_p": scoring.top_p}
     logprobs = selected_logprobs(logits, targets, **options)
     entropy = _entropy(filter_logits(logits.detach(), **options)) if with_entropy else None
-    return logprobs, entropy
+    whole = selected_logprobs(logits, targets, temperature=scoring.temperature) if with_unfiltered else None
+    return logprobs, entropy, whole
 
 
 @torch.no_grad()

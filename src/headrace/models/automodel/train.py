@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headrace.data_plane.schema import SAMPLE_ID, SAMPLE_MASK, TOKEN_MASK
+from headrace.data_plane.schema import SAMPLE_ID, SAMPLE_MASK, TOKEN_MASK, UNFILTERED_LOGPROBS
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.automodel.data import ProcessedMicrobatch
 from headrace.models.automodel.scoring import TokenScorer
@@ -112,13 +112,15 @@ def run_microbatches(
 
     Beside the loss's own metrics there is `entropy`, in nats per token, unless the loss has one itself.
     """
+    wanted = UNFILTERED_LOGPROBS in getattr(loss_fn, "required_columns", ())
     for microbatch in microbatches:
         data = microbatch.data_dict
         with torch.set_grad_enabled(backward):
-            scores = scorer(microbatch, with_entropy=True)
+            scores = scorer(microbatch, with_entropy=True, with_unfiltered=wanted)
+            whole = scores.unfiltered
             loss, metrics = loss_fn(
                 scores.logprobs,
-                data,
+                data if whole is None else {**data, UNFILTERED_LOGPROBS: whole},
                 global_valid_seqs=step.global_valid_seqs,
                 global_valid_toks=step.global_valid_toks,
             )

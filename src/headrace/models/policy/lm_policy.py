@@ -97,30 +97,37 @@ class Policy:
         return self._finish_train(results, data[INPUT_LENGTHS].tolist())
 
     def get_logprobs(
-        self, data: Batch, micro_batch_size: int | None = None, timer: Timer | None = None
+        self,
+        data: Batch,
+        micro_batch_size: int | None = None,
+        timer: Timer | None = None,
+        *,
+        unfiltered: bool = False,
     ) -> Batch:
-        """Return {"logprobs": (N, S) float32} of the policy, in the caller's row order."""
-        return self._logprobs(data, "get_logprobs", "logprobs", micro_batch_size, timer)
+        """Return {"logprobs": (N, S) float32} of the policy, in the caller's row order.
+
+        With `unfiltered`, also `unfiltered_logprobs`: those at the same temperature without top-k and top-p.
+        """
+        options = logprob_options(micro_batch_size, unfiltered=unfiltered)
+        return self._logprobs(data, "get_logprobs", timer=timer, **options)
 
     def get_reference_policy_logprobs(
         self, data: Batch, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> Batch:
-        """Return {"reference_logprobs": (N, S) float32} of the frozen reference."""
+        """Return {"reference_logprobs": (N, S) float32} of the frozen reference, without top-k and top-p."""
         return self._logprobs(
-            data, "get_reference_policy_logprobs", "reference_logprobs", micro_batch_size, timer
+            data, "get_reference_policy_logprobs", micro_batch_size=micro_batch_size, timer=timer
         )
 
-    def _logprobs(
-        self, data: Batch, method: str, key: str, micro_batch_size: int | None, timer: Timer | None
-    ) -> Batch:
+    def _logprobs(self, data: Batch, method: str, *, timer: Timer | None, **options: Any) -> Batch:
         wanted = fields_with_optional_routed_experts(LP_SEED_FIELDS, enabled=True)
         needed: Batch = BatchedDataDict(
             {name: data[name] for name in (*wanted, *self.media_fields) if name in data}
         )
         shards, inverse = self._shard(needed, "logprob_mb_tokens", batch_size=None)
         with timed(timer, method):
-            results = self.workers.run_sharded(method, shards, micro_batch_size=micro_batch_size)
-        return merge_rows([r[key] for r in results], key, inverse)
+            results = self.workers.run_sharded(method, shards, **options)
+        return merge_rows(results, inverse)
 
     def _shard(
         self, data: Batch, budget: TokenBudget, *, batch_size: int | None
@@ -221,6 +228,11 @@ class Policy:
         """End the workers; may be called twice."""
         self.workers.shutdown()
         return True
+
+
+def logprob_options(micro_batch_size: int | None, *, unfiltered: bool) -> dict[str, Any]:
+    """Return what a worker's `get_logprobs` is asked; one that knows no `unfiltered` is not told that it is off."""
+    return {"micro_batch_size": micro_batch_size, **({"unfiltered": True} if unfiltered else {})}
 
 
 def timed(timer: Timer | None, label: str) -> AbstractContextManager[None]:

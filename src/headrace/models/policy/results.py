@@ -93,9 +93,9 @@ def _combine(parts: Sequence[Mapping[str, float]], rest: Callable[[Any], Any]) -
     }
 
 
-def merge_rows(parts: Sequence[Any], key: str, inverse: Sequence[int] | None) -> BatchedDataDict:
-    """Concatenate per-replica rows and restore the caller's order; `inverse` None: it is the order already."""
-    merged: BatchedDataDict = BatchedDataDict.from_batches([BatchedDataDict({key: part}) for part in parts])
+def merge_rows(parts: Sequence[Mapping[str, Any]], inverse: Sequence[int] | None) -> BatchedDataDict:
+    """Concatenate per-replica columns and restore the caller's order; `inverse` None: it is the order already."""
+    merged: BatchedDataDict = BatchedDataDict.from_batches([BatchedDataDict(part) for part in parts])
     if inverse is not None:
         merged.reorder_data(inverse)
     return merged

@@ -19,6 +19,7 @@ from headrace.data_plane.preshard import shard_meta_for_dp
 from headrace.data_plane.schema import (
     DP_TRAIN_FIELDS,
     LP_SEED_FIELDS,
+    PREV_UNFILTERED_LOGPROBS,
     added_fields,
     fields_with_optional_routed_experts,
     pad_values,
@@ -28,7 +29,7 @@ from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.errors import SchemaError
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.launch import Launcher
-from headrace.models.policy.lm_policy import Policy, RowReducer, TokenBudget, timed
+from headrace.models.policy.lm_policy import Policy, RowReducer, TokenBudget, logprob_options, timed
 from headrace.models.policy.results import collect_steps, merge_rows
 from headrace.utils.timer import Timer
 
@@ -109,18 +110,26 @@ class TQPolicy(Policy):
     # Stages.
 
     def get_logprobs_from_meta(
-        self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
+        self,
+        meta: KVBatchMeta,
+        micro_batch_size: int | None = None,
+        timer: Timer | None = None,
+        *,
+        unfiltered: bool = False,
     ) -> None:
-        """Have the workers write the policy's logprobs as `prev_logprobs`."""
+        """Have the workers write the policy's logprobs as `prev_logprobs`.
+
+        With `unfiltered`, also `prev_unfiltered_logprobs`: those at the same temperature without top-k and top-p.
+        """
         self._logprob_dispatch(
             meta,
             task_name="prev_lp",
             worker_method="get_logprobs_presharded",
             timer_prefix="get_logprobs",
             timer=timer,
-            common_kwargs={"micro_batch_size": micro_batch_size},
+            common_kwargs=logprob_options(micro_batch_size, unfiltered=unfiltered),
         )
-        meta.add_fields(["prev_logprobs"])
+        meta.add_fields(["prev_logprobs", *([PREV_UNFILTERED_LOGPROBS] if unfiltered else [])])
 
     def get_reference_policy_logprobs_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
@@ -210,8 +219,15 @@ class TQPolicy(Policy):
         """Return `reduce_fn` of the rows, computed by the workers: {name: (N,)} in the caller's row order."""
         shards, inverse = self._shard_meta(meta, select_fields, None, None, "train")
         results = self.workers.run_sharded("reduce_rows_presharded", shards, reduce_fn=reduce_fn)
-        merged = {key: merge_rows([r[key] for r in results], key, inverse)[key] for key in results[0]}
-        return merged
+        return dict(merge_rows(results, inverse))
+
+    def derive_columns_from_meta(
+        self, meta: KVBatchMeta, make: RowReducer, *, select_fields: Sequence[str]
+    ) -> None:
+        """Have the workers write the columns that `make` gives of their rows, and add them to `meta.fields`."""
+        shards, _ = self._shard_meta(meta, select_fields, None, None, "train")
+        names = self.workers.run_sharded("derive_columns_presharded", shards, make=make)
+        meta.add_fields(names[0])
 
     def _shard_meta(
         self,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.config import GenerationConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
-from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS
+from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, UNFILTERED_LOGPROBS
 from headrace.data_plane.worker_mixin import TQWorkerMixin
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.topology import Topology, build_topology
@@ -40,8 +40,8 @@ Batch = BatchedDataDict
 class AutomodelPolicyWorker(TQWorkerMixin):
     """Trains and scores; rows in, numbers out.
 
-    Tokens are scored under the temperature, top-p and top-k of `generation`. `weight_version` counts the
-    updates since the first weights.
+    Tokens are scored under the temperature, top-p and top-k of `generation`, by the reference under the temperature
+    alone. `weight_version` counts the updates since the first weights.
     """
 
     def __init__(
@@ -233,13 +233,19 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         if self._scorer.replayer is not None:
             self._scorer.replayer.begin(stage, data)
 
-    def get_logprobs(self, data: Batch, micro_batch_size: int | None = None) -> Batch:
-        """Return {"logprobs": (N, S) float32 on CPU} in the rows' order; 0 beyond a row's length."""
+    def get_logprobs(
+        self, data: Batch, micro_batch_size: int | None = None, *, unfiltered: bool = False
+    ) -> Batch:
+        """Return {"logprobs": (N, S) float32 on CPU} in the rows' order; 0 beyond a row's length.
+
+        With `unfiltered`, also `unfiltered_logprobs`: those at the same temperature without top-k and top-p.
+        """
         self._begin_replay(PREV_LOGPROBS, data)
-        return BatchedDataDict({"logprobs": self._score(self._scorer, data, micro_batch_size)})
+        scored = self._score(self._scorer, data, micro_batch_size, unfiltered=unfiltered)
+        return BatchedDataDict(dict(zip(("logprobs", UNFILTERED_LOGPROBS), scored)))
 
     def get_reference_policy_logprobs(self, data: Batch, micro_batch_size: int | None = None) -> Batch:
-        """Return {"reference_logprobs": (N, S) float32 on CPU} of the frozen reference.
+        """Return {"reference_logprobs": (N, S) float32 on CPU} of the frozen reference, without top-k and top-p.
 
         Raises:
             ConfigError: the worker was built without a reference.
@@ -249,11 +255,15 @@ class AutomodelPolicyWorker(TQWorkerMixin):
                 "the policy has no reference; it is built where loss.kl_coefficient or "
                 "grpo.reward.kl_coefficient is more than 0"
             )
-        return BatchedDataDict({"reference_logprobs": self._score(self._reference, data, micro_batch_size)})
+        (scored,) = self._score(self._reference, data, micro_batch_size)
+        return BatchedDataDict({"reference_logprobs": scored})
 
     @torch.no_grad()
-    def _score(self, scorer: TokenScorer, data: Batch, micro_batch_size: int | None) -> torch.Tensor:
-        out = torch.zeros(data[INPUT_IDS].shape, dtype=torch.float32)
+    def _score(
+        self, scorer: TokenScorer, data: Batch, micro_batch_size: int | None, *, unfiltered: bool = False
+    ) -> list[torch.Tensor]:
+        """Return the logprobs and, with `unfiltered`, those without filters."""
+        out = [torch.zeros(data[INPUT_IDS].shape, dtype=torch.float32) for _ in range(1 + unfiltered)]
         for offset, rows, plan in _portions(data, micro_batch_size or self.cfg.logprob_batch_size):
             mbs = max((stop - start for start, stop in plan), default=1)
             microbatches, _ = get_microbatch_iterator(
@@ -267,8 +277,11 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             for index, microbatch in enumerate(microbatches):
                 # Fillers beyond the plan run too: other ranks wait for them in collectives.
                 start, stop = plan[index] if index < len(plan) else (0, 0)
-                kept = scorer(microbatch).logprobs[: stop - start]
-                out[offset + start : offset + stop, : kept.shape[1]] = kept.cpu()
+                scores = scorer(microbatch, with_unfiltered=unfiltered)
+                for column, values in zip(out, (scores.logprobs, scores.unfiltered)):
+                    assert values is not None
+                    kept = values[: stop - start]
+                    column[offset + start : offset + stop, : kept.shape[1]] = kept.cpu()
         return out
 
     # The reference.
