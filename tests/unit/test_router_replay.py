@@ -204,13 +204,25 @@ def test_router_logits_and_hidden_states_are_still_returned(model: Any) -> None:
         ("phimoe", "PhimoeTopKRouter.*sparse mixer"),
         ("doge", "DogeCDMoE.*product keys"),
         ("dbrx", "DbrxFFN.*in the block"),
+        (
+            "inkling2_loop_text",
+            r"layers\.1 \(Inkling2LoopSlidingLoopDecoderLayer\).*runs several times in one forward",
+        ),
         ("qwen3", "Qwen3Model has no router.*dense"),
     ],
 )
 def test_a_model_that_cannot_be_replayed_is_refused_with_its_class_and_the_reason(
     family: str, reason: str
 ) -> None:
-    changes: dict[str, Any] = {"doge": {"is_moe": True, "num_experts": 16}}.get(family, {})
+    changes: dict[str, Any] = {
+        "doge": {"is_moe": True, "num_experts": 16},
+        "inkling2_loop_text": {
+            "num_hidden_layers": 3,
+            "loop_layer_index_start": 1,
+            "loop_layer_index_end": 2,
+            "n_layers_per_attn_res_block": 1,
+        },
+    }.get(family, {})
     if family == "dbrx":
         changes = {
             "d_model": 32,

@@ -23,10 +23,15 @@ _K_NAMES = ("top_k", "top_k_experts", "num_experts_per_tok")
 # Routers whose choice is a function of the token alone: index of the ids in what their forward returns.
 _FIXED = {"DeepseekV4HashRouter": 2}
 
+_LOOPED = "it runs several times in one forward, and each of its tokens has one row of routes"
+
 _REFUSED = {
     "DbrxFFN": "it chooses in the block around the router",
+    "DiffusionGemmaTextRouter": "a block of tokens is routed anew in every denoising step",
     "DogeCDMoE": "it chooses product keys in two top-k steps, and mixes the scores of different tokens",
     "Ernie4_5_VLMoeMoeBlock": "its routers see the tokens of one modality each, not all tokens in order",
+    "Inkling2LoopFullLoopDecoderLayer": _LOOPED,
+    "Inkling2LoopSlidingLoopDecoderLayer": _LOOPED,
     "NllbMoeTop2Router": "it samples the second expert and drops tokens beyond an expert's capacity",
     "PhimoeTopKRouter": "its sparse mixer takes one maximum after another, with a gradient of its own",
     "SwitchTransformersTop1Router": "it drops tokens beyond an expert's capacity",
