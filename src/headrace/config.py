@@ -187,6 +187,10 @@ class RouterReplayConfig(Section):
     token of a sample never has one and does not count: nothing is scored from it."""
     on_excess: Literal["refuse", "mask"] = "refuse"
     """Beyond that share: stop the run, or leave the sample out of the loss."""
+    min_exact_share: Fraction = 0.8
+    """Least share of recorded (token, layer) choices that the trainer's own routers make too, with the weights of the
+    rollout: in scoring, or, without it, in the training forwards before the first update. In any one layer, half of it.
+    Below it the capture is taken to be wrong, and the run stops before weights change; 0 never stops."""
     trace: bool = False
     """Write the routes of every step, recorded and used, into the run directory; see `headrace trace-check`."""
 

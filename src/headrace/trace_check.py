@@ -1,4 +1,8 @@
-"""A recorded trace of routes, checked: from rollout to store to forward to router, and where it first differs."""
+"""A recorded trace of routes, checked: from rollout to store to forward to router, and where it first differs.
+
+Equal all the way they may still be those of other tokens, if the engine's capture went wrong; so they are held to what
+the trainer's routers choose, too.
+"""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,13 +11,19 @@ from pathlib import Path
 import torch
 
 from headrace.algorithms.route_trace import TRACED_SAMPLES, RouteTrace, read_trace
-from headrace.data_plane.route_binding import bound_digests
+from headrace.config import RouterReplayConfig
+from headrace.data_plane.route_binding import bound_digests, sample_salts
 from headrace.data_plane.routes_codec import missing_mark, missing_rows
 from headrace.errors import ConfigError, ReplayError
-from headrace.models.router_replay.proof import TracedRows
+from headrace.models.router_replay.agreement import add_agreements, route_agreement
+from headrace.models.router_replay.choices import choices_of, explain_misfit
+from headrace.models.router_replay.proof import Evidence, TracedRows
 from headrace.models.router_replay.trace import RouteDifference, find_difference
 from headrace.report import read_metrics
+from headrace.utils.recipe import load_recipe
 from headrace.utils.run_directory import RunDirectory
+
+DEFAULT_FLOOR = RouterReplayConfig().min_exact_share
 
 _MOST_CANDIDATES = 64
 _MOST_STEPS = 8
@@ -46,7 +56,8 @@ def check_run(run_dir: Path) -> list[str]:
     Raises:
         ConfigError: no trace there, or a file that cannot be read.
         ReplayError: routes that changed on the way; names step, place, sample, token and layer, and the simplest
-            cause that explains all of it. Or steps whose trace is lost.
+            cause that explains all of it. Recorded experts that the trainer's routers would too seldom choose. Or steps
+            whose trace is lost.
     """
     run = RunDirectory(run_dir)
     paths = sorted(run.traces_dir.glob("step_*.safetensors"))
@@ -56,11 +67,20 @@ def check_run(run_dir: Path) -> list[str]:
             "policy.router_replay.trace=true"
         )
     lines: dict[int, str] = {}
+    floor, earlier = _floor(run), None
     for path in paths:
         trace = read_trace(path)
-        lines[trace.step] = check_trace(trace)
+        lines[trace.step] = check_trace(trace, floor=floor, earlier=earlier)
+        earlier = trace.stored
     _check_complete(run, lines)
     return list(lines.values())
+
+
+def _floor(run: RunDirectory) -> float:
+    """Return the run's share of exact choices, and the default where it has none or never stops."""
+    if not run.config_path.exists():
+        return DEFAULT_FLOOR
+    return load_recipe(run.config_path).policy.router_replay.min_exact_share or DEFAULT_FLOOR
 
 
 def _check_complete(run: RunDirectory, steps: Collection[int]) -> None:
@@ -79,15 +99,18 @@ def _recorded_steps(run: RunDirectory) -> list[int]:
     return [record["step"] for record in read_metrics(run.path) if TRACED_SAMPLES in record]
 
 
-def check_trace(trace: RouteTrace) -> str:
+def check_trace(trace: RouteTrace, *, floor: float = DEFAULT_FLOOR, earlier: TracedRows | None = None) -> str:
     """Check one step and say in one line what was compared.
+
+    At least the share `floor` of the recorded experts has to be those that the trainer's routers chose, where a stage
+    has compared them. `earlier` are the rows in the store of the step before.
 
     Raises:
         ReplayError: see `check_run`.
     """
     stored = list(_samples(trace.stored, trace.sample_ids))
     _check_store(trace, stored)
-    counts = []
+    counts, shares = [], ""
     for stage, rows in trace.stages.items():
         ran = list(_samples(rows, [f"row {i}" for i in range(len(rows.lengths))]))
         for sample, origin in zip(ran, _origins(trace.step, stage, stored, ran)):
@@ -95,9 +118,22 @@ def check_trace(trace: RouteTrace) -> str:
             _compare(f"{where}, rows handed to the forward", origin.given, sample.given, stored)
             _compare(f"{where}, rows that the routers used", sample.given, sample.used, stored)
         counts.append(f"{stage} {len(ran)}")
-    return (
-        f"step {trace.step}: {len(stored)} samples as recorded; used as given: {', '.join(counts) or 'none'}"
-    )
+        shares += _check_choices(f"step {trace.step}, stage '{stage}'", rows, floor, earlier)
+    used = ", ".join(counts) or "none"
+    return f"step {trace.step}: {len(stored)} samples as recorded; used as given: {used}{shares}"
+
+
+def _check_choices(where: str, rows: TracedRows, floor: float, earlier: TracedRows | None) -> str:
+    """Hold a stage's recorded experts to the routers' own, and say their share."""
+    if rows.native is None:
+        return ""
+    agreement = add_agreements(route_agreement(c.given, c.native) for c in choices_of([rows]))
+    evidence = Evidence((rows,), () if earlier is None else (earlier,))
+    misfit = explain_misfit(agreement, floor, evidence)
+    if misfit is not None:
+        raise ReplayError(f"{where}: {misfit}")
+    share = None if agreement is None else agreement.metrics().get("route_exact")
+    return "" if share is None else f"; {share:.1%} are the routers' own choice"
 
 
 def _samples(rows: TracedRows, names: Sequence[str]) -> Iterator[_Sample]:
@@ -114,7 +150,8 @@ def _check_store(trace: RouteTrace, stored: Sequence[_Sample]) -> None:
     digests = trace.digests[trace.stored.lengths > 1].tolist()
     for sample, expected in zip(stored, digests, strict=True):
         tokens = torch.tensor(sample.tokens[:-1], dtype=torch.int64)
-        found = int(bound_digests(sample.given, tokens, torch.arange(len(tokens))).sum())
+        salt = sample_salts([sample.name])
+        found = int(bound_digests(sample.given, tokens, torch.arange(len(tokens)), salt).sum())
         if found == expected:
             continue
         twin = next((s for s in stored if s is not sample and _same_rows(s.given, sample.given)), None)

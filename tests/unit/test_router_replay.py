@@ -507,6 +507,42 @@ def test_layers_in_a_checkpoint_wrapper_recompute_with_their_rows(wrapped_first:
     assert all(torch.equal(a, b) for a, b in zip(expected, gradients(model, batches), strict=True))
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["transformers", "checkpoint_wrapper"])
+def test_what_a_recomputation_used_is_counted_beside_what_the_forward_used(wrapped: bool) -> None:
+    model = tiny_moe("qwen3_moe").train()
+    replay = install(model)
+    if wrapped:
+        model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    else:
+        checkpoint_layers(model)
+    given = [random_routes(replay, TOKENS, seed=i) for i in range(2)]
+    given[0][3] = -1
+    in_flight = [Routes.replay(ids, trace=True) for ids in given]
+    losses = [model(input_ids=INPUTS, routes=routes).logits.sum() for routes in in_flight]
+    assert [routes.receipt.recomputed for routes in in_flight] == [(0, 0)] * 2
+
+    def stray(router: Any, _: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            router._replay_rows = router._replay_rows._replace(given=random_routes(replay, TOKENS, 5)[:, 0])
+
+    losses[1].backward()
+    router = model.get_submodule("model.layers.1." + "_checkpoint_wrapped_module." * wrapped + "mlp.gate")
+    router.register_forward_pre_hook(stray)
+    losses[0].backward()
+    sound, strayed = in_flight[1], in_flight[0]
+    first = 0 if wrapped else TOKENS
+    for routes in in_flight:
+        assert routes.receipt.recomputed == (first, TOKENS)
+        assert routes.recomputed is not None
+        assert torch.equal(routes.recomputed[:, 0] == routes.ids[:, 0], torch.full((TOKENS, 2), not wrapped))
+    assert sound.receipt.strayed == (0, 0)
+    sound.receipt.require_effect()
+    assert strayed.receipt.strayed[0] == 0
+    assert strayed.receipt.strayed[1] > TOKENS // 2
+    with pytest.raises(ReplayError, match=r"other experts than the forward.*model\.layers\.1\.mlp\.gate"):
+        strayed.receipt.require_effect()
+
+
 def test_gradient_accumulation_takes_fresh_routes_for_each_microbatch(model: Any) -> None:
     replay = install(model)
     batches = [(INPUTS.roll(i, 1), random_routes(replay, TOKENS, seed=i)) for i in range(2)]
@@ -607,6 +643,16 @@ def test_rows_that_no_layer_takes_are_refused_and_counted() -> None:
 def test_routes_that_no_router_can_have_chosen_are_refused(model: Any, change: Any, message: str) -> None:
     with pytest.raises(ReplayError, match=f"(?s){message}"):
         forward(model, routes=Routes.replay(change(recorded(model))))
+
+
+def test_rows_of_one_expert_per_token_that_nobody_filled_are_refused() -> None:
+    model = tiny_moe("zaya")
+    replay = install(model)
+    zeros = torch.zeros(TOKENS, replay.num_moe_layers, 1, dtype=torch.int16)
+    with pytest.raises(ReplayError, match=rf"all {zeros.numel()} rows .* are expert 0, as in a buffer"):
+        forward(model, routes=Routes.replay(zeros))
+    zeros[-1] = 1
+    forward(model, routes=Routes.replay(zeros))
 
 
 def test_a_shift_by_one_token_shows_in_the_digests_of_what_was_used(model: Any) -> None:

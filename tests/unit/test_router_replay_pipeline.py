@@ -12,14 +12,14 @@ from headrace.algorithms.loss.nll import NLLLoss
 from headrace.algorithms.replay_checks import ReplayWatch, budget_mask, check_stage
 from headrace.algorithms.route_trace import RouteTrace, read_trace, trace_of, write_trace
 from headrace.config import RouterReplayConfig
-from headrace.data_plane.route_binding import bound_digests
+from headrace.data_plane.route_binding import bound_digests, sample_salts
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.errors import ConfigError, ReplayError, SchemaError
 from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.replay import PREV_LOGPROBS, RouteReplayer, align_microbatch
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from headrace.models.router_replay import install
-from headrace.models.router_replay.proof import ReplayProof
+from headrace.models.router_replay.proof import ReplayProof, TracedRows
 from headrace.trace_check import check_run, check_trace
 from headrace.utils.run_directory import RunDirectory
 from tiny_models import tiny_batch, tiny_generation_config, tiny_model, tiny_policy_config, tiny_tokenizer
@@ -42,6 +42,7 @@ def batch(seed: int = 0) -> BatchedDataDict:
         routes[row, length - 1] = 255
         routes[row, length:] = 0
     data["routed_experts"] = routes
+    data["route_salts"] = sample_salts(NAMES)
     return data
 
 
@@ -50,20 +51,21 @@ def rows_of_equal_length() -> BatchedDataDict:
     data = tiny_batch([8] * 4)
     drawn = torch.rand(4, 8, LAYERS, EXPERTS, generator=torch.Generator().manual_seed(1))
     data["routed_experts"] = drawn.topk(TOP_K).indices.to(torch.uint8)
+    data["route_salts"] = sample_salts(NAMES)
     return data
 
 
 def digests_of(data: BatchedDataDict) -> torch.Tensor:
     """One digest per row, as the rollout computes them; by a loop over rows."""
-    sums = []
+    sums, salts = [], data["route_salts"]
     for row, length in enumerate(data["input_lengths"].tolist()):
         ids, tokens = data["routed_experts"][row, : length - 1], data["input_ids"][row, : length - 1]
-        sums.append(bound_digests(ids, tokens, torch.arange(length - 1)).sum())
+        sums.append(bound_digests(ids, tokens, torch.arange(length - 1), salts[row]).sum())
     return torch.stack(sums)
 
 
 def worker(**changes: Any) -> AutomodelPolicyWorker:
-    settings = {"router_replay": {"enabled": True, "trace": True}, **changes}
+    settings = {"router_replay": {"enabled": True, "trace": True, "min_exact_share": 0}, **changes}
     cfg = tiny_policy_config(
         "qwen3_moe", train_global_batch_size=4, train_micro_batch_size=2, logprob_batch_size=2, **settings
     )
@@ -216,6 +218,16 @@ def test_a_shift_over_equal_tokens_is_refused() -> None:
         check(prev_proof(data), recorded)
 
 
+def test_rows_of_two_samples_with_the_same_tokens_cannot_be_exchanged() -> None:
+    recorded, data = rows_of_equal_length(), rows_of_equal_length()
+    for rows in (recorded, data):
+        rows["input_ids"].fill_(7)
+    check(prev_proof(data), recorded)
+    data["routed_experts"] = data["routed_experts"].flip(0)
+    with pytest.raises(ReplayError, match=r"\(fetched\).*not what the rollout recorded"):
+        check(prev_proof(data), recorded)
+
+
 # Faults behind the fetch: what a worker got is what the rollout recorded.
 
 
@@ -278,7 +290,7 @@ def test_a_router_that_uses_other_experts_than_it_was_given_is_refused(layer: in
     data, made = batch(), worker()
     give_a_layer_other_rows(made, layer)
     made.get_logprobs(data)
-    made.train(batch(), NLLLoss())
+    made.train(batch(), NLLLoss(), eval_mode=True)
     with pytest.raises(ReplayError, match=rf"'{stage}'.*\(used\).*did not use the rows"):
         check_stage(
             stage,
@@ -286,6 +298,50 @@ def test_a_router_that_uses_other_experts_than_it_was_given_is_refused(layer: in
             digests=digests_of(data),
             total_tokens=data["input_lengths"],
         )
+
+
+def give_a_recomputation_other_rows(made: AutomodelPolicyWorker) -> None:
+    """Make the first router use experts of other tokens while a backward pass runs its layer again."""
+
+    def change(router: Any, args: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            router._replay_rows = router._replay_rows._replace(
+                given=router._replay_rows.given.roll(1, dims=0)
+            )
+
+    made.model.model.layers[0].mlp.gate.register_forward_pre_hook(change)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda made: give_a_layer_other_rows(made, 1), r"'train'.*\(used\).*did not use the rows"),
+        (
+            give_a_recomputation_other_rows,
+            r"'train': recomputation.*other experts than the forward.*\(model\.layers\.0\.mlp\.gate\)",
+        ),
+    ],
+    ids=["forward", "recomputation"],
+)
+def test_gradients_of_routers_that_disobey_never_reach_the_weights(fault: Any, message: str) -> None:
+    made = worker(activation_checkpointing=True)
+    before = {name: weight.clone() for name, weight in made.named_weights()}
+    fault(made)
+    with pytest.raises(ReplayError, match=message):
+        made.train(batch(), NLLLoss())
+    assert all(torch.equal(weight, before[name]) for name, weight in made.named_weights())
+    assert made.take_replay_proofs() == {}
+
+
+def test_a_recomputation_that_obeys_is_counted_row_by_row() -> None:
+    made, data = worker(activation_checkpointing=True), batch()
+    made.train(batch(), NLLLoss())
+    receipt = made.take_replay_proofs()["train"].receipt
+    rows = int((data["input_lengths"] - 1).sum())
+    assert (receipt.recomputed, receipt.strayed) == ((rows,) * LAYERS, (0,) * LAYERS)
+    plain = worker()
+    plain.train(batch(), NLLLoss())
+    assert plain.take_replay_proofs()["train"].receipt.recomputed == (0,) * LAYERS
 
 
 @pytest.mark.parametrize(
@@ -415,7 +471,12 @@ def trace(change: Any = None, *, stored: Any = None) -> RouteTrace:
     for alter, data in ((stored, recorded), (stored, fetched), (change, fetched)):
         if alter is not None:
             alter(data)
-    return trace_of(3, NAMES, digests, recorded, {"prev_logprobs": prev_proof(fetched).traced})
+    return trace_of(3, NAMES, digests, recorded, {"prev_logprobs": not_compared(prev_proof(fetched))})
+
+
+def not_compared(proof: ReplayProof) -> list[TracedRows]:
+    """The rows of a stage as one that compares nothing leaves them; the routes here are random."""
+    return [replace(rows, native=None) for rows in proof.traced]
 
 
 def test_a_sound_trace_passes_and_survives_the_file(tmp_path: Path) -> None:
@@ -445,7 +506,9 @@ def test_a_filler_microbatch_leaves_no_sample_in_the_trace() -> None:
     proof = made.take_replay_proofs()["prev_logprobs"]
     assert sum(len(rows.lengths) for rows in proof.traced) == len(LENGTHS) + 1
     check(proof, batch())
-    said = check_trace(trace_of(3, NAMES, digests_of(batch()), batch(), {"prev_logprobs": proof.traced}))
+    said = check_trace(
+        trace_of(3, NAMES, digests_of(batch()), batch(), {"prev_logprobs": not_compared(proof)})
+    )
     assert said == "step 3: 4 samples as recorded; used as given: prev_logprobs 4"
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from headrace.data_plane.routes_codec import check_routes
 from headrace.errors import ReplayError
 from headrace.models.router_replay import (
+    Agreement,
     AlignedRoutes,
     LayerMap,
     align_jagged,
@@ -16,6 +17,8 @@ from headrace.models.router_replay import (
     find_difference,
     route_agreement,
 )
+from headrace.models.router_replay.choices import describe_misfit
+from headrace.models.router_replay.diagnosis import Choices, find_cause
 
 EXPERTS, LAYERS, TOP_K = 8, 3, 2
 
@@ -160,6 +163,34 @@ def test_agreement_metrics_are_shares() -> None:
     assert route_agreement(left[:0], right[:0]).metrics() == {}
     with pytest.raises(ReplayError, match=r"\(2, 2, 2\) against \(1, 2, 2\)"):
         route_agreement(left, right[:1])
+
+
+def agreement(exact: list[int]) -> Agreement:
+    return Agreement(torch.full((len(exact),), 100), torch.tensor(exact), torch.zeros(len(exact)), 100, 0)
+
+
+def test_the_share_of_exact_choices_is_held_to_its_floor_in_all_layers_and_to_half_of_it_in_each() -> None:
+    assert describe_misfit(agreement([95, 66, 81]), 0.8) is None
+    assert "79.7% of 300 recorded choices" in str(describe_misfit(agreement([95, 63, 81]), 0.8))
+    one_layer = describe_misfit(agreement([99] * 40 + [39]), 0.8)
+    assert one_layer is not None
+    assert "39.0% of 100 recorded choices in layer 40" in one_layer
+    assert describe_misfit(agreement([99] * 40 + [40]), 0.8) is None
+    assert describe_misfit(agreement([0]), 0.0) is None
+    assert describe_misfit(None, 0.8) is None
+    nothing = route_agreement(routes(3), torch.full_like(routes(3), 255))
+    assert describe_misfit(nothing, 0.8) is None
+
+
+def test_no_cause_is_named_where_none_explains_half_of_the_difference() -> None:
+    native = [routes(20, seed) for seed in range(4)]
+    assert find_cause([Choices(rows, rows) for rows in native]) is None
+    assert find_cause([Choices(routes(20, seed + 9), rows) for seed, rows in enumerate(native)]) is None
+    assert find_cause([]) is None
+    far = find_cause([Choices(rows.roll(-3, 0), rows) for rows in native])
+    assert far is not None
+    assert far.text.startswith("a lead of 3 tokens")
+    assert far.share == 1
 
 
 def test_equal_traces_have_no_difference_and_missing_rows_are_not_one() -> None:

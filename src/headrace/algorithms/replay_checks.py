@@ -9,6 +9,7 @@ from headrace.algorithms.route_trace import TRACE_COLUMNS, TRACED_SAMPLES, trace
 from headrace.config import RouterReplayConfig
 from headrace.data_plane.route_binding import as_word
 from headrace.errors import ReplayError
+from headrace.models.router_replay.choices import check_choices
 from headrace.models.router_replay.proof import ReplayProof, TracedRows
 
 _SHOWN = 4
@@ -76,14 +77,17 @@ def stage_metrics(stage: str, proof: ReplayProof) -> dict[str, float]:
         f"router_replay/{stage}/{name}": float(totals[name])
         for name in ("replayed", "native", "never_reached")
     }
-    if proof.agreement is not None:
-        metrics |= {f"router_replay/{name}": value for name, value in proof.agreement.metrics().items()}
-        for name, values in proof.agreement.per_layer().items():
-            metrics |= {
-                f"router_replay/{name}_layer_{layer}": value
-                for layer, value in enumerate(values)
-                if value == value
-            }
+    if proof.agreement is None:
+        return metrics
+    for name, share in proof.agreement.metrics().items():
+        # One stage of a step compares; the name without a stage is the step's.
+        metrics |= {f"router_replay/{stage}/{name}": share, f"router_replay/{name}": share}
+    for name, values in proof.agreement.per_layer().items():
+        metrics |= {
+            f"router_replay/{name}_layer_{layer}": value
+            for layer, value in enumerate(values)
+            if value == value
+        }
     return metrics
 
 
@@ -128,7 +132,7 @@ class ReplayWatch:
         """Hold the stage that has just run to what it must prove; with a trace, write that first.
 
         Raises:
-            ReplayError: no proof of the stage, or one that `check_stage` refuses.
+            ReplayError: no proof of the stage, or one that `check_stage` or `check_choices` refuses.
         """
         if not self._cfg.enabled:
             return
@@ -144,4 +148,5 @@ class ReplayWatch:
             write_trace(self._trace_dir, trace)
             self.metrics[TRACED_SAMPLES] = float(len(self._sample_ids))
         check_stage(stage, proof, digests=self._digests, total_tokens=self._total_tokens)
+        check_choices(stage, proof.agreement, self._cfg.min_exact_share, proof.evidence)
         self.metrics |= stage_metrics(stage, proof)

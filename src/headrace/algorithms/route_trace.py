@@ -2,7 +2,8 @@
 
 `rollout.*` are the step's samples: `tokens` (T,), `lengths` (N,), `routes` (T, layers, k) as they were in the store,
 `digests` (N,) as the rollout computed them. `STAGE.*` are a stage's samples in the order in which workers ran them:
-`tokens`, `lengths`, `given` (the rows handed to forwards) and `used` (those that routers used).
+`tokens`, `lengths`, `given` (the rows handed to forwards), `used` (those that routers used) and, of the stage that
+compares, `native` (those that they would have chosen).
 """
 
 import json
@@ -14,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from headrace.data_plane.routes_codec import missing_mark
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD
 from headrace.distributed.ragged import RowLayout
 from headrace.errors import ConfigError
@@ -24,7 +26,7 @@ from headrace.utils import atomic
 TRACED_SAMPLES = "router_replay/traced_samples"
 TRACE_COLUMNS = (INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD)
 _ROLLOUT = "rollout"
-_GIVEN, _USED = "given", "used"
+_GIVEN, _USED, _NATIVE = "given", "used", "native"
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def write_trace(directory: Path, trace: RouteTrace) -> Path:
     for stage, rows in trace.stages.items():
         tensors |= {f"{stage}.tokens": rows.tokens, f"{stage}.lengths": rows.lengths}
         tensors |= {f"{stage}.{_GIVEN}": rows.given, f"{stage}.{_USED}": rows.used}
+        if rows.native is not None:
+            tensors[f"{stage}.{_NATIVE}"] = rows.native
     about = {"step": str(trace.step), "sample_ids": json.dumps(trace.sample_ids)}
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step_{trace.step:06d}.safetensors"
@@ -88,20 +92,31 @@ def read_trace(path: Path) -> RouteTrace:
         routes = tensors[f"{_ROLLOUT}.routes"]
         stored = TracedRows(tensors[f"{_ROLLOUT}.tokens"], tensors[f"{_ROLLOUT}.lengths"], routes, routes)
         names = [name.removesuffix(f".{_USED}") for name in tensors if name.endswith(f".{_USED}")]
-        stages = {
-            stage: TracedRows(*(tensors[f"{stage}.{part}"] for part in ("tokens", "lengths", _GIVEN, _USED)))
-            for stage in sorted(names)
-        }
+        stages = {stage: _stage_rows(tensors, stage) for stage in sorted(names)}
         ids = json.loads(about["sample_ids"])
         return RouteTrace(int(about["step"]), ids, tensors[f"{_ROLLOUT}.digests"], stored, stages)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: not a trace of routes that can be read ({error})") from error
 
 
+def _stage_rows(tensors: Mapping[str, torch.Tensor], stage: str) -> TracedRows:
+    tokens, lengths, given, used = (
+        tensors[f"{stage}.{part}"] for part in ("tokens", "lengths", _GIVEN, _USED)
+    )
+    return TracedRows(tokens, lengths, given, used, tensors.get(f"{stage}.{_NATIVE}"))
+
+
 def _join(parts: Sequence[TracedRows]) -> TracedRows:
+    # Of a training stage without scoring, the microbatches before the first update compare, and no later ones.
+    natives = [p.native if p.native is not None else _unknown(p.given) for p in parts]
     return TracedRows(
         torch.cat([p.tokens for p in parts]),
         torch.cat([p.lengths for p in parts]),
         torch.cat([p.given for p in parts]),
         torch.cat([p.used for p in parts]),
+        torch.cat(natives) if any(p.native is not None for p in parts) else None,
     )
+
+
+def _unknown(given: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(given, missing_mark(given.dtype))

@@ -24,6 +24,8 @@ _MARKS = {
     torch.int32: -1,
     torch.int64: -1,
 }
+_FEWEST_UNFILLED = 16
+"""Rows of expert 0, and no other, in a sample of one expert per token that no router is taken to have chosen."""
 _TOKENS_AT_ONCE = 4096
 """Tokens that are checked together: their routes stay in the cache."""
 _UNSIGNED = (torch.uint8, torch.uint16)
@@ -184,7 +186,8 @@ def check_routes(
 
     Raises:
         SchemaError: a wrong layer or k axis, an id out of range, an expert twice in a row (an all-zero row is one
-            such), or a row that is partly missing. Names the first bad sample, token and layer.
+            such; with k = 1, a sample of 16 rows or more that are all zeros), or a row that is partly missing. Names
+            the first bad sample, token and layer.
     """
     _check_shape(ids, num_experts, num_layers, top_k)
     if ids.numel() == 0:
@@ -196,6 +199,20 @@ def check_routes(
         if bool(bad.any()):
             flat = first * num_layers + int(bad.nonzero()[0])
             raise SchemaError(_describe(ids, flat, num_experts, lengths, sample_ids))
+    if top_k == 1:
+        _refuse_unfilled(ids, [len(ids)] if lengths is None else lengths, sample_ids)
+
+
+def _refuse_unfilled(ids: torch.Tensor, lengths: Sequence[int], sample_ids: Sequence[str] | None) -> None:
+    """Refuse samples of one expert per token that are all zeros, as a buffer is that nobody has filled."""
+    for i, rows in enumerate(torch.split(ids, list(lengths))):
+        recorded = rows[~missing_rows(rows)]
+        if len(recorded) >= _FEWEST_UNFILLED and not bool(recorded.any()):
+            name = repr(sample_ids[i]) if sample_ids is not None else str(i)
+            raise SchemaError(
+                f"routes of sample {name}: all {len(recorded)} rows (token x layer) are expert 0, as in a buffer that "
+                "was never filled; the engine must record its routers' choices"
+            )
 
 
 def _impossible(ids: torch.Tensor, num_experts: int) -> torch.Tensor:

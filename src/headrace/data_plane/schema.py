@@ -33,6 +33,8 @@ TOKEN_MASK = "token_mask"
 SAMPLE_ID = "sample_id"
 """Beside the columns of a training batch, never in the store, whose rows are named by it."""
 ROUTED_EXPERTS_FIELD = "routed_experts"
+# Beside it in a batch, made where the batch is, of the samples' ids: no store holds it.
+ROUTE_SALTS = "route_salts"
 PREV_UNFILTERED_LOGPROBS = "prev_unfiltered_logprobs"
 MEAN_ADVANTAGES = "mean_advantages"
 

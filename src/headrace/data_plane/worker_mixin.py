@@ -21,6 +21,7 @@ from headrace.data_plane.column_io import pack_columns
 from headrace.data_plane.factory import build_data_plane_client
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.observability import MetricsDataPlaneClient
+from headrace.data_plane.route_binding import sample_salts
 from headrace.data_plane.schema import (
     ELEM_COUNTS_PER_GB,
     FIELDS,
@@ -29,6 +30,8 @@ from headrace.data_plane.schema import (
     MICRO_BATCH_LENGTHS,
     PER_TOKEN_FIELDS,
     PREV_UNFILTERED_LOGPROBS,
+    ROUTE_SALTS,
+    ROUTED_EXPERTS_FIELD,
     SAMPLE_ID,
     UNFILTERED_LOGPROBS,
     FieldSpec,
@@ -123,6 +126,8 @@ class TQWorkerMixin:
             data = self._read(meta, layout, preprocess)
         else:
             data = self._read_and_broadcast(meta, layout, preprocess, group)
+        if ROUTED_EXPERTS_FIELD in data:
+            data[ROUTE_SALTS] = sample_salts(meta.sample_ids)
         data.token_columns = PER_TOKEN_FIELDS
         _attach_plan(data, meta)
         return data

@@ -11,8 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.data_plane.route_binding import sample_salts
 from headrace.data_plane.routes_codec import RouteShape
-from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD, SAMPLE_MASK
+from headrace.data_plane.schema import (
+    INPUT_IDS,
+    INPUT_LENGTHS,
+    ROUTE_SALTS,
+    ROUTED_EXPERTS_FIELD,
+    SAMPLE_MASK,
+)
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.ragged import RowLayout, nested_from_ragged, offsets_from_lengths
 from headrace.errors import SchemaError
@@ -110,14 +117,15 @@ def to_padded_batch(
     """Return the columns with per-token ones padded on the right to (N, `pad_to`).
 
     `pad_values` is keyed by column, as `schema.pad_values` returns it; without `pad_to`, the longest row
-    sets the width.
+    sets the width. Beside routes there are their samples' salts (`sample_salts`).
 
     Raises:
         SchemaError: a row is longer than `pad_to`.
     """
     layout = RowLayout(flat.lengths, pad_to)
     padded = {name: layout.pad(values, pad_values[name]) for name, values in flat.per_token.items()}
-    return BatchedDataDict({**padded, **flat.per_sample})
+    salts = {ROUTE_SALTS: sample_salts(flat.sample_ids)} if ROUTED_EXPERTS_FIELD in padded else {}
+    return BatchedDataDict({**padded, **flat.per_sample, **salts})
 
 
 def per_sample_values(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor | list[Any]]:

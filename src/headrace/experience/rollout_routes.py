@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.data_plane.route_binding import bound_digests
+from headrace.data_plane.route_binding import bound_digests, sample_salts
 from headrace.data_plane.routes_codec import RouteShape, check_routes, missing_mark, missing_rows
 from headrace.distributed.ragged import offsets_from_lengths, ragged_indices
 from headrace.errors import GenerationError, SchemaError
@@ -84,7 +84,7 @@ def route_facts(rollouts: Sequence[Rollout]) -> tuple[torch.Tensor, torch.Tensor
     """Return the share of (token, layer) rows without a record, (N,) float32, and the digest, (N,) int64.
 
     Both leave out each sample's last token, from which nothing is scored. The digest is the wrapped sum of
-    `bound_digests`. Zeros where no rollout has routes.
+    `bound_digests`, salted with the sample's id. Zeros where no rollout has routes.
     """
     count = len(rollouts)
     if all(r.routes is None for r in rollouts):
@@ -94,8 +94,9 @@ def route_facts(rollouts: Sequence[Rollout]) -> tuple[torch.Tensor, torch.Tensor
     rows, positions = ragged_indices(offsets_from_lengths(lengths))
     routes = torch.cat(parts)
     tokens = torch.tensor([t for r in rollouts for t in r.token_ids[:-1]], dtype=torch.int64)
+    salts = sample_salts([r.sample_id for r in rollouts])
     digests = torch.zeros(count, dtype=torch.int64).index_add_(
-        0, rows, bound_digests(routes, tokens, positions)
+        0, rows, bound_digests(routes, tokens, positions, salts[rows])
     )
     missing = missing_rows(routes).float().mean(1)
     shares = torch.zeros(count).index_add_(0, rows, missing) / lengths.clamp(min=1)

@@ -16,6 +16,7 @@ from headrace.data_plane.schema import (
     INPUT_LENGTHS,
     LP_SEED_FIELDS,
     PER_TOKEN_FIELDS,
+    ROUTE_SALTS,
     fields_with_optional_routed_experts,
 )
 from headrace.distributed.batched_data_dict import BatchedDataDict, DynamicBatchingArgs, SequencePackingArgs
@@ -120,7 +121,7 @@ class Policy:
         )
 
     def _logprobs(self, data: Batch, method: str, *, timer: Timer | None, **options: Any) -> Batch:
-        wanted = fields_with_optional_routed_experts(LP_SEED_FIELDS, enabled=True)
+        wanted = [*fields_with_optional_routed_experts(LP_SEED_FIELDS, enabled=True), ROUTE_SALTS]
         needed: Batch = BatchedDataDict(
             {name: data[name] for name in (*wanted, *self.media_fields) if name in data}
         )

@@ -1,5 +1,6 @@
 """How far two sets of routes of the same tokens agree."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,12 @@ class Agreement:
     def per_layer(self) -> dict[str, list[float]]:
         """Return `exact` and `iou` as shares per layer; nan for a layer without rows."""
         return {"exact": (self.exact / self.rows).tolist(), "iou": (self.iou / self.rows).tolist()}
+
+
+def add_agreements(parts: Iterable[Agreement | None]) -> Agreement | None:
+    """Return the sum of the parts that there are, None if there are none."""
+    found = [part for part in parts if part is not None]
+    return sum(found[1:], found[0]) if found else None
 
 
 def route_agreement(left: torch.Tensor, right: torch.Tensor, mask: torch.Tensor | None = None) -> Agreement:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from headrace.data_plane.route_binding import as_word
-from headrace.models.router_replay.agreement import Agreement
+from headrace.models.router_replay.agreement import Agreement, add_agreements
 from headrace.models.router_replay.receipts import Receipt
 
 
@@ -16,13 +16,26 @@ from headrace.models.router_replay.receipts import Receipt
 class TracedRows:
     """Samples of one microbatch on the CPU, one after another: `tokens` (T,), `lengths` (N,), and routes (T, L, k).
 
-    `given` are the rows handed to the forward, `used` those that its routers used.
+    `given` are the rows handed to the forward, `used` those that its routers used, `native` those that they would have
+    chosen by themselves, where that was compared.
     """
 
     tokens: torch.Tensor
     lengths: torch.Tensor
     given: torch.Tensor
     used: torch.Tensor
+    native: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Some `samples` of a stage with what routers chose by themselves, and `earlier` ones of the step before."""
+
+    samples: tuple[TracedRows, ...] = ()
+    earlier: tuple[TracedRows, ...] = ()
+
+    def __add__(self, other: "Evidence") -> "Evidence":
+        return Evidence(self.samples + other.samples, self.earlier + other.earlier)
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,8 @@ class ReplayProof:
     The digests are sums of `bound_digests` mod 2^64: of the rows as they reached the worker (`fetched`), as they were
     cut and aligned for forwards (`sliced`), and as the routers used them (`used`). Equal digests mean that every row
     was used once, with the token that it was recorded for. `agreement` compares the given experts with those that each
-    router would have chosen by itself, on hidden states that follow the given routes below it.
+    router would have chosen by itself, on hidden states that follow the given routes below it; `evidence` is there to
+    find out why, where they differ too much.
     """
 
     receipt: Receipt = field(default_factory=Receipt)
@@ -41,17 +55,27 @@ class ReplayProof:
     used: int = 0
     agreement: Agreement | None = None
     traced: tuple[TracedRows, ...] = field(default=())
+    evidence: Evidence = field(default_factory=Evidence)
 
     def __add__(self, other: "ReplayProof") -> "ReplayProof":
-        parts = [a for a in (self.agreement, other.agreement) if a is not None]
         return ReplayProof(
             self.receipt + other.receipt,
             as_word(self.fetched + other.fetched),
             as_word(self.sliced + other.sliced),
             as_word(self.used + other.used),
-            parts[0] + parts[1] if len(parts) == 2 else (parts[0] if parts else None),
+            add_agreements((self.agreement, other.agreement)),
             self.traced + other.traced,
+            self.evidence + other.evidence,
         )
+
+    def own_fault(self) -> str | None:
+        """Return what is wrong with a rank's own proof, None if nothing is: routers that did not obey."""
+        if self.used != self.sliced:
+            return (
+                f"the routes' digest is {self.used:016x} (used), and {self.sliced:016x} as given: the routers did not "
+                "use the rows that they were given"
+            )
+        return self.receipt.recompute_fault()
 
     @property
     def tokens(self) -> int:

@@ -88,6 +88,14 @@ class Routes:
         return self._native
 
     @property
+    def recomputed(self) -> torch.Tensor | None:
+        """What the routers used when the backward pass ran layers again, (T, routers, k); missing where none ran.
+
+        None without `trace=True`, and where there were no gradients.
+        """
+        return self._calls[0].recomputed() if self._given is not None and self._calls else None
+
+    @property
     def consumed(self) -> bool:
         """Whether a forward has used these routes."""
         return bool(self._calls)
@@ -190,7 +198,8 @@ class RoutedCall:
         self._dtype = wire_dtype(max(r.num_experts for r in routers), routers[0].top_k)
         self._open = True
         self._device = device
-        self._taken: dict[int, LayerRows | None] = {}
+        self._taken: dict[int, LayerRows] = {}
+        self._used: torch.Tensor | None = None
 
     def rows(self, slots: tuple[int, ...], device: torch.device) -> tuple[LayerRows, ...]:
         """Return the rows of a layer's routers, on the layer's device.
@@ -203,7 +212,7 @@ class RoutedCall:
     def _rows(self, slot: int, device: torch.device) -> LayerRows:
         given = None if self._given is None else self._given[:, slot].to(device)
         if not self._open:
-            return LayerRows(given, None)
+            return LayerRows(given, self._taken[slot].used)
         if slot in self._taken:
             raise ReplayError(
                 f"router {self._routers[slot].name} took its rows twice in one forward; each row is consumed once"
@@ -232,10 +241,25 @@ class RoutedCall:
             )
 
     def take_written(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return what the routers used and would have chosen, (T, routers, k) each if asked for; keep none of it."""
-        taken = [rows for _, rows in sorted(self._taken.items()) if rows is not None]
-        self._taken = dict.fromkeys(self._taken)
-        return self._join([r.used for r in taken]), self._join([r.native for r in taken])
+        """Return what the routers used and would have chosen, (T, routers, k) each if asked for.
+
+        Where there is a backward pass, what routers use from now on is written into the same rows, to be told from it.
+        """
+        taken = [rows for _, rows in sorted(self._taken.items())]
+        used, native = self._join([r.used for r in taken]), self._join([r.native for r in taken])
+        watched = self._given is not None and torch.is_grad_enabled()
+        for slot, rows in self._taken.items():
+            if rows.used is not None and watched:
+                rows.used.fill_(missing_mark(self._dtype))
+            self._taken[slot] = LayerRows(None, rows.used if watched else None)
+        self._used = used if watched else None
+        return used, native
+
+    def recomputed(self) -> torch.Tensor | None:
+        """Return what the routers used since `take_written`, missing where they did not run."""
+        if self._used is None:
+            return None
+        return self._join([rows.used for _, rows in sorted(self._taken.items())])
 
     def _join(self, columns: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         written = [column.to(self._device) for column in columns if column is not None]
@@ -257,7 +281,19 @@ class RoutedCall:
             tuple(replayed),
             tuple(native),
             tuple(0 if on or self._given is None else real for on in reached),
+            *self._run_again(),
         )
+
+    def _run_again(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return per slot how many rows that are not padding ran again, and how many of them with other experts."""
+        again = self.recomputed()
+        if again is None or self._used is None:
+            return (), ()
+        ran = ~missing_rows(again)
+        if self._padding is not None:
+            ran &= ~self._padding.unsqueeze(1)
+        strayed = ran & (again != self._used).any(-1)
+        return tuple(ran.sum(0).tolist()), tuple(strayed.sum(0).tolist())
 
     def _missing(self) -> list[int]:
         """Return per slot how many rows that are not padding the router chooses itself."""

@@ -79,7 +79,10 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             return None
         split = self.topology is not None and self.topology.context_size > 1
         context = self.topology.context if self.topology is not None and split else None
-        return RouteReplayer(self._replay_handle, trace=self.cfg.router_replay.trace, context=context)
+        replay = self.cfg.router_replay
+        return RouteReplayer(
+            self._replay_handle, trace=replay.trace, floor=replay.min_exact_share, context=context
+        )
 
     def take_replay_proofs(self) -> dict[str, ReplayProof]:
         """Return what router replay did in each stage since the last call; empty where it is off."""
@@ -180,8 +183,14 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         run_microbatches(self._scorer, microbatches, loss_fn, step, backward=backward)
 
     def finish_train_step(self) -> StepResult:
-        """Sum gradients over ranks, clip, update the weights, and close the step."""
+        """Sum gradients over ranks, clip, update the weights, and close the step.
+
+        Raises:
+            ReplayError: replayed experts that the routers would too seldom choose; no weight has changed.
+        """
         step = self._open_step()
+        if self._scorer.replayer is not None:
+            self._scorer.replayer.before_update()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         lr = float(self.scheduler.get_last_lr()[0])
         norm, outcome = apply_gradients(
