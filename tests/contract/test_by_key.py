@@ -1,5 +1,8 @@
 """put_samples, get_samples, clear_samples."""
 
+import threading
+
+import numpy as np
 import pytest
 import torch
 from contract_batches import Start, numbers, put_numbers, tokens, wire
@@ -195,6 +198,28 @@ def test_tags_of_the_caller_are_not_shared(client: DataPlaneClient) -> None:
     assert meta.tags is not None
     meta.tags[0]["r"] = 8
     assert client.put_samples(["a"], "p").tags == [{"r": 1}]
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [(threading.Lock(), "type _thread.lock"), (2**70, "msgpack"), ([print], "builtin")]
+)
+def test_a_tag_that_cannot_be_stored_is_refused_before_anything_is(
+    client: DataPlaneClient, value: object, says: str
+) -> None:
+    put_numbers(client, ["b"], x=1)
+    with pytest.raises(SchemaError, match=f"tag 'bad' of row 1: .*{says}"):
+        client.put_samples(["a", "b"], "p", fields=wire(2, x=torch.ones(2)), tags=[{"r": 1}, {"bad": value}])
+    assert numbers(client, ["b"], "x") == [1]
+    with pytest.raises(SampleNotFound):
+        numbers(client, ["a"], "x")
+    stored_blocks = getattr(client, "stored_blocks", lambda: 1)
+    assert stored_blocks() == 1
+
+
+def test_tags_hold_what_object_columns_hold(client: DataPlaneClient) -> None:
+    given = {"list": [1, {"k": (2, None)}], "tensor": torch.tensor([1.5]), "number": np.float32(0.5)}
+    (got,) = client.put_samples(["a"], "p", tags=[given]).tags or []
+    assert (got["list"], got["tensor"].tolist(), got["number"]) == (given["list"], [1.5], 0.5)
 
 
 def test_as_many_tags_as_rows_are_asked_for(client: DataPlaneClient) -> None:

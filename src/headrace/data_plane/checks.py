@@ -2,9 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from copy import Error as CopyError
-from copy import deepcopy
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,6 +11,7 @@ from tensordict import TensorDict
 from headrace.data_plane.codec import check_trailing_dims
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.leaves import Leaf, Ragged, leaves
+from headrace.data_plane.object_codec import copied_tag
 from headrace.data_plane.routes_codec import RouteShape, check_routes, most_experts
 from headrace.data_plane.schema import (
     FIELDS,
@@ -29,7 +27,6 @@ from headrace.utils.arguments import names_list, texts
 
 _SHOWN = 8
 _LONGEST = 2**31 - 1
-_UNCHANGING = {str, int, float, bool, bytes, type(None)}
 
 
 def shown(names: Sequence[str]) -> str:
@@ -73,7 +70,7 @@ def checked_tags(tags: Sequence[Mapping[str, Any]] | None, rows: int) -> list[di
     """Return copies of the tags of a put.
 
     Raises:
-        SchemaError: not one mapping per row, or a value that cannot be copied.
+        SchemaError: not one mapping per row, or a value that cannot be stored.
     """
     if tags is None:
         return None
@@ -85,19 +82,12 @@ def checked_tags(tags: Sequence[Mapping[str, Any]] | None, rows: int) -> list[di
         raise SchemaError(
             f"tags hold a {type(other).__name__}; expected a mapping of names to values per sample"
         )
-    try:
-        return copied_tags(tags)
-    except (CopyError, TypeError, ValueError, RuntimeError) as error:
-        raise SchemaError(
-            f"tags that cannot be stored: {error}; expected small values, such as numbers"
-        ) from error
+    return copied_tags(tags)
 
 
 def copied_tags(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return copies of tags, and of their values where those can change."""
-    if set(map(type, chain.from_iterable(tag.values() for tag in tags))) <= _UNCHANGING:
-        return [dict(tag) for tag in tags]
-    return [{name: deepcopy(value) for name, value in tag.items()} for tag in tags]
+    """Return copies of tags that share no value with them."""
+    return [copied_tag(tag, row) for row, tag in enumerate(tags)]
 
 
 def checked_leaves(fields: TensorDict | None, rows: int) -> dict[str, Leaf]:

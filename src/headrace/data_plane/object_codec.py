@@ -1,4 +1,4 @@
-"""Object columns as bytes: msgpack, one message per row, no pickle.
+"""Objects of columns and tags as bytes: msgpack, one message per row of a column, no pickle.
 
 A value may be None, bool, int (64 bits), float, str, bytes, list, tuple or dict (scalar keys), and inside
 them torch tensors, numeric NumPy arrays and scalars, and one-row PackedTensors. It comes back equal and of
@@ -9,7 +9,7 @@ Wire: plain msgpack, with extension types for the rest. A tensor or array is its
 msgpack message, preceded by the message's length in two bytes, and followed by the elements in C order.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -36,6 +36,12 @@ class _NotStorableError(Exception):
 
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+# Not int, which may be too large to store.
+_UNCHANGING = _SCALARS - {int}
+_STORABLE = (
+    "Objects are made of None, bool, int, float, str, bytes, list, tuple, dict, tensors and numeric arrays; convert "
+    "the value before the put"
+)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -54,11 +60,23 @@ def encode_column(
             messages.append(encode(value))
         except _NotStorableError as error:
             sample = f" (sample '{sample_ids[row]}')" if sample_ids else ""
-            raise SchemaError(
-                f"column '{name}', row {row}{sample}: {error}. Objects are made of None, bool, int, float, "
-                "str, bytes, list, tuple, dict, tensors and numeric arrays; convert the value before the put"
-            ) from error
+            raise SchemaError(f"column '{name}', row {row}{sample}: {error}. {_STORABLE}") from error
     return messages
+
+
+def copied_tag(tag: Mapping[str, object], row: int) -> dict[str, Any]:
+    """Return a tag of a put with values as a store gives them back, which share nothing with the caller's.
+
+    Raises:
+        SchemaError: a value that cannot be stored, with its name, row and type.
+    """
+    copied: dict[str, Any] = {}
+    for name, value in tag.items():
+        try:
+            copied[name] = value if type(value) in _UNCHANGING else decode(encode(value))
+        except _NotStorableError as error:
+            raise SchemaError(f"tag '{name}' of row {row}: {error}. {_STORABLE}") from error
+    return copied
 
 
 def decode_column(messages: Iterable[bytes]) -> ObjectArray:
