@@ -26,6 +26,7 @@ LAYERS = {
     "headrace.live_view": 6,
     "headrace.progress": 6,
     "headrace.report": 6,
+    "headrace.store_commands": 6,
     "headrace.trace_check": 6,
     "headrace.run_tables": 6,
 }
@@ -42,7 +43,7 @@ LOWEST_LAYER = {
     "tensordict": 2,
     "accelerate": 3,
     "gguf": 3,
-    "huggingface_hub": 3,  # comes with transformers, as jinja2 does
+    "huggingface_hub": 3,
     "jinja2": 3,
     "safetensors": 3,
     "tokenizers": 3,
@@ -50,7 +51,7 @@ LOWEST_LAYER = {
     "datasets": 4,
     "math_verify": 4,
     "reasoning_gym": 4,
-    "sympy": 4,  # comes with math_verify
+    "sympy": 4,
     "matplotlib": 6,
     "rich": 6,
     "typer": 6,
@@ -75,7 +76,6 @@ ONLY_IN = {
         "headrace.data_plane.adapters.transfer_queue_units",
     ),
     "mooncake": ("headrace.data_plane.adapters.transfer_queue_mooncake",),
-    # Comes with transfer_queue.
     "zmq": (
         "headrace.data_plane.adapters.transfer_queue_channel",
         "headrace.data_plane.adapters.transfer_queue_payloads",
@@ -97,6 +97,7 @@ LOCAL_IMPORTS = {
     ("doctor.py", "torch"),
     ("progress.py", "torch.utils.tensorboard"),
     ("report.py", "matplotlib.figure"),
+    ("store_commands.py", "headrace.data_plane"),
     ("data_plane/adapters/transfer_queue_mooncake.py", "mooncake.store"),
     ("data_plane/factory.py", "headrace.data_plane.adapters.transfer_queue"),
     ("distributed/ragged.py", "headrace.distributed"),
@@ -254,6 +255,17 @@ def local_imports(package: Path) -> set[tuple[str, str]]:
     """Return every import inside a function, as (file, module)."""
     files = {f.relative_to(package).as_posix(): ast.parse(f.read_text()) for f in package.rglob("*.py")}
     return {(file, module) for file, tree in files.items() for _, module, _ in _local_imports(file, tree)}
+
+
+def packages_from_outside(package: Path) -> set[str]:
+    """Return what the package's files import that is neither theirs nor Python's."""
+    roots = {
+        module.split(".")[0]
+        for f in package.rglob("*.py")
+        for node in ast.walk(ast.parse(f.read_text()))
+        for module in _imported(node, f.relative_to(package).as_posix())
+    }
+    return roots - sys.stdlib_module_names - {"headrace", "?"}
 
 
 def _local_imports(file: str, tree: ast.Module) -> Iterator[Finding]:

@@ -1,5 +1,7 @@
 """The source tree keeps the rules of tests/architecture.py, and the checker finds every breach of them."""
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ from architecture import (
     layer_of,
     local_imports,
     module_name,
+    packages_from_outside,
 )
+from headrace.data_plane.adapters.transfer_queue_version import TESTED
 
 PACKAGE = Path(headrace.__file__).parent
 
@@ -138,3 +142,34 @@ def test_files_and_layers_are_named_by_module() -> None:
     assert module_name("data_plane/adapters/local.py") == "headrace.data_plane.adapters.local"
     assert layer_of("headrace.data_plane.adapters.local") == 2
     assert layer_of("headrace.nowhere") is None
+
+
+# Packages that go by another name where they are installed from, or that come with one that is declared.
+DISTRIBUTIONS = {
+    "mooncake": "mooncake-transfer-engine-non-cuda",
+    "megatron": "megatron-core",
+    "transfer_queue": "TransferQueue",
+    "triton": "torch",
+    "yaml": "PyYAML",
+    "zmq": "pyzmq",
+}
+
+
+def requirements() -> dict[str, str]:
+    """What pyproject.toml declares, extras included: name in lower case, with dashes, and version."""
+    project = tomllib.loads((PACKAGE.parent.parent / "pyproject.toml").read_text())["project"]
+    lines = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
+    split = (re.fullmatch(r"([A-Za-z0-9._-]+)(.*)", line) for line in lines)
+    return {found[1].lower().replace("_", "-"): found[2] for found in split if found}
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    names = {DISTRIBUTIONS.get(root, root) for root in packages_from_outside(PACKAGE)}
+    assert {name.lower().replace("_", "-") for name in names} - set(requirements()) == set()
+
+
+def test_the_transfer_queue_that_is_declared_is_the_one_that_is_tested() -> None:
+    assert requirements()["transferqueue"] == f"=={TESTED[-1]}"

@@ -40,6 +40,7 @@ from headrace.length_spec import parse_lengths
 from headrace.progress import CompositeObserver, ConsoleObserver, FileObserver, make_console, print_line
 from headrace.report import draw_reward_plot, read_metrics, run_totals, write_report
 from headrace.run_tables import final_tables, metrics_table, render_text
+from headrace.store_commands import store_app
 from headrace.utils import atomic
 from headrace.utils.checkpoints import CheckpointInfo, CheckpointManager, read_checkpoint
 from headrace.utils.interrupt import InterruptFlag
@@ -78,6 +79,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+app.add_typer(store_app, name="store")
 
 
 def main() -> NoReturn:

@@ -14,6 +14,7 @@ from contract_batches import numbers, put_numbers, tokens, wire
 
 from headrace.data_plane import build_data_plane_client
 from headrace.data_plane.adapters.local_chunks import chunk_from_leaf
+from headrace.data_plane.adapters.transfer_queue_index import Call
 from headrace.data_plane.packed_payload import BlockError, pack
 from headrace.errors import CapacityExceeded, ConfigError, DataPlaneError, SchemaError, TransportError
 from ray_session import MOONCAKE, SIMPLE, fresh_store
@@ -247,10 +248,10 @@ class Unreadable:
     ids=["cannot be read", "unknown operation", "answer cannot be sent"],
 )
 def test_an_unexpected_error_in_the_index_reaches_the_caller_and_the_index_goes_on(
-    client: Any, store: dict[str, Any], operation: str, argument: object, says: str
+    client: Any, operation: str, argument: object, says: str
 ) -> None:
     put_numbers(client, ["a"], x=1)
-    request = (store["store_name"], operation, argument)
+    request = Call(b"", client._store, operation, () if argument is None else (argument,))
     with pytest.raises(DataPlaneError, match=says) as caught:
         client._open().books.ask(request, "a request that fails", 20.0)
     assert type(caught.value) is DataPlaneError

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from headrace.data_plane.adapters.local_chunks import Chunk, chunk_from_leaf, read_rows
-from headrace.data_plane.adapters.transfer_queue_index import Indexes, SampleIndex
+from headrace.data_plane.adapters.transfer_queue_index import Call, Indexes, Put, SampleIndex
 from headrace.data_plane.checks import checked_leaves
 from headrace.data_plane.codec import nest
 from headrace.data_plane.object_codec import object_array
@@ -26,6 +26,19 @@ DTYPES = [torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64, torch
 def chunks_of(count: int, **columns: Any) -> dict[str, Chunk]:
     ids, wire = [f"s{i}" for i in range(count)], TensorDict(columns, batch_size=[count])
     return {name: chunk_from_leaf(name, leaf, ids) for name, leaf in checked_leaves(wire, count).items()}
+
+
+def put(index: SampleIndex, partition: str, ids: list[str], packed: PackedColumns) -> None:
+    index.put(Put(partition, ids, packed.columns, None, packed.lengths))
+
+
+def numbers(key: str, rows: int = 1, **columns: torch.Tensor) -> PackedColumns:
+    return pack(chunks_of(rows, **(columns or {"x": torch.zeros(rows)})), key)
+
+
+def garbage(index: SampleIndex) -> list[str]:
+    handed = index.hand_out(b"me")
+    return sorted(handed.keys) if handed else []
 
 
 def bytes_of(packed: PackedColumns) -> list[torch.Tensor]:
@@ -75,7 +88,7 @@ def test_an_eighth_of_the_rows_lies_in_little_more_than_an_eighth_of_the_bytes()
     rows = [torch.zeros(1000 + 20 * i, dtype=torch.int64) for i in range(1024)]
     packed = pack(chunks_of(1024, x=nest(rows)), "k")
     index, ids = SampleIndex(2048), [f"s{i}" for i in range(1024)]
-    index.put("p", ids, packed.columns, None)
+    put(index, "p", ids, packed)
     located = index.select("p", ids[512:640], ["x"])["x"]
     wanted = sum(row.numel() * 8 for row in rows[512:640])
     assert sum(block.nbytes for block in located.blocks) < 1.6 * wanted
@@ -117,41 +130,92 @@ def test_what_the_books_are_told_is_a_vanishing_part_of_long_rows() -> None:
 def test_blocks_become_garbage_when_their_last_row_goes() -> None:
     index, ids = SampleIndex(16), ["a", "b"]
     for number in (1, 2):
-        index.put(
-            "p", ids, pack(chunks_of(2, x=torch.tensor([1, 2]), y=torch.zeros(2)), f"k{number}").columns, None
-        )
-    assert sorted(index.take_garbage()) == ["k1.0", "k1.1"]
-    index.put("p", ["a"], pack(chunks_of(1, x=torch.tensor([1])), "k3").columns, None)
+        put(index, "p", ids, numbers(f"k{number}", 2, x=torch.tensor([1, 2]), y=torch.zeros(2)))
+    assert garbage(index) == ["k1.0", "k1.1"]
+    put(index, "p", ["a"], numbers("k3", x=torch.tensor([1])))
     index.clear("p", ["b"])
-    assert index.take_garbage() == ["k2.0"]
+    assert garbage(index) == ["k2.0"]
     index.clear("p", None)
-    assert sorted(index.take_garbage()) == ["k2.1", "k3.0"]
-    assert index.take_garbage() == []
+    assert garbage(index) == ["k2.1", "k3.0"]
+    assert garbage(index) == []
 
 
 def test_blocks_of_a_registered_again_partition_are_garbage() -> None:
     index = SampleIndex(16)
-    index.put("p", ["a"], pack(chunks_of(1, x=torch.zeros(1)), "k").columns, None)
+    put(index, "p", ["a"], numbers("k"))
     index.register(Registration.of("p", [], 1, [], None, None, None))
-    assert index.take_garbage() == ["k.0"]
+    assert garbage(index) == ["k.0"]
 
 
-def test_a_refused_commit_leaves_its_blocks_to_the_caller() -> None:
-    index = SampleIndex(1)
-    index.put("p", ["a"], pack(chunks_of(1, x=torch.zeros(1)), "k").columns, None)
-    with pytest.raises(CapacityExceeded):
-        index.put("p", ["b"], pack(chunks_of(1, x=torch.zeros(1)), "m").columns, None)
-    index.put("q", [], {}, None)
+def test_a_put_that_cannot_be_committed_is_refused_before_its_blocks_are_stored() -> None:
+    index = SampleIndex(2)
+    put(index, "p", ["a", "z"], numbers("k", 2))
+    for ids, packed, error in (
+        (["b"], numbers("m"), CapacityExceeded),
+        (["a"], numbers("m", x=torch.tensor([1])), SchemaError),
+    ):
+        with pytest.raises(error):
+            index.begin_put(b"me", Put("p", ids, packed.columns, None, packed.lengths), 60)
     with pytest.raises(SampleNotFound):
         index.select("p", ["b"], ["x"])
-    assert index.take_garbage() == []
+    assert garbage(index) == []
+
+
+def begin(index: SampleIndex, owner: bytes, key: str, limit_s: float = 60) -> int:
+    packed = numbers(key)
+    return index.begin_put(owner, Put("p", [key], packed.columns, None, packed.lengths), limit_s)
+
+
+def test_blocks_of_a_put_that_its_process_did_not_live_to_commit_are_garbage() -> None:
+    alive = {b"me", b"it"}
+    index = SampleIndex(16, alive.__contains__)
+    mine, its = begin(index, b"me", "k"), begin(index, b"it", "m")
+    assert garbage(index) == []
+    alive.remove(b"it")
+    handed = index.hand_out(b"me", at_once=True)
+    assert handed is not None
+    assert handed.keys == ["m.0"]
+    with pytest.raises(TransportError, match="put again"):
+        index.commit(its, [0])
+    index.commit(mine, [7])
+    assert index.select("p", ["k"], ["x"])["x"].blocks[0].slot == 7
+    assert index.sample_ids() == {"p": ["k"]}
+
+
+def test_blocks_of_a_put_whose_time_is_over_are_garbage_and_it_is_not_committed() -> None:
+    index = SampleIndex(16)
+    late = begin(index, b"me", "k", limit_s=0)
+    assert garbage(index) == ["k.0"]
+    with pytest.raises(TransportError, match="took so long"):
+        index.commit(late, [0])
+    assert index.sample_ids() == {}
+
+
+def test_garbage_that_a_process_did_not_come_to_drop_goes_to_another() -> None:
+    alive = {b"me", b"it"}
+    index = SampleIndex(16, alive.__contains__)
+    for key in ("k", "m", "n"):
+        index.commit(begin(index, b"it", key), [0])
+        index.clear("p", [key])
+    first = index.hand_out(b"it")
+    assert first is not None
+    index.give_back([first.ticket])
+    second = index.hand_out(b"it")
+    assert second is not None
+    assert sorted(first.keys) == sorted(second.keys) == ["k.0", "m.0", "n.0"]
+    alive.remove(b"it")
+    third = index.hand_out(b"me", at_once=True)
+    assert third is not None
+    index.end([third.ticket])
+    alive.remove(b"me")
+    assert index.hand_out(b"another", at_once=True) is None
 
 
 def test_a_column_over_several_blocks_is_read_in_any_order() -> None:
     values = torch.arange(400_000).view(400, 1000)
     packed = pack(chunks_of(400, x=values), "k")
     index, ids = SampleIndex(1000), [f"s{i}" for i in range(400)]
-    index.put("p", ids, packed.columns, None)
+    put(index, "p", ids, packed)
     data = dict(zip([block.key for block in packed.blocks], bytes_of(packed)))
     order = torch.randperm(400, generator=torch.Generator().manual_seed(0))[:77].tolist()
     located = index.select("p", [ids[i] for i in order], ["x"])["x"]
@@ -164,23 +228,45 @@ def test_a_column_over_several_blocks_is_read_in_any_order() -> None:
 
 def test_the_books_refuse_to_mix_forms() -> None:
     index = SampleIndex(16)
-    index.put("p", ["a"], pack(chunks_of(1, x=torch.zeros(1)), "k").columns, None)
+    put(index, "p", ["a"], numbers("k"))
     with pytest.raises(SchemaError, match="'x'"):
-        index.put("p", ["b"], pack(chunks_of(1, x=torch.zeros(1, dtype=torch.int64)), "m").columns, None)
+        put(index, "p", ["b"], numbers("m", x=torch.zeros(1, dtype=torch.int64)))
+
+
+def ids_in(indexes: Indexes, handle: str) -> Any:
+    return indexes.run(Call(b"me", handle, "sample_ids"))[0]
 
 
 def test_stores_of_one_cluster_are_apart() -> None:
     indexes = Indexes()
-    indexes.open_store("one", 4)
-    indexes.open_store("two", 4)
-    columns = pack(chunks_of(1, x=torch.zeros(1)), "k").columns
-    indexes.run("one", "put", "p", ["a"], columns, None)
-    assert indexes.run("two", "sample_ids") == ({}, [])
-    with pytest.raises(DataPlaneError, match="'one' is open already"):
-        indexes.open_store("one", 4)
-    indexes.close_store("one")
+    one, two = (indexes.open_store(b"me", name, 4, "me")[0] for name in ("one", "two"))
+    assert (indexes.attach("one"), indexes.attach("two")) == (one, two)
+    packed = numbers("k")
+    indexes.run(Call(b"me", one, "put", (Put("p", ["a"], packed.columns, None, packed.lengths),)))
+    assert (ids_in(indexes, one), ids_in(indexes, two)) == ({"p": ["a"]}, {})
+    with pytest.raises(DataPlaneError, match="'one' is open already, by me, which lives"):
+        indexes.open_store(b"it", "one", 4, "it")
+    indexes.close_store(one)
     with pytest.raises(DataPlaneError, match="'one' is closed"):
-        indexes.run("one", "sample_ids")
+        ids_in(indexes, one)
+
+
+def test_a_name_goes_to_the_next_when_its_process_is_gone_with_the_blocks_to_drop() -> None:
+    alive = {b"me", b"it"}
+    indexes = Indexes(alive.__contains__)
+    left, dropped = indexes.open_store(b"it", "one", 4, "it")
+    assert dropped == []
+    with pytest.raises(DataPlaneError, match="add --force"):
+        indexes.drop_store("one", False)
+    alive.remove(b"it")
+    assert [(s.name, s.holder, s.is_alive) for s in indexes.list_stores()] == [("one", "it", False)]
+    mine, dropped = indexes.open_store(b"me", "one", 4, "me")
+    assert dropped == [left] != [mine]
+    with pytest.raises(DataPlaneError, match="'one' is closed"):
+        ids_in(indexes, left)
+    assert indexes.drop_store("one", True) == [left, mine], "nobody has dropped the blocks of the first yet"
+    indexes.forget([left, mine])
+    assert indexes.drop_store("one", True) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -233,12 +319,9 @@ def test_a_message_without_the_secret_is_not_read_and_a_failed_request_holds_not
         return 10 // request
 
     server = Server("127.0.0.1", b"secret", divide)
-    good, bad = (
-        Channel(server.endpoint, gone),
-        Channel(Endpoint("127.0.0.1", server.endpoint.port, b"x"), gone),
-    )
+    good = Channel(server.endpoint, gone, 10)
     with pytest.raises(TransportError, match="no answer within"):
-        bad.ask(2, "asking", 0.2)
+        Channel(Endpoint("127.0.0.1", server.endpoint.port, b"x"), gone, 0.2)
     assert good.ask(2, "asking", 10) == 5
     gc.disable()
     try:
@@ -249,4 +332,3 @@ def test_a_message_without_the_secret_is_not_read_and_a_failed_request_holds_not
     finally:
         gc.enable()
     good.close()
-    bad.close()

@@ -2,13 +2,17 @@
 
 import os
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
+from headrace.data_plane.adapters.transfer_queue_index import StoreFacts
+from headrace.data_plane.adapters.transfer_queue_version import check_version
+from headrace.data_plane.checks import shown
 from headrace.data_plane.interfaces import DataPlaneClient
 from headrace.data_plane.observability import MetricsDataPlaneClient, print_event
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, DataPlaneError
 from headrace.utils.config_errors import validated
 
 
@@ -39,16 +43,51 @@ def _connect(config: DataPlaneConfig, bootstrap: bool) -> DataPlaneClient:
         if bootstrap:
             return LocalDataPlaneClient.start(config.storage_capacity, config.store_name)
         return LocalDataPlaneClient.attach(config.store_name)
+    client: DataPlaneClient = _transfer_queue().TransferQueueDataPlaneClient(config, bootstrap=bootstrap)
+    return client
+
+
+def _transfer_queue() -> ModuleType:
+    """Return the adapter, which loads Ray."""
     # Read when the native libraries are loaded.
     os.environ.setdefault("GLOG_minloglevel", "2")
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    check_version()
     try:
-        from headrace.data_plane.adapters.transfer_queue import (  # noqa: PLC0415  (loads Ray)
-            TransferQueueDataPlaneClient,
-        )
+        import headrace.data_plane.adapters.transfer_queue as adapter  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
-            f"data_plane.impl={config.impl} cannot be used: {error}. Install headrace[ray], or set "
+            f"data_plane.impl=transfer_queue cannot be used: {error}. Install headrace[ray], or set "
             "data_plane.impl=local"
         ) from error
-    return TransferQueueDataPlaneClient(config, bootstrap=bootstrap)
+    return adapter
+
+
+def list_stores(ray_address: str | None = None) -> dict[str, list[StoreFacts]]:
+    """Return the transfer_queue stores that are open on a Ray cluster, by backend.
+
+    Raises:
+        ConfigError: what `build_data_plane_client` raises of an `impl` that cannot be used.
+        TransportError: no cluster at `ray_address` (None: RAY_ADDRESS, or the one on this machine), or no answer.
+    """
+    config = DataPlaneConfig(ray_address=ray_address)
+    cluster = _transfer_queue().cluster
+    with cluster.visit(config) as links:
+        return {
+            backend: link.list_stores(cluster.Deadline(config.timeout_s)) for backend, link in links.items()
+        }
+
+
+def drop_store(name: str, *, force: bool = False, ray_address: str | None = None) -> None:
+    """Close a transfer_queue store that a process has left, and free what it holds.
+
+    Raises:
+        DataPlaneError: there is none of that name, or its process lives and `force` is not given.
+    """
+    config = DataPlaneConfig(ray_address=ray_address)
+    cluster = _transfer_queue().cluster
+    with cluster.visit(config) as links:
+        deadline = cluster.Deadline(config.timeout_s)
+        if not any([link.drop_store(name, force, deadline) for link in links.values()]):
+            known = [store.name for link in links.values() for store in link.list_stores(deadline)]
+            raise DataPlaneError(f"this Ray cluster has no store '{name}'; it has: {shown(known) or 'none'}")

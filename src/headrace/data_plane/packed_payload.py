@@ -89,14 +89,6 @@ class PackedColumns:
     frames: list[Frames]
     lengths: dict[str, Lengths]
 
-    def placed(self, slots: Sequence[int]) -> dict[str, list[BlockInfo]]:
-        """Return the columns' blocks with the slots that the transport gave, in the order of `blocks`."""
-        given = iter(slots)
-        return {
-            name: [block._replace(slot=next(given)) for block in blocks]
-            for name, blocks in self.columns.items()
-        }
-
     @property
     def blocks(self) -> list[BlockInfo]:
         """All blocks, in the order of their bytes."""
@@ -121,6 +113,12 @@ class PackedColumns:
             # NumPy's copy is one memcpy; torch's wakes its thread pool.
             buffer[start:middle], buffer[middle:end], buffer[end:stop] = head.numpy(), values.numpy(), 0
         return torch.from_numpy(buffer)
+
+
+def placed(columns: Mapping[str, Sequence[BlockInfo]], slots: Sequence[int]) -> dict[str, list[BlockInfo]]:
+    """Return the blocks of columns with the slots that the transport gave, in the order of `PackedColumns.blocks`."""
+    given = iter(slots)
+    return {name: [block._replace(slot=next(given)) for block in blocks] for name, blocks in columns.items()}
 
 
 def pack(

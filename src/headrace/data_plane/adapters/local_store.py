@@ -96,15 +96,7 @@ class SampleStore(Generic[Block]):
         `said_lengths` gives for the columns.
         """
         with self._changed:
-            self._check_open()
-            partition = self._find(partition_id)
-            if partition is None:
-                partition = Partition(partition_id)
-            slots = partition.locate(ids)
-            new = partition.count_new(ids, slots)
-            self._check_capacity(partition_id, new)
-            partition.check_room(new)
-            partition.check_put(ids, slots, chunks, tags, lengths)
+            partition, slots, new = self._checked(partition_id, ids, chunks, tags, lengths)
             if ids:
                 self._partitions[partition_id] = partition
             self._held += new
@@ -113,6 +105,38 @@ class SampleStore(Generic[Block]):
             if self._waiting:
                 self._changed.notify_all()
         return facts()
+
+    def check_put(
+        self,
+        partition_id: str,
+        ids: list[str],
+        chunks: Mapping[str, Sequence[Block]],
+        tags: Sequence[Mapping[str, Any]] | None,
+        lengths: Said,
+    ) -> None:
+        """Raise what `put` would raise."""
+        with self._changed:
+            self._checked(partition_id, ids, chunks, tags, lengths)
+
+    def _checked(
+        self,
+        partition_id: str,
+        ids: list[str],
+        chunks: Mapping[str, Sequence[Block]],
+        tags: Sequence[Mapping[str, Any]] | None,
+        lengths: Said,
+    ) -> tuple[Partition[Block], Rows | None, int]:
+        """Return the partition of a put that nothing speaks against, which may be new, the ids' slots, and new rows."""
+        self._check_open()
+        partition = self._find(partition_id)
+        if partition is None:
+            partition = Partition(partition_id)
+        slots = partition.locate(ids)
+        new = partition.count_new(ids, slots)
+        self._check_capacity(partition_id, new)
+        partition.check_room(new)
+        partition.check_put(ids, slots, chunks, tags, lengths)
+        return partition, slots, new
 
     def select(
         self, partition_id: str, ids: Sequence[str], names: Sequence[str]

@@ -1,12 +1,13 @@
 """The data plane over TransferQueue (backends simple and mooncake_cpu), for many processes.
 
-A put packs its columns into blocks (`packed_payload`), stores them in TransferQueue, and then commits them to
-the index actor, which is the truth about which rows there are. A get asks the index where rows lie and
-fetches the blocks. Bulk goes from the producer to the storage units and from there to the consumer.
+A put packs its columns into blocks (`packed_payload`), announces them to the index actor, which is the truth about
+which rows there are, stores them in TransferQueue, and commits them. A get asks the index where rows lie and fetches
+the blocks. Bulk goes from the producer to the storage units and from there to the consumer.
 """
 
 import atexit
 import itertools
+import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -30,10 +31,9 @@ from headrace.data_plane.adapters.local_chunks import (
     read_rows,
 )
 from headrace.data_plane.adapters.local_store import RowFacts
-from headrace.data_plane.adapters.partition_lengths import Said
 from headrace.data_plane.adapters.transfer_queue_channel import STARTUP_KNOB
-from headrace.data_plane.adapters.transfer_queue_cluster import Deadline, ask
-from headrace.data_plane.adapters.transfer_queue_index import Located
+from headrace.data_plane.adapters.transfer_queue_cluster import Deadline, queue_partition
+from headrace.data_plane.adapters.transfer_queue_index import Garbage, Located, Put
 from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags, column_names, id_list
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, meta_of_checked
 from headrace.data_plane.leaves import wire_tensordict
@@ -50,8 +50,12 @@ from headrace.data_plane.requests import ClaimRequest, Registration, waiting_tim
 from headrace.errors import ClaimTimeout, DataPlaneError, HeadraceError, TransportError
 from headrace.utils.arguments import texts
 
+_log = logging.getLogger(__name__)
+
 # A fetch that loses against an overwrite or a clear looks the rows up again.
 _FETCH_ATTEMPTS = 5
+# A put that has come to its time limit is given up by then on both sides.
+_LEASE_MARGIN_S = 5.0
 
 
 class TransferQueueDataPlaneClient(DataPlaneClient):
@@ -73,6 +77,9 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         self._config = config
         self._is_closed = False
         self._owns_store = False
+        self._store = ""
+        # Tickets of blocks that are to be dropped here, and whether they are.
+        self._in_hand: dict[int, bool] = {}
         self._engine: cluster.Engine | None = None
         self._link: cluster.Link | None = None
         self._prefix = uuid.uuid4().hex[:12]
@@ -82,7 +89,7 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
             undo.callback(self.close)
             self._connect(bootstrap)
             undo.pop_all()
-        if self._engine is not None:
+        if bootstrap:
             atexit.register(self.close)
 
     def _connect(self, bootstrap: bool) -> None:
@@ -100,21 +107,17 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
                 raise TransportError(
                     "the process that was starting this cluster's engine has given up; try again"
                 )
-        self._index = index
         self._connection = cluster.wait_for_connection(index, deadline)
+        self._link = cluster.shared_links.acquire(self._connection, index, deadline)
         if bootstrap:
-            opening = index.open_store.remote(config.store_name, config.storage_capacity)
-            ask(opening, f"opening store '{config.store_name}'", deadline)
-            self._owns_store = True
+            self._store, self._owns_store = self._link.open_store(config, deadline), True
         else:
-            attaching = index.check_store.remote(config.store_name)
-            ask(attaching, f"attaching to store '{config.store_name}'", deadline)
-        self._link = cluster.shared_links.acquire(self._connection, index, deadline.left())
+            what, arguments = f"attaching to store '{config.store_name}'", (config.store_name,)
+            self._store, _ = self._link.call("", "attach", arguments, what, deadline.left())
 
     @property
     def _queue_partition(self) -> str:
-        """The one TransferQueue partition of the store; partitions of the data plane live in the index."""
-        return f"headrace/{self._config.store_name}"
+        return queue_partition(self._store)
 
     def register_partition(
         self,
@@ -187,32 +190,35 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         size = MAX_BLOCK_BYTES if self._open().payloads.gives_rows else MIN_BLOCK_BYTES
         packed = pack(chunks if ids else {}, f"{self._prefix}.{next(self._puts)}", size)
         deadline = Deadline(self._config.timeout_s)
-        columns = packed.placed(self._store_blocks(packed, deadline))
-        put = _Put(partition_id, ids, columns, copied_tags, packed.lengths)
-        facts = self._commit(put, deadline)
-        return _meta(partition_id, "", list(chunks), facts)
+        put = Put(partition_id, ids, packed.columns, copied_tags, packed.lengths)
+        facts = self._store_put(put, packed, deadline)
+        return _meta(partition_id, "", list(chunks), facts._replace(sample_ids=ids))
 
-    def _store_blocks(self, packed: PackedColumns, deadline: Deadline) -> list[int]:
-        keys, payloads = [block.key for block in packed.blocks], self._open().payloads
-        if not keys:
-            return []
+    def _store_put(self, put: Put, packed: PackedColumns, deadline: Deadline) -> RowFacts:
+        owner, limit_s = self._open().books.owner(), deadline.left() + _LEASE_MARGIN_S
+        ticket: int = self._ask("begin_put", owner, put, limit_s, deadline=deadline)
+        keys = [block.key for block in packed.blocks]
         try:
-            reserved = payloads.reserve(self._queue_partition, keys)
-            return payloads.put(self._queue_partition, reserved, packed, deadline.left())
+            slots = self._store_blocks(keys, packed, deadline)
         except TransportError:
-            self._drop_later(keys)
+            self._drop_later(Garbage(ticket, keys))
             raise
-
-    def _commit(self, put: "_Put", deadline: Deadline) -> RowFacts:
         try:
-            facts: RowFacts = self._ask("put", *put, deadline=deadline)
+            facts: RowFacts = self._ask("commit", ticket, slots, deadline=deadline)
         except TransportError as error:
-            # Nobody knows whether the index has the rows, so their blocks stay.
+            # Nobody knows whether the index has the rows. If it has not, it frees the blocks when the lease runs out.
             raise TransportError(f"{error}. The rows may have been written") from error
         except HeadraceError:
-            self._drop_later([block.key for blocks in put.columns.values() for block in blocks])
+            self._drop_later(Garbage(ticket, keys))
             raise
-        return facts._replace(sample_ids=put.ids)
+        return facts
+
+    def _store_blocks(self, keys: Sequence[str], packed: PackedColumns, deadline: Deadline) -> list[int]:
+        if not keys:
+            return []
+        payloads = self._open().payloads
+        reserved = payloads.reserve(self._queue_partition, keys)
+        return payloads.put(self._queue_partition, reserved, packed, deadline.left())
 
     def get_samples(
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]
@@ -269,30 +275,36 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         if self._is_closed:
             return
         self._is_closed = True
-        if ray.is_initialized():
-            self._close_store()
         if self._link is not None:
+            if ray.is_initialized():
+                self._let_go(self._link)
             cluster.shared_links.release(self._connection)
             self._link = None
         if self._engine is not None:
             self._engine.stop()
             self._engine = None
-            atexit.unregister(self.close)
+        atexit.unregister(self.close)
         if self._owns_ray:
             ray.shutdown()
 
-    def _close_store(self) -> None:
-        if not self._owns_store:
-            return
-        limit_s = min(self._config.timeout_s, 30.0)
+    def _let_go(self, link: cluster.Link) -> None:
+        """Close the store if it is this client's, else hand over what this client has not dropped yet."""
+        what, deadline = (
+            f"closing store '{self._config.store_name}'",
+            Deadline(min(self._config.timeout_s, 30.0)),
+        )
         try:
-            closing = self._index.close_store.remote(self._config.store_name)
-            ask(closing, "closing the store", Deadline(limit_s))
-            if self._engine is None and self._link is not None:
-                self._link.payloads.drop_partition(self._queue_partition, limit_s)
-        except TransportError:
-            # Whoever started the engine has ended it, and the data with it.
-            return
+            if self._owns_store:
+                link.call("", "close_store", (self._store,), what, deadline.left())
+                if self._engine is None:
+                    link.drop_ended([self._store], what, deadline)
+            elif self._in_hand:
+                dropped = [ticket for ticket, is_dropped in self._in_hand.items() if is_dropped]
+                left = [ticket for ticket, is_dropped in self._in_hand.items() if not is_dropped]
+                link.call(self._store, "give_back", (left,), what, deadline.left(), dropped)
+        except DataPlaneError as error:
+            # Whoever started the engine has ended it, and the data with it; or the store is closed.
+            _log.info("%s: %s", what, error)
 
     def partition_ids(self) -> list[str]:
         """Return the partitions that are registered or hold rows."""
@@ -324,26 +336,24 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         link = self._open()
         deadline = deadline or Deadline(self._config.timeout_s)
         what = f"operation '{operation}' of store '{self._config.store_name}'"
-        request = (self._config.store_name, operation, *arguments)
-        result, garbage = link.books.ask(request, what, deadline.left())
+        dropped = [ticket for ticket, is_dropped in list(self._in_hand.items()) if is_dropped]
+        for ticket in dropped:
+            self._in_hand.pop(ticket, None)
+        result, garbage = link.call(self._store, operation, arguments, what, deadline.left(), dropped)
         if garbage and operation == "clear":
-            link.payloads.drop(self._queue_partition, garbage, deadline.left())
+            self._in_hand[garbage.ticket] = False
+            link.payloads.drop(self._queue_partition, garbage.keys, deadline.left())
+            self._in_hand[garbage.ticket] = True
         elif garbage:
-            link.payloads.drop_later(self._queue_partition, garbage, self._config.timeout_s)
+            self._drop_later(garbage)
         return result
 
-    def _drop_later(self, keys: Sequence[str]) -> None:
-        self._open().payloads.drop_later(self._queue_partition, keys, self._config.timeout_s)
+    def _drop_later(self, garbage: Garbage) -> None:
+        def note() -> None:
+            self._in_hand[garbage.ticket] = True
 
-
-class _Put(NamedTuple):
-    """What the index is told of a put; see `SampleIndex.put`."""
-
-    partition_id: str
-    ids: list[str]
-    columns: Mapping[str, Sequence[BlockInfo]]
-    tags: list[dict[str, Any]] | None
-    lengths: Said
+        self._in_hand[garbage.ticket] = False
+        self._open().payloads.drop_later(self._queue_partition, garbage.keys, self._config.timeout_s, note)
 
 
 class _Read(NamedTuple):

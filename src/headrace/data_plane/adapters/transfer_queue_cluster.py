@@ -11,8 +11,8 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import ray
@@ -25,9 +25,10 @@ from transfer_queue.storage.simple_storage import SimpleStorageUnit
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters import transfer_queue_mooncake as mooncake
 from headrace.data_plane.adapters.transfer_queue_channel import KNOB, STARTUP_KNOB, Channel, Endpoint, Server
-from headrace.data_plane.adapters.transfer_queue_index import Indexes
+from headrace.data_plane.adapters.transfer_queue_index import Call, Garbage, Indexes, StoreFacts
 from headrace.data_plane.adapters.transfer_queue_payloads import Connection, Part, PayloadClient
 from headrace.data_plane.adapters.transfer_queue_units import serve_rows
+from headrace.data_plane.adapters.transfer_queue_version import check_version
 from headrace.distributed.ray_connection import NAMESPACE, connect
 from headrace.errors import DataPlaneError, HeadraceError, TransportError
 
@@ -115,8 +116,13 @@ class IndexActor(Indexes):
     def serve(self) -> Endpoint:
         """Begin to answer `run`, one request after the other."""
         address = ray.util.get_node_ip_address()
-        server = Server(address, secrets.token_bytes(32), lambda request: self.run(*request))
+        server = Server(address, secrets.token_bytes(32), self._answer)
+        self._is_alive = server.is_alive
         return server.endpoint
+
+    def _answer(self, call: Call | None) -> Any:
+        # A new client says nothing but that it is there.
+        return None if call is None else self.run(call)
 
     def ping(self) -> None:
         """Return, as a process does that is alive."""
@@ -157,7 +163,9 @@ class Engine:
         self._actors.append(controller)
         start = self._start_mooncake if self._config.backend == "mooncake_cpu" else self._start_simple
         backend, storage, addresses = start(deadline)
-        info = ask(controller.get_zmq_server_info.remote(), "starting TransferQueue's controller", deadline)
+        starting = "starting TransferQueue's controller"
+        ask(controller.__ray_call__.remote(check_version), starting, deadline)
+        info = ask(controller.get_zmq_server_info.remote(), starting, deadline)
         endpoint = ask(self.index.serve.remote(), "starting the index", deadline)
         count = len(addresses)
         return Connection(
@@ -195,7 +203,7 @@ class Engine:
             f"starting {len(units)} TransferQueue storage units",
             deadline,
         )
-        preparing = [unit.__ray_call__.remote(serve_rows) for unit in units]
+        preparing = [unit.__ray_call__.remote(do) for unit in units for do in (check_version, serve_rows)]
         ask(preparing, f"preparing {len(units)} TransferQueue storage units", deadline)
         # Only of units that are up: others would be waited for.
         self._graceful = [unit.shutdown.remote for unit in units]
@@ -266,10 +274,85 @@ class Link(NamedTuple):
     payloads: PayloadClient
     books: Channel
 
+    def call(
+        self,
+        store: str,
+        operation: str,
+        arguments: Sequence[object],
+        what: str,
+        limit_s: float,
+        dropped: Sequence[int] = (),
+    ) -> tuple[Any, Garbage | None]:
+        """Return what an operation of a store, or of all (""), returns, and blocks to drop.
+
+        Raises what `Channel.ask` raises.
+        """
+        request = Call(self.books.owner(), store, operation, tuple(arguments), dropped)
+        answer: tuple[Any, Garbage | None] = self.books.ask(request, what, limit_s)
+        return answer
+
+    def open_store(self, config: DataPlaneConfig, deadline: Deadline) -> str:
+        """Open a store, in place of one whose process is gone, and return its handle."""
+        what = f"opening store '{config.store_name}'"
+        holder = f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
+        arguments = (self.books.owner(), config.store_name, config.storage_capacity, holder)
+        (handle, ended), _ = self.call("", "open_store", arguments, what, deadline.left())
+        self.drop_ended(ended, what, deadline)
+        return str(handle)
+
+    def list_stores(self, deadline: Deadline) -> list[StoreFacts]:
+        """Return the stores that are open."""
+        facts: list[StoreFacts]
+        facts, _ = self.call("", "list_stores", (), "listing stores", deadline.left())
+        return facts
+
+    def drop_store(self, name: str, force: bool, deadline: Deadline) -> bool:
+        """Close a store and drop its blocks; return whether there was one of that name.
+
+        Raises:
+            DataPlaneError: its process lives, and it is not to be dropped by `force`.
+        """
+        what = f"dropping store '{name}'"
+        ended, _ = self.call("", "drop_store", (name, force), what, deadline.left())
+        self.drop_ended(ended, what, deadline)
+        return bool(ended)
+
+    def drop_ended(self, handles: Sequence[str], what: str, deadline: Deadline) -> None:
+        """Drop the blocks of stores that are closed."""
+        for handle in handles:
+            self.payloads.drop_partition(queue_partition(handle), deadline.left())
+            self.call("", "forget", ([handle],), what, deadline.left())
+
     def close(self) -> None:
         """Disconnect."""
         self.books.close()
         self.payloads.close()
+
+
+def queue_partition(handle: str) -> str:
+    """Return the one TransferQueue partition of a store; partitions of the data plane live in the index."""
+    return f"headrace/{handle}"
+
+
+@contextmanager
+def visit(config: DataPlaneConfig) -> Iterator[dict[str, Link]]:
+    """Connect to the engines that a cluster has, by backend, until the block ends.
+
+    Raises:
+        TransportError: no cluster, or no answer within `startup_timeout_s`.
+    """
+    deadline = Deadline(config.startup_timeout_s, STARTUP_KNOB)
+    with ExitStack() as undo:
+        if connect_ray(config, may_start=False):
+            undo.callback(ray.shutdown)
+        links: dict[str, Link] = {}
+        for backend in BACKENDS:
+            index = find_index(backend)
+            if index is not None:
+                connection = wait_for_connection(index, deadline)
+                links[backend] = shared_links.acquire(connection, index, deadline)
+                undo.callback(shared_links.release, connection)
+        yield links
 
 
 class _SharedLinks:
@@ -279,14 +362,13 @@ class _SharedLinks:
         self._lock = threading.Lock()
         self._links: dict[str, tuple[Link, int]] = {}
 
-    def acquire(self, connection: Connection, index: ActorHandle[Any], timeout_s: float) -> Link:
+    def acquire(self, connection: Connection, index: ActorHandle[Any], deadline: Deadline) -> Link:
         with self._lock:
             link, users = self._links.get(connection.engine_id, (None, 0))
             if link is None:
                 if connection.backend == BACKENDS["mooncake_cpu"]:
                     mooncake.prepare_process(ray.util.get_node_ip_address())
-                payloads = PayloadClient(connection, timeout_s, find_lost)
-                link = Link(payloads, Channel(connection.index, lambda what: _check_alive(index, what)))
+                link = _connect(connection, index, deadline)
             self._links[connection.engine_id] = link, users + 1
             return link
 
@@ -297,6 +379,15 @@ class _SharedLinks:
                 self._links[connection.engine_id] = link, users - 1
                 return
         link.close()
+
+
+def _connect(connection: Connection, index: ActorHandle[Any], deadline: Deadline) -> Link:
+    with ExitStack() as undo:
+        payloads = PayloadClient(connection, deadline.left(), find_lost)
+        undo.callback(payloads.close)
+        books = Channel(connection.index, lambda what: _check_alive(index, what), deadline.left())
+        undo.pop_all()
+    return Link(payloads, books)
 
 
 def _check_alive(index: ActorHandle[Any], what: str) -> None:

@@ -215,12 +215,15 @@ class PayloadClient:
                 f"dropping {len(keys)} blocks from TransferQueue", limit_s, self._drop(partition, keys)
             )
 
-    def drop_later(self, partition: str, keys: Sequence[str], limit_s: float) -> None:
-        """Try to remove blocks, without waiting and without an error; what a failed put has left."""
+    def drop_later(
+        self, partition: str, keys: Sequence[str], limit_s: float, then: Callable[[], None]
+    ) -> None:
+        """Try to remove blocks, without waiting and without an error; `then` is called if that succeeds."""
 
         async def attempt() -> None:
             try:
                 await asyncio.wait_for(self._drop(partition, keys), limit_s)
+                then()
             except (TransportError, *_FAULTS) as error:
                 _log.warning("%d blocks of %s are left in TransferQueue: %s", len(keys), partition, error)
 
