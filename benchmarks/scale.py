@@ -41,7 +41,7 @@ from scale_model import (
 
 from headrace.data_plane import KVBatchMeta, pack_columns
 from headrace.data_plane.adapters.local_chunks import chunk_from_leaf
-from headrace.data_plane.adapters.transfer_queue_index import Indexes
+from headrace.data_plane.adapters.transfer_queue_index import Call, Indexes, Put
 from headrace.data_plane.checks import checked_leaves
 from headrace.data_plane.packed_payload import PackedColumns, pack
 from headrace.data_plane.preshard import shard_meta_for_dp
@@ -74,7 +74,7 @@ LIMITS = {
     "timeout": "the last rank waits data_plane.timeout_s for its select",
     "memory": "the driver's metadata takes 64 GiB",
 }
-STORE, PARTITION = "scale", "train"
+STORE, PARTITION, OWNER = "scale", "train", b"driver"
 Seconds = dict[int, float]
 
 
@@ -206,15 +206,15 @@ class Books:
 
     def __init__(self, rows: int) -> None:
         self._indexes = Indexes()
-        self._indexes.open_store(STORE, rows)
+        self._store, _ = self._indexes.open_store(OWNER, STORE, rows, "this benchmark")
         self._puts = 0
         self.answer_bytes_of_select = 0
 
     def ask(self, operation: str, *arguments: object) -> tuple[float, Any]:
         """Return processor seconds to read a request, run it and write the answer; and the answer."""
-        request = pickle.dumps((STORE, operation, PARTITION, *arguments), pickle.HIGHEST_PROTOCOL)
+        request = pickle.dumps(Call(OWNER, self._store, operation, arguments), pickle.HIGHEST_PROTOCOL)
         start = time.thread_time()
-        answer = self._indexes.run(*pickle.loads(request))
+        answer = self._indexes.run(pickle.loads(request))
         message = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
         seconds = time.thread_time() - start
         if operation == "select":
@@ -222,14 +222,15 @@ class Books:
         return seconds, answer[0]
 
     def put(self, ids: list[str], packed: PackedColumns, tags: list[dict[str, Any]] | None = None) -> float:
-        """Commit rows whose blocks are like those of `packed`, under keys of their own."""
+        """Announce and commit rows whose blocks are like those of `packed`, under keys of their own."""
         self._puts += 1
-        slots = range(self._puts * 1000, self._puts * 1000 + len(packed.blocks))
         columns = {
             name: [block._replace(key=f"{self._puts}.{block.key}") for block in blocks]
-            for name, blocks in packed.placed(slots).items()
+            for name, blocks in packed.columns.items()
         }
-        return self.ask("put", ids, columns, tags, packed.lengths)[0]
+        begun, ticket = self.ask("begin_put", OWNER, Put(PARTITION, ids, columns, tags, packed.lengths), 60.0)
+        slots = [self._puts * 1000 + number for number in range(len(packed.blocks))]
+        return begun + self.ask("commit", ticket, slots)[0]
 
 
 def packed_like(rows: int, names: Sequence[str]) -> PackedColumns:
@@ -258,13 +259,13 @@ def measure_index(bench: Bench, rows: int, rank_rows: int) -> dict[str, float]:
     scale = rows / sample.size
     select = put = 0.0
     for name in ("prev_logprobs", "reference_policy_logprobs"):
-        select += sum(books.ask("select", mine, LP_SEED_FIELDS)[0] for mine in by_rank)
+        select += sum(books.ask("select", PARTITION, mine, LP_SEED_FIELDS)[0] for mine in by_rank)
         packed = packed_like(rank_rows, [name])
         put += sum(books.put(mine, packed) for mine in by_rank)
     total |= {"select for logprobs": scale * select, "put logprobs": scale * put}
-    trained = [books.ask("select", mine, DP_TRAIN_FIELDS) for mine in by_rank]
+    trained = [books.ask("select", PARTITION, mine, DP_TRAIN_FIELDS) for mine in by_rank]
     total["select for training"] = scale * sum(seconds for seconds, _ in trained)
-    total["clear"] = books.ask("clear", ids)[0]
+    total["clear"] = books.ask("clear", PARTITION, ids)[0]
     bench.notes[f"index, {rows} rows, {rank_rows} of a rank"] = {
         "us_per_row": {name: round(1e6 * seconds / rows, 3) for name, seconds in total.items()},
         "blocks_that_a_rank_reads": sum(len(where.blocks) for where in trained[0][1].values()),

@@ -1,0 +1,148 @@
+"""Would TransferQueue's public client do for the store's blocks? It and its kv calls against the messages spoken today.
+
+The same store three times over one engine, apart from how its blocks travel: put, get of all rows and of one rank's
+eighth, 512 and 4,096 rows of five per-token columns. The public client reads values, here blocks, as a whole.
+Needs headrace[ray].
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+import transfer_queue as tq
+from run import Bench, main
+from store_transfer_queue import eighth, make, stores, without_padding
+from tensordict import TensorDict
+
+from headrace.data_plane import DataPlaneClient
+from headrace.data_plane.adapters.local_chunks import Rows
+from headrace.data_plane.adapters.transfer_queue import TransferQueueDataPlaneClient
+from headrace.data_plane.adapters.transfer_queue_cluster import find_lost
+from headrace.data_plane.adapters.transfer_queue_payloads import FIELD, PayloadClient, _meta, _rows
+from headrace.data_plane.interfaces import DataPlaneConfig
+from headrace.data_plane.packed_payload import BlockInfo, Frames, PackedColumns, select_rows
+from headrace.distributed.ragged import nested_from_ragged
+
+Blocks = Sequence[torch.Tensor | Frames]
+
+
+def as_rows(packed: PackedColumns) -> TensorDict:
+    """The blocks of a put, one flat row each."""
+    rows = nested_from_ragged(packed.buffer, torch.tensor(packed.bounds), 1)
+    return TensorDict({FIELD: rows}, batch_size=[len(packed.blocks)])
+
+
+def some_of(whole: Sequence[torch.Tensor], rows: Sequence[Rows | None]) -> Blocks:
+    """Return blocks, or some rows of them."""
+    return [
+        block if some is None else select_rows(Frames.split(block), some) for block, some in zip(whole, rows)
+    ]
+
+
+class PublicClient(PayloadClient):
+    """`async_put` and `async_get_data`; reads go by slot, without the controller."""
+
+    def put(
+        self, partition: str, reserved: "Future[list[int]]", packed: PackedColumns, limit_s: float
+    ) -> list[int]:
+        """Store blocks."""
+        slots = reserved.result(limit_s)
+        meta = _meta(partition, slots, [block.flat_bytes for block in packed.blocks])
+        self._call("put", limit_s, self._open().async_put(as_rows(packed), meta))
+        return slots
+
+    def get(
+        self,
+        partition: str,
+        blocks: Sequence[BlockInfo],
+        limit_s: float,
+        rows: Sequence[Rows | None] | None = None,
+    ) -> Blocks:
+        """Return blocks, or the rows asked for of blocks that came as a whole."""
+        whole = self._call("get", limit_s, self._get(partition, blocks))
+        return some_of(whole, rows or [None] * len(blocks))
+
+
+class KvCalls(PublicClient):
+    """`kv_batch_put` and `kv_batch_get`; all goes by key, so the controller is asked each time."""
+
+    def reserve(self, partition: str, keys: Sequence[str]) -> "Future[list[int]]":
+        """Return numbers that nobody looks at."""
+        slots: Future[list[int]] = Future()
+        slots.set_result(list(range(len(keys))))
+        return slots
+
+    def put(
+        self, partition: str, reserved: "Future[list[int]]", packed: PackedColumns, limit_s: float
+    ) -> list[int]:
+        """Store blocks."""
+        tq.kv_batch_put([block.key for block in packed.blocks], partition, as_rows(packed))
+        return reserved.result()
+
+    def get(
+        self,
+        partition: str,
+        blocks: Sequence[BlockInfo],
+        limit_s: float,
+        rows: Sequence[Rows | None] | None = None,
+    ) -> Blocks:
+        """Return blocks, or the rows asked for of blocks that came as a whole."""
+        whole = _rows(tq.kv_batch_get([block.key for block in blocks], partition, [FIELD])[FIELD])
+        return some_of(whole, rows or [None] * len(blocks))
+
+    def drop(self, partition: str, keys: Sequence[str], limit_s: float) -> None:
+        """Remove blocks."""
+        tq.kv_clear(list(keys), partition)
+
+
+def store_over(kind: type[PayloadClient]) -> TransferQueueDataPlaneClient:
+    """Open a store on the engine that is up, whose blocks travel in another way."""
+    config = DataPlaneConfig(impl="transfer_queue", store_name=kind.__name__)
+    client = TransferQueueDataPlaneClient(config, bootstrap=True)
+    payloads = kind(client._connection, config.timeout_s, find_lost)
+    client._link = client._open()._replace(payloads=payloads)
+    return client
+
+
+def race(bench: Bench, clients: Mapping[str, DataPlaneClient], rows: int) -> None:
+    """Put and get the same rows over all stores, in turn."""
+    batch = make(rows, 5)
+    jagged, ids, names, some = without_padding(batch), batch.ids, list(batch.padded), eighth(batch)
+
+    def clear() -> None:
+        for client in clients.values():
+            client.clear_samples(None, "p")
+
+    for way, client in clients.items():
+        client.put_samples(ids, "p", fields=jagged)
+        got = client.get_samples(ids, "p", names)
+        assert all(torch.equal(got[name].values(), jagged[name].values()) for name in names), way
+    repeats, clock = bench.repeats if rows < 1000 else min(7, bench.repeats), time.perf_counter
+    times = {}
+    for what, mine in (("get", ids), ("eighth", some)):
+        reads = {way: partial(client.get_samples, mine, "p", names) for way, client in clients.items()}
+        times[what] = bench.race(f"{rows} rows: {what}", reads, clock=clock, repeats=repeats)
+    puts = {way: partial(client.put_samples, ids, "p", jagged) for way, client in clients.items()}
+    times["put"] = bench.race(f"{rows} rows: put", puts, between=clear, clock=clock, repeats=repeats)
+    clear()
+    for what, timing in times.items():
+        for way in list(clients)[1:]:
+            bench.figure(f"{what}.{rows}.{way}", timing[way].ratio, "of today's time")
+
+
+def measure(bench: Bench) -> None:
+    """Time all ways."""
+    with stores("simple") as today:
+        others = {"public client": store_over(PublicClient), "kv calls": store_over(KvCalls)}
+        for rows in (64,) if bench.quick else (512, 4096):
+            race(bench, {"messages": today, **others}, rows)
+        for client in others.values():
+            payloads = client._open().payloads
+            client.close()
+            payloads.close()
+
+
+if __name__ == "__main__":
+    main(measure, __doc__)
