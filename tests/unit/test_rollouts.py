@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from headrace.environments.interfaces import StepResult
 from headrace.errors import ConfigError, GenerationError, RewardError
@@ -346,6 +347,9 @@ def test_a_generator_that_returns_other_than_asked_is_refused_by_sample(fault: s
 # Faults of the environment.
 
 
+AnyResult: Any = StepResult
+
+
 class FaultyGame(GuessingGame):
     """Damages one result."""
 
@@ -364,19 +368,42 @@ class FaultyGame(GuessingGame):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("missing", r"returned results for 10 samples in place of 12; sample 'train3@0_g1' has none"),
-        ("surplus", r"returned results for 13 samples in place of 12; some belong to no sample"),
-        (StepResult(reward=math.nan), r"sample 'train1@0_g1': the environment returned reward nan in turn 1"),
-        (StepResult(reward=math.inf), r"sample 'train1@0_g1': the environment returned reward inf"),
-        (StepResult(reward=1e39), r"sample 'train1@0_g1': the environment returned reward 1e\+39 in turn 1"),
-        (StepResult(reward=10**400), r"sample 'train1@0_g1': the environment returned reward 1000"),
+        ("missing", r"returned 10 results for 12 samples; sample 'train3@0_g1', turn 1, has none"),
+        ("surplus", r"returned 13 results for 12 samples; some belong to no sample"),
         (
-            StepResult(reward=-3e38, done=False, observation=(Message("user", "no"),)),
+            None,
+            r"result 4 \(sample 'train1@0_g1', turn 1\) with None of type NoneType in place of a StepResult",
+        ),
+        (1.0, r"result 4 .*with 1.0 of type float in place of a StepResult; return StepResult\(reward=...\)"),
+        (AnyResult(reward=math.nan), r"result 4 .*with reward nan of type float; expected a finite number"),
+        (AnyResult(reward=-math.inf), r"result 4 .*with reward -inf"),
+        (AnyResult(reward=10**400), r"result 4 .*with reward 1000"),
+        (AnyResult(reward=1e39), r"result 4 .*with reward 1e\+39 of type float; .*fits in float32"),
+        (
+            AnyResult(reward=-3e38, done=False, observation=(Message("user", "no"),)),
             r"sample 'train1@0_g1': the rewards of 2 turns add up to -6e\+38",
         ),
-        (StepResult(reward=None), r"sample 'train1@0_g1': the environment returned reward None"),  # type: ignore[arg-type]
-        (StepResult(reward="1"), r"sample 'train1@0_g1': the environment returned reward '1'"),  # type: ignore[arg-type]
-        (StepResult(reward=0.0, done=False), r"sample 'train1@0_g1'.*done=False without an observation"),
+        (AnyResult(reward=None), r"result 4 .*with reward None of type NoneType"),
+        (AnyResult(reward="1"), r"result 4 .*with reward '1' of type str"),
+        (AnyResult(reward=torch.ones(2)), r"result 4 .*with reward tensor\(\[1., 1.\]\) of type Tensor"),
+        (
+            AnyResult(0.0, correct="yes"),
+            r"result 4 .*with correct 'yes' of type str; expected True, False or",
+        ),
+        (AnyResult(0.0, metrics={"why": "long"}), r"result 4 .*with metric 'why' 'long' of type str"),
+        (AnyResult(0.0, metrics={"why": math.nan}), r"result 4 .*with metric 'why' nan of type float"),
+        (AnyResult(0.0, metrics=[1.0]), r"result 4 .*with metrics \[1.0\] of type list; expected a dict"),
+        (AnyResult(0.0, done=None), r"result 4 .*with done None of type NoneType"),
+        (AnyResult(0.0, done=False), r"result 4 \(sample 'train1@0_g1'.*done=False without an observation"),
+        (AnyResult(0.0, done=False, observation="no"), r"result 4 .*with observation 'no' of type str"),
+        (
+            AnyResult(0.0, done=False, observation=({"a": 1},)),
+            r"result 4 .*observation of \{'a': 1\} of type dict",
+        ),
+        (
+            AnyResult(0.0, done=False, observation=(Message("me", "x"),)),
+            r"result 4 .*of role 'me'; expected one",
+        ),
     ],
 )
 def test_a_result_that_is_missing_or_not_finite_is_refused_by_sample(fault: Any, message: str) -> None:
@@ -384,6 +411,19 @@ def test_a_result_that_is_missing_or_not_finite_is_refused_by_sample(fault: Any,
     game.fault = fault
     with pytest.raises(RewardError, match=message):
         play(environment=game, tag="0")
+
+
+class TotalledGame(GuessingGame):
+    """Returns no list of results."""
+
+    def step(self, *_: Any) -> Any:
+        return self.secrets if len(self.secrets) > 1 else None
+
+
+@pytest.mark.parametrize(("secrets", "shown"), [("x", "None of type NoneType"), ("xy", "'xy' of type str")])
+def test_an_environment_that_returns_no_list_is_refused_by_type(secrets: str, shown: str) -> None:
+    with pytest.raises(RewardError, match=f"returned {shown} from step.*; expected a list of 12 StepResult"):
+        play(environment=TotalledGame(secrets))
 
 
 # Metrics.

@@ -9,23 +9,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from numbers import Real
 
 import numpy as np
 import torch
 
 from headrace.config import RecipeConfig
 from headrace.environments.interfaces import Environment, StepResult
-from headrace.errors import ConfigError, GenerationError, RewardError
+from headrace.errors import ConfigError, GenerationError
 from headrace.experience.chat import ChatTokenizer, decode_answers, render_observation, render_prompt
+from headrace.experience.judging import fits_float32, judge
 from headrace.experience.metrics import ANSWERS, NEW_TOKENS, SECONDS, combine_calls, rollout_metrics
 from headrace.experience.rollout_routes import append_routes, check_recorded
 from headrace.experience.types import Message, Prompt, Rollout
 from headrace.models.generation.interfaces import sampling_params
 from headrace.models.interfaces import GenerationOutput, Generator, SamplingParams
 from headrace.utils.seeding import derive_seed
-
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def run_rollouts(
         call = _generate(generator, active, sampling, derive_seed(seed, "turn", turn))
         calls.append(call)
         _append_answers(active, call.output, tokenizer, sampling)
-        results = _judge(environment, active)
+        results = judge(environment, active)
         _credit(active, results)
         is_last = turn + 1 == settings.max_turns
         active = [] if is_last else _append_observations(active, results, tokenizer, settings)
@@ -293,44 +291,16 @@ def _append_answers(
 # Judging.
 
 
-def _judge(environment: Environment, active: Sequence[Rollout]) -> list[StepResult]:
-    results = environment.step(
-        [r.prompt for r in active], [tuple(r.messages) for r in active], [r.finished for r in active]
-    )
-    fault = _miscount(len(results), active)
-    if fault:
-        raise RewardError(f"the environment returned results for {fault}")
-    for rollout, result in zip(active, results):
-        if not _is_float32(result.reward):
-            raise RewardError(
-                f"sample '{rollout.sample_id}': the environment returned reward {result.reward!r} in turn "
-                f"{rollout.turns}; expected a finite number that fits in float32"
-            )
-        if not result.done and not result.observation:
-            raise RewardError(
-                f"sample '{rollout.sample_id}': the environment returned done=False without an observation "
-                f"in turn {rollout.turns}; give at least one message, or done=True"
-            )
-    return results
-
-
 def _credit(active: Sequence[Rollout], results: Sequence[StepResult]) -> None:
     for rollout, result in zip(active, results):
         rollout.reward += float(result.reward)
-        if not _is_float32(rollout.reward):
+        if not fits_float32(rollout.reward):
             raise RewardError(
                 f"sample '{rollout.sample_id}': the rewards of {rollout.turns} turns add up to {rollout.reward!r}; "
                 "expected a sum that fits in float32"
             )
         rollout.correct = rollout.correct if result.correct is None else bool(result.correct)
         rollout.metrics.update(result.metrics)
-
-
-def _is_float32(value: object) -> bool:
-    try:
-        return isinstance(value, Real) and abs(float(value)) <= _FLOAT32_MAX  # False for NaN
-    except OverflowError:  # an integer beyond float64
-        return False
 
 
 def _append_observations(

@@ -9,9 +9,10 @@ import torch
 from headrace.data_plane.column_io import kv_first_write
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.environments.interfaces import Environment, StepResult
-from headrace.errors import ConfigError, RewardError
+from headrace.errors import ConfigError
 from headrace.experience.chat import ChatTokenizer
 from headrace.experience.flatten import PER_SAMPLE_KEYS, FlatBatch, flatten, per_sample_values
+from headrace.experience.judging import checked_results
 from headrace.experience.rollouts import RolloutBatch, RolloutSettings, run_rollouts
 from headrace.experience.types import Message, Prompt
 from headrace.models.interfaces import Generator
@@ -157,12 +158,8 @@ class _Routed:
             judged = environment.step(
                 [prompts[i] for i in rows], [conversations[i] for i in rows], [finished[i] for i in rows]
             )
-            if len(judged) != len(rows):
-                uids = ", ".join(dict.fromkeys(prompts[i].uid for i in rows[len(judged) :])) or "none"
-                raise RewardError(
-                    f"the environment of task {task!r} returned {len(judged)} results for {len(rows)} samples; "
-                    f"prompts without one: {uids}"
-                )
+            names = [f"prompt '{prompts[i].uid}'" for i in rows]
+            judged = checked_results(judged, names, who=f"the environment of task {task!r}")
             results.update(zip(rows, judged))
         return [results[row] for row in range(len(prompts))]
 

@@ -1,0 +1,99 @@
+"""Having an environment judge answers, and holding its results to what they are declared to be."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, get_args
+
+import numpy as np
+
+from headrace.environments.interfaces import Environment, StepResult
+from headrace.errors import RewardError
+from headrace.experience.types import Message, Role, Rollout
+
+_ROLES = get_args(Role)
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def judge(environment: Environment, rollouts: Sequence[Rollout]) -> list[StepResult]:
+    """Return the environment's result for the last answer of each sample.
+
+    Raises:
+        RewardError: as `checked_results`; also an episode that goes on without an observation.
+    """
+    results = environment.step(
+        [r.prompt for r in rollouts], [tuple(r.messages) for r in rollouts], [r.finished for r in rollouts]
+    )
+    names = [f"sample '{r.sample_id}', turn {r.turns}" for r in rollouts]
+    return checked_results(results, names)
+
+
+def checked_results(results: Any, names: Sequence[str], *, who: str = "the environment") -> list[StepResult]:
+    """Return the results of a `step`, one per name, each as `StepResult` declares it.
+
+    Raises:
+        RewardError: another number of results, or one with a value of another type, or a number that is not finite;
+            the message has its index, its name and the type.
+    """
+    if not isinstance(results, Sequence) or isinstance(results, str | bytes):
+        raise RewardError(
+            f"{who} returned {_shown(results)} from step(); expected a list of {len(names)} StepResult"
+        )
+    if len(results) != len(names):
+        fate = f"{names[len(results)]}, has none" if len(results) < len(names) else "some belong to no sample"
+        raise RewardError(f"{who} returned {len(results)} results for {len(names)} samples; {fate}")
+    for index, (result, name) in enumerate(zip(results, names)):
+        fault = _fault(result)
+        if fault is not None:
+            raise RewardError(f"{who} returned result {index} ({name}) with {fault}")
+    return list(results)
+
+
+def _fault(result: Any) -> str | None:
+    """Return what is wrong with a result and what was expected, or None."""
+    if not isinstance(result, StepResult):
+        return f"{_shown(result)} in place of a StepResult; return StepResult(reward=...)"
+    if not fits_float32(result.reward):
+        return f"reward {_shown(result.reward)}; expected a finite number that fits in float32"
+    if result.correct is not None and not _is_flag(result.correct):
+        return f"correct {_shown(result.correct)}; expected True, False or None"
+    if not isinstance(result.metrics, Mapping):
+        return f"metrics {_shown(result.metrics)}; expected a dict of names and numbers"
+    for key, value in result.metrics.items():
+        if not isinstance(key, str) or not _is_finite(value):
+            return f"metric {key!r} {_shown(value)}; expected a name and a finite number"
+    return _fault_of_turn(result)
+
+
+def _fault_of_turn(result: StepResult) -> str | None:
+    if not _is_flag(result.done):
+        return f"done {_shown(result.done)}; expected True or False"
+    if not isinstance(result.observation, Sequence) or isinstance(result.observation, str):
+        return f"observation {_shown(result.observation)}; expected a tuple of Message"
+    for message in result.observation:
+        if not isinstance(message, Message) or not isinstance(message.content, str):
+            return f"observation of {_shown(message)}; expected Message(role, text)"
+        if message.role not in _ROLES:
+            return f"an observation of role {message.role!r}; expected one of {', '.join(_ROLES)}"
+    if not result.done and not result.observation:
+        return "done=False without an observation; give at least one message, or done=True"
+    return None
+
+
+def fits_float32(value: object) -> bool:
+    """Return whether a value is a number that float32 holds."""
+    return _is_finite(value, _FLOAT32_MAX)
+
+
+def _is_finite(value: object, most: float = sys.float_info.max) -> bool:
+    # Not `math.isfinite`, to which a whole number beyond floats is an error.
+    return isinstance(value, Real) and abs(value) <= most
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool | np.bool_)
+
+
+def _shown(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return f"{text[:60]}{'...' if len(text) > 60 else ''} of type {type(value).__name__}"
