@@ -54,7 +54,7 @@ class DataPlaneConfig(Section):
     num_storage_units: PositiveInt = 1
     """Processes that hold the bulk of a transfer_queue store."""
     store_name: str = "headrace"
-    """Which store of a Ray cluster, or of this process; runs that share one need a name each, theirs while they live."""
+    """Which store of a Ray cluster, or of this process; runs that share one need a name each, while they run."""
     ray_address: str | None = None
     """Ray cluster of a transfer_queue store; None: RAY_ADDRESS, or a local one."""
     timeout_s: PositiveFloat = 120.0
@@ -458,7 +458,7 @@ class ReasoningGymConfig(Section):
 
 
 class MathConfig(Section):
-    """Math problems from a file, answers compared with math-verify."""
+    """Math problems from a file, answers compared as text, and with math-verify where the texts differ."""
 
     kind: Literal["math"] = "math"
     path: str

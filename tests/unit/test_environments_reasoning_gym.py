@@ -8,6 +8,8 @@ import pytest
 from headrace.config import DataConfig, ReasoningGymConfig
 from headrace.environments.build import build_environment
 from headrace.environments.interfaces import Environment, StepResult
+from headrace.environments.judge_process import judge_process
+from headrace.environments.task_scorer import TaskScorer
 from headrace.errors import ConfigError
 from headrace.experience.types import Message, Prompt
 
@@ -96,6 +98,28 @@ def test_an_answer_on_which_the_scorer_fails_gets_nothing_and_is_counted() -> No
         0.0, correct=False, metrics={"unscorable": 1.0}
     )
     assert judge(environment, prompt, prompt.answer or "").metrics == {"unscorable": 0.0}
+
+
+@pytest.mark.parametrize("text", ["9**9**9**9", "__import__('os')._exit(1)", "[" * 3000])
+def test_an_answer_that_is_evaluated_cannot_hold_up_or_end_the_run(text: str) -> None:
+    environment = build(
+        DataConfig(train_size=2, validation_size=1), task="polynomial_multiplication", config={}
+    )
+    prompt = environment.prompts("train")[0]
+    result = judge(environment, prompt, text)
+    assert (result.reward, result.correct, set(result.metrics)) == (0.0, False, {"unscorable"})
+    assert judge(environment, prompt, prompt.answer or "").reward == 1.0
+
+
+def test_a_task_that_compares_texts_needs_no_process() -> None:
+    environment = build()
+    before = judge_process().pid
+    judge(environment, environment.prompts("train")[0], "x")
+    assert judge_process().pid == before
+    compared = {
+        task: TaskScorer(task, {}).compares_text for task in ("spell_backward", "leg_counting", "countdown")
+    }
+    assert compared == {"spell_backward": True, "leg_counting": True, "countdown": False}
 
 
 def test_answers_are_judged_in_order() -> None:

@@ -14,8 +14,8 @@ from headrace.environments.splits import Splits, conversation, hold_out
 from headrace.errors import ConfigError
 from headrace.experience.types import Message, Prompt
 
-Judge = Callable[[str, str], bool]
-"""Whether the text of an answer (first) gives the right answer (second)."""
+Judge = Callable[[str, str], bool | None]
+"""Whether the text of an answer (first) gives the right answer (second); None: it could not be judged."""
 
 # Digits with optional thousands separators, fraction and exponent; a sign counts unless it follows a digit.
 _NUMBER = re.compile(r"(?:(?<!\d)[-+])?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3})?|\.\d+")
@@ -23,6 +23,8 @@ _NUMBER = re.compile(r"(?:(?<!\d)[-+])?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[e
 
 class DatasetEnvironment:
     """Questions of a file, with reward 1 where `judge` accepts the answer and 0 elsewhere; single-turn.
+
+    With `may_fail`, the share of answers that the judge gives up on is in the metric `unscorable`.
 
     `check_answer` returns what is wrong with a right answer, or None. A repeated question counts once, with
     its first answer. `data.validation_size` questions are held out at random, the same ones for every run;
@@ -41,8 +43,9 @@ class DatasetEnvironment:
         judge: Judge,
         check_answer: Callable[[str], str | None],
         seed: int,
+        may_fail: bool = False,
     ) -> None:
-        self._judge = judge
+        self._judge, self._may_fail = judge, may_fail
         splits = _read_splits(cfg, data)
         for prompt in (*splits.train, *splits.validation):
             fault = check_answer(prompt.info["answer"])
@@ -63,8 +66,9 @@ class DatasetEnvironment:
         """Judge the last message of each conversation by its text alone."""
         results = []
         for prompt, talk, _ in zip(prompts, conversations, finished, strict=True):
-            correct = self._judge(talk[-1].content, prompt.info["answer"])
-            results.append(StepResult(reward=float(correct), correct=correct))
+            verdict = self._judge(talk[-1].content, prompt.info["answer"])
+            metrics = {"unscorable": float(verdict is None)} if self._may_fail else {}
+            results.append(StepResult(reward=float(bool(verdict)), correct=bool(verdict), metrics=metrics))
         return results
 
 

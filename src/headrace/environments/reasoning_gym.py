@@ -1,15 +1,15 @@
 """Any reasoning-gym task, by name and config.
 
-Several tasks evaluate the answer's text as Python or sympy to score it. Where the model is not trusted,
-train in a sandbox.
+Several tasks evaluate the answer's text as Python or sympy to score it; that runs in the judge process, within a
+limit of time and memory. It is no sandbox: where the model is not trusted, train in one.
 """
 
 import dataclasses
 import difflib
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from reasoning_gym import create_dataset
 from reasoning_gym.factory import DATASETS
@@ -17,7 +17,10 @@ from reasoning_gym.utils import extract_answer
 
 from headrace.config import DataConfig, ReasoningGymConfig
 from headrace.environments.interfaces import StepResult
+from headrace.environments.judge_process import NoVerdict, judge_process
+from headrace.environments.judge_server import FAILURES
 from headrace.environments.splits import DATA_SEED, Splits, conversation
+from headrace.environments.task_scorer import TaskScorer
 from headrace.errors import ConfigError
 from headrace.experience.types import Message, Prompt
 from headrace.utils.seeding import derive_seed
@@ -25,6 +28,7 @@ from headrace.utils.seeding import derive_seed
 logger = logging.getLogger(__name__)
 
 Entry = dict[str, Any]
+T = TypeVar("T")
 
 _MAX_REPEATS = 1000
 """Draws in a row without a new question after which a task counts as exhausted."""
@@ -33,17 +37,6 @@ _CHUNK_SIZE = 1000
 
 _NAMES_SHOWN = 12
 _BAD_CONFIG = (AssertionError, AttributeError, LookupError, OSError, TypeError, ValueError)
-_UNSCORABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NameError,
-    RecursionError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
 
 
 class ReasoningGymEnvironment:
@@ -51,7 +44,8 @@ class ReasoningGymEnvironment:
 
     With `exact`, the reward is 1 for exactly the right answer, ended by end-of-text, and 0 otherwise.
     Without, it is the task's own score of the text, or of what stands in the last `<answer>...</answer>` if
-    there is one. An answer on which the task's scorer fails gets 0 and counts in the metric `unscorable`.
+    there is one. An answer on which the task's scorer fails, or takes too long, gets 0 and counts in the metric
+    `unscorable`.
 
     Questions are distinct. A task that gives fewer than `data.train_size` of them beside the validation
     split trains on those there are, with a warning.
@@ -67,7 +61,7 @@ class ReasoningGymEnvironment:
     def __init__(self, cfg: ReasoningGymConfig, data: DataConfig, *, seed: int) -> None:
         self._cfg = cfg
         self._entries: dict[str, Entry] = {}
-        self._scorer = _create(cfg, size=1, seed=0)
+        self._scorer = _built(cfg, lambda: TaskScorer(cfg.task, cfg.config))
         splits = self._draw_splits(data)
         self._splits = splits.shuffled(seed) if data.shuffle else splits
 
@@ -102,8 +96,11 @@ class ReasoningGymEnvironment:
         tagged = extract_answer(text)
         answer = text.strip() if tagged is None else tagged
         try:
-            score = self._scorer.score_answer(answer, entry)
-        except _UNSCORABLE:
+            if self._scorer.compares_text:
+                score = self._scorer(answer, entry)
+            else:
+                score = judge_process().ask(self._scorer, answer, entry)
+        except (*FAILURES, NoVerdict):
             return StepResult(reward=0.0, correct=False, metrics={"unscorable": 1.0})
         return StepResult(reward=score, correct=score is not None and score >= 1, metrics={"unscorable": 0.0})
 
@@ -179,9 +176,13 @@ def _lowercased(entry: Entry) -> Entry:
 
 
 def _create(cfg: ReasoningGymConfig, *, size: int, seed: int) -> Any:
+    return _built(cfg, lambda: create_dataset(cfg.task, size=size, seed=seed, **cfg.config))
+
+
+def _built(cfg: ReasoningGymConfig, build: Callable[[], T]) -> T:
     _check_names(cfg)
     try:
-        return create_dataset(cfg.task, size=size, seed=seed, **cfg.config)
+        return build()
     except _BAD_CONFIG as error:
         raise _refused(cfg, error) from error
 

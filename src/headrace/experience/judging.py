@@ -80,14 +80,14 @@ def _fault_of_turn(result: StepResult) -> str | None:
     return None
 
 
-def fits_float32(value: object) -> bool:
+def fits_float32(value: Any) -> bool:
     """Return whether a value is a number that float32 holds."""
     return _is_finite(value, _FLOAT32_MAX)
 
 
-def _is_finite(value: object, most: float = sys.float_info.max) -> bool:
+def _is_finite(value: Any, most: float = sys.float_info.max) -> bool:
     # Not `math.isfinite`, to which a whole number beyond floats is an error.
-    return isinstance(value, Real) and abs(value) <= most
+    return issubclass(type(value), Real) and bool(abs(value) <= most)
 
 
 def _is_flag(value: object) -> bool:

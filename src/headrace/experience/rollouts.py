@@ -15,7 +15,7 @@ import torch
 
 from headrace.config import RecipeConfig
 from headrace.environments.interfaces import Environment, StepResult
-from headrace.errors import ConfigError, GenerationError
+from headrace.errors import ConfigError, GenerationError, RewardError
 from headrace.experience.chat import ChatTokenizer, decode_answers, render_observation, render_prompt
 from headrace.experience.judging import fits_float32, judge
 from headrace.experience.metrics import ANSWERS, NEW_TOKENS, SECONDS, combine_calls, rollout_metrics
