@@ -47,6 +47,29 @@ def test_scores_entropies_and_gradients_are_those_of_log_softmax(scale: float, c
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_ids_without_a_token_have_no_share_and_no_gradient_but_a_target_has(chunk: int) -> None:
+    hidden, weight, _ = inputs()
+    unknown = torch.tensor([0, 1, 17, VOCABULARY - 1])
+    targets = torch.arange(2, 2 + TOKENS)
+    targets[3] = VOCABULARY - 1
+    logprobs, entropies = fused_scores(
+        hidden, weight, targets, scale=0.7, chunk_tokens=chunk, unknown_ids=unknown
+    )
+    outside = torch.zeros(TOKENS, VOCABULARY, dtype=torch.bool)
+    outside[:, unknown] = True
+    outside[3, VOCABULARY - 1] = False
+    every = (hidden.double() @ weight.double().t() * 0.7).masked_fill(outside, -1e9).log_softmax(-1)
+    truth = every[torch.arange(TOKENS), targets].float()
+    torch.testing.assert_close(logprobs, truth, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies, -(every.exp() * every).sum(-1).float(), rtol=1e-5, atol=1e-5)
+    pull = torch.linspace(-1, 2, TOKENS)
+    ours = torch.autograd.grad((logprobs * pull).sum(), (hidden, weight))
+    theirs = torch.autograd.grad((truth * pull).sum(), (hidden, weight))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert not ours[1][[0, 1, 17]].any()
+
+
 def test_no_tokens_give_no_scores_and_zero_gradients() -> None:
     hidden, weight, targets = inputs(0)
     logprobs, entropies = fused_scores(hidden, weight, targets, scale=1.0, chunk_tokens=4)
@@ -128,14 +151,18 @@ def test_a_head_that_is_a_matrix_is_fused_where_that_is_wanted_and_every_token_i
 
 @pytest.mark.parametrize("name", ["llama", "granite", "cohere"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_model_scores_alike_with_the_fused_head_and_without(name: str, temperature: float) -> None:
+@pytest.mark.parametrize("unknown", [None, torch.tensor([0, 2, 4])], ids=["whole", "holes"])
+def test_a_model_scores_alike_with_the_fused_head_and_without(
+    name: str, temperature: float, unknown: torch.Tensor | None
+) -> None:
     data = tiny_batch([9, 4, 12, 7])
     inputs = process_microbatch(data, None, False, {}, 1)
     microbatch = ProcessedMicrobatch(data, inputs, data.size, data["input_ids"].shape[1])
     found = {}
     for fused in (False, True):
         model = tiny_model(name)
-        scoring, head = Scoring(temperature=temperature, chunk_tokens=5, fused=fused), output_head(model)
+        scoring = Scoring(temperature=temperature, chunk_tokens=5, fused=fused, unknown_ids=unknown)
+        head = output_head(model)
         assert (fused_matrix(head, scoring) is not None) is fused
         scores = token_logprobs(model, microbatch, scoring, head=head, with_entropy=True)
         (scores.logprobs * torch.linspace(-1, 2, scores.logprobs.shape[1])).sum().backward()

@@ -188,3 +188,23 @@ def test_a_filter_out_of_range_is_refused_by_name(filters, named):
         filter_logits(torch.zeros(1, 4), **filters)
     with pytest.raises(ConfigError, match=named):
         selected_logprobs(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), **filters)
+
+
+@pytest.mark.parametrize("filters", [{}, *FILTERS])
+def test_ids_without_a_token_are_out_of_the_distribution_as_if_the_model_had_no_score_for_them(filters):
+    logits, unknown = logits_of(20, 12), torch.tensor([0, 3, 10, 11])
+    known = [i for i in range(12) if i not in unknown]
+    found = filter_logits(logits, **filters, unknown_ids=unknown)
+    assert found[:, unknown].eq(-math.inf).all()
+    assert torch.equal(found[:, known], filter_logits(logits[:, known], **filters))
+    targets = torch.arange(20) % 8
+    ours = selected_logprobs(logits, torch.tensor(known)[targets], **filters, unknown_ids=unknown)
+    torch.testing.assert_close(
+        ours, selected_logprobs(logits[:, known], targets, **filters), rtol=0, atol=1e-6
+    )
+
+
+def test_a_given_id_without_a_token_is_scored_beside_those_that_have_one():
+    logits, unknown = logits_of(6), torch.tensor([4, 5])
+    found = selected_logprobs(logits, torch.tensor(5), unknown_ids=unknown)
+    assert found == pytest.approx(float(logits[[0, 1, 2, 3, 5]].log_softmax(-1)[-1]), abs=1e-6)

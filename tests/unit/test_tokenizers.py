@@ -3,10 +3,12 @@ import string
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from headrace.errors import ConfigError
-from headrace.models.tokenizers import SPECIAL_TOKENS, build_character_tokenizer
+from headrace.models.tokenizers import SPECIAL_TOKENS, build_character_tokenizer, known_ids, unknown_ids
 
 CHARACTERS = string.ascii_lowercase + " .,!'\n\té日"
 TOKENIZER = build_character_tokenizer(CHARACTERS)
@@ -80,3 +82,20 @@ def test_special_tokens_can_be_left_out_of_decoded_text():
 def test_characters_that_give_no_clear_ids_are_refused(characters, fault):
     with pytest.raises(ConfigError, match=f"policy.tokenizer.characters .*{fault}"):
         build_character_tokenizer(characters)
+
+
+def test_ids_without_a_token_are_the_holes_and_what_lies_beyond():
+    tokenizer = build_character_tokenizer("ab")
+    assert known_ids(tokenizer).tolist() == [True] * 7
+    assert unknown_ids(tokenizer, 7) is None
+    assert unknown_ids(tokenizer, 5) is None
+    assert unknown_ids(tokenizer, 10).tolist() == [7, 8, 9]
+    core = Tokenizer(WordLevel({"a": 0, "b": 2, "c": 5}, unk_token="a"))
+    assert unknown_ids(PreTrainedTokenizerFast(tokenizer_object=core), 8).tolist() == [1, 3, 4, 6, 7]
+
+
+def test_a_token_that_is_added_later_is_known():
+    tokenizer = build_character_tokenizer("ab")
+    assert unknown_ids(tokenizer, 9).tolist() == [7, 8]
+    tokenizer.add_tokens(["c"])
+    assert unknown_ids(tokenizer, 9).tolist() == [8]

@@ -1,7 +1,6 @@
-"""What ends a warm start: a row that does not fit, before the first step; a loss that is not finite, at once."""
+"""What a warm start refuses before a run begins, answers that cannot be learned from, and what ends it."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,11 @@ import pytest
 import torch
 
 from headrace.algorithms.run import Session, build_session
-from headrace.algorithms.warm_start import warm_start
+from headrace.algorithms.warm_start import check_demonstrations, warm_start
+from headrace.config import WarmStartConfig
 from headrace.errors import ConfigError, HeadraceError
+from headrace.experience.types import Message, Prompt
+from headrace.models.tokenizers import build_character_tokenizer
 from tiny_recipe import tiny_recipe
 
 
@@ -36,19 +38,6 @@ def steps_done(session: Session, prompts: Any, on_non_finite: Any = "stop") -> i
     )
 
 
-def test_a_row_that_does_not_fit_or_lacks_its_answer_is_refused_before_the_first_step(
-    session: Session,
-) -> None:
-    prompts = session.environment.prompts("train")
-    before = session.policy.weight_version
-    long = replace(prompts[-1], answer="a" * 30)
-    with pytest.raises(ConfigError, match=rf"'{long.uid}' and its answer have \d+ and 31 tokens.*length=24"):
-        steps_done(session, [*prompts[:-1], long])
-    with pytest.raises(ConfigError, match="no single right answer"):
-        steps_done(session, [*prompts[:-1], replace(prompts[-1], answer=None)])
-    assert session.policy.weight_version == before
-
-
 def test_a_loss_that_is_not_finite_stops_the_warm_start_by_step_and_prompt(session: Session) -> None:
     prompts = session.environment.prompts("train")
     assert steps_done(session, prompts) == 3
@@ -60,3 +49,49 @@ def test_a_loss_that_is_not_finite_stops_the_warm_start_by_step_and_prompt(sessi
     ):
         steps_done(session, prompts)
     assert steps_done(session, prompts, "skip_step") == 3
+
+
+TOKENIZER = build_character_tokenizer("abc")
+
+
+def check(*answers: str | None, tokenizer: Any = TOKENIZER, **cfg: Any) -> None:
+    prompts = [
+        Prompt(f"p{i}", (Message("user", "ab"),), {"place": f"line {i + 1}"}, answer)
+        for i, answer in enumerate(answers)
+    ]
+    check_demonstrations(tokenizer, prompts, WarmStartConfig(**cfg), max_total_tokens=8)
+
+
+def test_answers_that_fit_pass() -> None:
+    # Begin, two characters, separator; three characters and end-of-text.
+    check("abc", "", "c")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("a?", r"the answer to prompt 'p1' \(line 2\): the tokenizer does not know a character of 'a\?'"),
+        (
+            "a<|end|>",
+            r"the answer to prompt 'p1' \(line 2\): the tokenizer does not know a character of 'a<\|end",
+        ),
+        (
+            "abca",
+            r"prompt 'p1' \(line 2\) and its answer have 4 \+ 5 tokens, more than policy.max_total_seq.*=8",
+        ),
+        (None, r"prompt 'p1' has no single right answer"),
+    ],
+)
+def test_an_answer_that_cannot_be_learned_from_is_refused_by_row(answer: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        check("abc", answer, copy_fraction=0.5)
+    assert "\n" not in str(error.value)
+    # Copies of the question are all that is drawn.
+    check("abc", answer, copy_fraction=1.0)
+
+
+def test_a_tokenizer_without_end_of_text_teaches_no_end() -> None:
+    tokenizer = build_character_tokenizer("abc")
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match="the tokenizer has no end-of-text token"):
+        check("abc", tokenizer=tokenizer)

@@ -26,7 +26,7 @@ from headrace.algorithms.observer import (
 from headrace.algorithms.prompt_stream import PromptStream
 from headrace.algorithms.rollout_worker import RemoteRollouts, Rollouts, RolloutWorker
 from headrace.algorithms.step import Rows, StepContext
-from headrace.algorithms.warm_start import warm_start, warm_start_optimizer
+from headrace.algorithms.warm_start import check_demonstrations, warm_start, warm_start_optimizer
 from headrace.config import DataPlaneConfig, ObservabilityConfig, RecipeConfig
 from headrace.environments.build import build_environment
 from headrace.environments.interfaces import Environment
@@ -90,8 +90,16 @@ def build_session(recipe: RecipeConfig) -> Session:
     tokenizer = load_tokenizer(recipe.policy)
     environment = build_environment(recipe.env, recipe.data, seed=recipe.seed)
     check_prompts(tokenizer, environment, max_total_tokens=recipe.policy.max_total_sequence_length)
+    train_prompts = environment.prompts("train")
+    if recipe.warm_start.enabled:
+        check_demonstrations(
+            tokenizer,
+            train_prompts,
+            recipe.warm_start,
+            max_total_tokens=recipe.policy.max_total_sequence_length,
+        )
     prompts = PromptStream(
-        environment.prompts("train"),
+        train_prompts,
         seed=derive_seed(recipe.seed, "prompts"),
         shuffle=recipe.data.shuffle,
     )

@@ -14,7 +14,7 @@ from headrace.distributed.columns import object_array
 from headrace.distributed.ragged import offsets_from_lengths, pad_ragged
 from headrace.environments.demonstrations import demonstrations, targets
 from headrace.errors import ConfigError
-from headrace.experience.chat import render_prompt
+from headrace.experience.chat import render_prompt, text_ids
 from headrace.experience.types import Prompt
 from headrace.models.policy.lm_policy import Policy
 from headrace.utils.rounding import round_up
@@ -41,10 +41,8 @@ def warm_start(
     policy scores under top-k or top-p, which the answers are learnt without.
 
     Raises:
-        ConfigError: before the first step, a prompt without an answer, or whose row would be too long.
         HeadraceError: a loss or gradient that is not finite, with `on_non_finite` "stop".
     """
-    _check_rows(policy, prompts, cfg)
     loss_fn = NLLLoss(filtered=filtered)
     for i in range(first, cfg.steps):
         if should_stop():
@@ -68,34 +66,54 @@ def warm_start_optimizer(
     )
 
 
-def _check_rows(policy: Policy, prompts: Sequence[Prompt], cfg: WarmStartConfig) -> None:
-    limit = policy.cfg.max_total_sequence_length
+def check_demonstrations(
+    tokenizer: Any, prompts: Sequence[Prompt], cfg: WarmStartConfig, *, max_total_tokens: int
+) -> None:
+    """Refuse a prompt whose answer cannot be learned from, before a run begins.
+
+    Raises:
+        ConfigError: the first prompt with no single right answer, or with one that the tokenizer cannot write or that
+            runs past `max_total_tokens`; or a tokenizer without end-of-text.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "warm_start.enabled=true teaches answers to end, and the tokenizer has no end-of-text token; add one, or "
+            "set warm_start.enabled=false"
+        )
     for prompt in prompts:
+        head = render_prompt(tokenizer, prompt.messages)
         for text in targets(prompt, copy_fraction=cfg.copy_fraction):
-            head, tail = _row(policy.tokenizer, prompt, text)
-            if len(head) + len(tail) > limit:
+            try:
+                tail = _answer_ids(tokenizer, text)
+            except ConfigError as error:
+                raise ConfigError(f"warm_start: the answer to {_named(prompt)}: {error}") from error
+            if len(head) + len(tail) > max_total_tokens:
                 raise ConfigError(
-                    f"prompt '{prompt.uid}' and its answer have {len(head)} and {len(tail)} tokens, more than policy."
-                    f"max_total_sequence_length={limit} together; raise it, remove the prompt, or set "
-                    "warm_start.enabled=false"
+                    f"warm_start: {_named(prompt)} and its answer have {len(head)} + {len(tail)} tokens, more than "
+                    f"policy.max_total_sequence_length={max_total_tokens}; raise it, or remove the row"
                 )
 
 
-def _row(tokenizer: Any, prompt: Prompt, text: str) -> tuple[list[int], list[int]]:
-    """Return the ids of a prompt, and those of its answer with the end-of-text."""
-    answer = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return list(render_prompt(tokenizer, prompt.messages)), [*answer, tokenizer.eos_token_id]
+def _named(prompt: Prompt) -> str:
+    place = prompt.info.get("place")
+    return f"prompt '{prompt.uid}'" + (f" ({place})" if place else "")
+
+
+def _answer_ids(tokenizer: Any, text: str) -> list[int]:
+    return [*text_ids(tokenizer, text), tokenizer.eos_token_id]
 
 
 def _batch(policy: Policy, prompts: Sequence[Prompt], cfg: WarmStartConfig, seed: int) -> Any:
     """Return prompt + answer + end-of-text rows, padded; the mask is on the answer and the end-of-text."""
     tokenizer = policy.tokenizer
     drawn = demonstrations(prompts, copy_fraction=cfg.copy_fraction, seed=seed, count=cfg.batch_size)
-    heads, tails = zip(*[_row(tokenizer, prompt, text) for prompt, text in drawn])
-    rows = [torch.tensor([*head, *tail]) for head, tail in zip(heads, tails)]
+    encoded = [
+        (render_prompt(tokenizer, prompt.messages), _answer_ids(tokenizer, text)) for prompt, text in drawn
+    ]
+    rows = [torch.tensor([*head, *tail]) for head, tail in encoded]
     masks = [
         torch.cat([torch.zeros(len(h), dtype=torch.uint8), torch.ones(len(t), dtype=torch.uint8)])
-        for h, t in zip(heads, tails)
+        for h, t in encoded
     ]
     lengths = torch.tensor([len(r) for r in rows])
     offsets = offsets_from_lengths(lengths)

@@ -30,13 +30,13 @@ def demonstrations(
 
 
 def targets(prompt: Prompt, *, copy_fraction: float) -> list[str]:
-    """Return every text that `demonstrations` may give for a prompt.
+    """Return the texts that `demonstrations` may draw for a prompt.
 
     Raises:
-        ConfigError: a prompt without an answer, where one may be drawn.
+        ConfigError: as `demonstrations`.
     """
-    kinds = [copy for copy, share in ((False, 1 - copy_fraction), (True, copy_fraction)) if share > 0]
-    return [_target(prompt, copy) for copy in kinds]
+    copies = [False] * (copy_fraction < 1) + [True] * (copy_fraction > 0)
+    return [_target(prompt, copy) for copy in copies]
 
 
 def _target(prompt: Prompt, copy: bool) -> str:

@@ -2,18 +2,27 @@
 
 A prompt is rendered and tokenised once. What a model generates is never tokenised again: a further turn
 appends the ids of the template's text between the end of the answer and the start of the next one.
+
+Control tokens are the template's. A message that spells one, such as `<|im_end|>`, is tokenised as those characters.
 """
 
+import re
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
 from typing import Any, Protocol
 
+import torch
 from jinja2 import TemplateError
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, GenerationError
 from headrace.experience.types import Message
+from headrace.models.tokenizers import known_ids
 
 # Stands for an answer while a template is rendered, and is searched for in the result.
 _ANSWER = "qzxanswerxzq"
+# Stands for the text of a control token in a message, which is in there in hexadecimal.
+_QUOTED = re.compile("qzxquoted([0-9a-f]+)xzq")
 
 
 class ChatTokenizer(Protocol):
@@ -22,9 +31,19 @@ class ChatTokenizer(Protocol):
     eos_token_id: int | None
     pad_token_id: int | None
     unk_token_id: int | None
+    all_special_tokens: Any
+    added_tokens_decoder: Any
 
-    def __call__(self, text: Any, *, add_special_tokens: bool) -> Any:
-        """Tokenise one text, or a list of them."""
+    def __call__(self, text: Any, *, add_special_tokens: bool, split_special_tokens: bool = False) -> Any:
+        """Tokenise one text, or a list of them; `split_special_tokens`: none of it is a special token."""
+        ...
+
+    def __len__(self) -> int:
+        """Return how many tokens there are."""
+        ...
+
+    def __hash__(self) -> int:
+        """Return what tells tokenizers apart."""
         ...
 
     def batch_decode(
@@ -90,17 +109,47 @@ def render_observation(
     return ids[1:] if stopped_by is not None and ids[:1] == [stopped_by] else ids
 
 
+def text_ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
+    """Return the ids of a text that stands in no template, such as an answer to learn from.
+
+    Raises:
+        ConfigError: the tokenizer lacks a character.
+    """
+    return _ids(tokenizer, _quoted(tokenizer, text))
+
+
+def check_sampled(tokenizer: ChatTokenizer, answers: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+    """Hold sampled ids to those that the tokenizer has tokens for: others decode to nothing.
+
+    Raises:
+        GenerationError: the first sample with another id.
+    """
+    known = known_ids(tokenizer)
+    flat = torch.tensor(list(chain.from_iterable(answers)), dtype=torch.int64)
+    if bool(((flat >= 0) & (flat < len(known))).all()) and bool(known[flat].all()):
+        return
+    tokens = {*known.nonzero().flatten().tolist()}
+    name, bad = next((n, i) for n, answer in zip(names, answers) for i in answer if i not in tokens)
+    raise GenerationError(
+        f"sample '{name}': the generator sampled id {bad}, for which the tokenizer has no token; an engine must leave "
+        "such ids out (headrace.models.tokenizers.unknown_ids)"
+    )
+
+
 def decode_answers(
     tokenizer: ChatTokenizer, answers: Sequence[Sequence[int]], stop_token_ids: Sequence[int]
 ) -> list[str]:
-    """Return each answer's text, without the stop token at its end and without special tokens."""
+    """Return each answer's text, without the stop token at its end and without special tokens.
+
+    `stop_token_ids` are those beside the tokenizer's end-of-text.
+    """
     stops = {*stop_token_ids, tokenizer.eos_token_id}
     bodies = [list(a[:-1] if a and a[-1] in stops else a) for a in answers]
     return tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def _text(tokenizer: ChatTokenizer, messages: Sequence[Message], *, opens_answer: bool) -> str:
-    conversation = [{"role": m.role, "content": m.content} for m in messages]
+    conversation = [{"role": m.role, "content": _quoted(tokenizer, m.content)} for m in messages]
     try:
         text = tokenizer.apply_chat_template(conversation, add_generation_prompt=opens_answer, tokenize=False)
     except (TemplateError, ValueError) as error:
@@ -114,14 +163,53 @@ def _text(tokenizer: ChatTokenizer, messages: Sequence[Message], *, opens_answer
 
 
 def _ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
-    # The template writes the special tokens itself.
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids: list[int] = []
+    # What is quoted stands at the odd places.
+    for place, part in enumerate(_QUOTED.split(text)):
+        # The template writes the special tokens itself.
+        if place % 2:
+            ids += _quoted_ids(tokenizer, _unquoted(part))
+        elif part:
+            ids += tokenizer(part, add_special_tokens=False)["input_ids"]
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+        shown = _QUOTED.sub(lambda match: _unquoted(match[1]), text)
         raise ConfigError(
-            f"the tokenizer does not know a character of {text[:80]!r}, so the model could not tell it from "
+            f"the tokenizer does not know a character of {shown[:80]!r}, so the model could not tell it from "
             "others; add it to policy.tokenizer.characters, or use another tokenizer (policy.tokenizer.path)"
         )
     return ids
+
+
+def _quoted(tokenizer: ChatTokenizer, text: str) -> str:
+    """Return a text with a stand-in for every control token that it spells."""
+    control = _control_tokens(tokenizer, len(tokenizer))
+    return control.sub(lambda match: f"qzxquoted{match[0].encode().hex()}xzq", text)
+
+
+def _unquoted(hexadecimal: str) -> str:
+    return bytes.fromhex(hexadecimal).decode()
+
+
+def _quoted_ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
+    """Return the ids of a control token's text as text."""
+    ids = list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+    if text in tokenizer.batch_decode(
+        [[i] for i in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
+    ):
+        raise ConfigError(
+            f"a message holds {text!r}, which the tokenizer can write as a control token only; remove it from the "
+            "data, or use another tokenizer (policy.tokenizer)"
+        )
+    return ids
+
+
+@lru_cache(maxsize=4)
+def _control_tokens(tokenizer: ChatTokenizer, size: int) -> re.Pattern[str]:
+    """Return what finds the text of special tokens, the longest first; `size` tells new tokens."""
+    added = (token for token in tokenizer.added_tokens_decoder.values() if token.special)
+    texts = {str(token) for token in (*tokenizer.all_special_tokens, *added)} - {""}
+    # Without any, nothing is found.
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 def _after_answer(text: str) -> str:

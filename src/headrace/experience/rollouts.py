@@ -16,7 +16,13 @@ import torch
 from headrace.config import RecipeConfig
 from headrace.environments.interfaces import Environment, StepResult
 from headrace.errors import ConfigError, GenerationError, RewardError
-from headrace.experience.chat import ChatTokenizer, decode_answers, render_observation, render_prompt
+from headrace.experience.chat import (
+    ChatTokenizer,
+    check_sampled,
+    decode_answers,
+    render_observation,
+    render_prompt,
+)
 from headrace.experience.judging import fits_float32, judge
 from headrace.experience.metrics import ANSWERS, NEW_TOKENS, SECONDS, combine_calls, rollout_metrics
 from headrace.experience.rollout_routes import append_routes, check_recorded
@@ -284,7 +290,9 @@ def _append_answers(
         rollout.turns += 1
         if routes is not None:
             append_routes(rollout, routes)
-    for rollout, text in zip(active, decode_answers(tokenizer, output.token_ids, sampling.stop_token_ids)):
+    check_sampled(tokenizer, output.token_ids, [rollout.sample_id for rollout in active])
+    stops = (*sampling.stop_token_ids, *output.stop_token_ids)
+    for rollout, text in zip(active, decode_answers(tokenizer, output.token_ids, stops)):
         rollout.messages.append(Message("assistant", text))
 
 

@@ -93,7 +93,8 @@ class GenerationOutput:
     token, of the distribution sampled from (after temperature, top-p, top-k); `finished[i]` is True where a stop
     token or string ended the answer and False where the token limit cut it. `routes[i]` are the experts that
     prompt and answer used, (tokens - 1, MoE layers, k) in the wire's dtype: the last token was never computed.
-    None from a generator that does not record, or was not asked to.
+    None from a generator that does not record, or was not asked to. `stop_token_ids` are all ids that end
+    answers: those of the params, and the model's own.
     """
 
     token_ids: list[list[int]]
@@ -101,6 +102,7 @@ class GenerationOutput:
     finished: list[bool]
     metrics: dict[str, float] = field(default_factory=dict)
     routes: list[torch.Tensor] | None = None
+    stop_token_ids: tuple[int, ...] = ()
 
 
 class Generator(Protocol):

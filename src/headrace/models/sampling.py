@@ -1,6 +1,7 @@
 """The distribution that tokens are drawn from, for the generator that draws and the trainer that scores.
 
-Logits are divided by the temperature, then cut to the top k, then to the nucleus (top-p), always in float32.
+Ids without a token are left out; logits are divided by the temperature, then cut to the top k, then to the nucleus
+(top-p), always in float32.
 Every function works on the last dimension alone, so a batch and its chunks give the same bits on CPU.
 """
 
@@ -12,10 +13,16 @@ from headrace.errors import ConfigError
 
 
 def filter_logits(
-    logits: torch.Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
+    logits: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    unknown_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return float32 logits (..., V) whose softmax is the distribution sampled from; -inf where filtered.
 
+    `unknown_ids` (K,) are the ids without a token (`headrace.models.tokenizers`).
     Ties with the k-th largest logit stay; the nucleus is the smallest set of most likely tokens that holds at
     least `top_p`. With the default arguments, float32 logits come back as they are, without a copy.
 
@@ -26,7 +33,7 @@ def filter_logits(
     tensor([3., -inf, 2.])
     """
     scaled = _scale(logits, temperature)
-    kept = _kept(scaled, top_k, top_p)
+    kept = _kept(scaled, top_k, top_p, unknown_ids)
     return scaled if kept is None else scaled.masked_fill(~kept, -math.inf)
 
 
@@ -37,6 +44,7 @@ def selected_logprobs(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
+    unknown_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return log p (...), float32, of `token_ids` (...) under the filtered distribution of `logits` (..., V).
 
@@ -48,7 +56,7 @@ def selected_logprobs(
         ConfigError: as `filter_logits`.
     """
     scaled = _scale(logits, temperature)
-    kept = _kept(scaled, top_k, top_p)
+    kept = _kept(scaled, top_k, top_p, unknown_ids)
     if kept is not None:
         kept.scatter_(-1, token_ids.unsqueeze(-1), True)
         scaled = scaled.masked_fill(~kept, -math.inf)
@@ -92,19 +100,24 @@ def _scale(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return logits if temperature == 1 else logits / temperature
 
 
-def _kept(scaled: torch.Tensor, top_k: int | None, top_p: float) -> torch.Tensor | None:
+def _kept(
+    scaled: torch.Tensor, top_k: int | None, top_p: float, unknown_ids: torch.Tensor | None
+) -> torch.Tensor | None:
     """Return which entries stay, or None for all of them."""
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k={top_k}: expected 1 or more, or none for the whole vocabulary")
     if not 0 < top_p <= 1:
         raise ConfigError(f"top_p={top_p}: expected more than 0 and at most 1 (1: the whole vocabulary)")
-    if (top_k is None or top_k >= scaled.shape[-1]) and top_p == 1:
+    whole = top_k is None or top_k >= scaled.shape[-1]
+    if whole and top_p == 1 and unknown_ids is None:
         return None
     with torch.no_grad():
         kept = torch.ones_like(scaled, dtype=torch.bool)
-        if top_k is not None:
-            kth = scaled.topk(min(top_k, scaled.shape[-1])).values[..., -1:]
-            kept = ~(scaled < kth)
+        if unknown_ids is not None:
+            kept.index_fill_(-1, unknown_ids.to(kept.device), False)
+            scaled = scaled.masked_fill(~kept, -math.inf)
+        if top_k is not None and not whole:
+            kept &= ~(scaled < scaled.topk(top_k).values[..., -1:])
         return kept if top_p == 1 else kept & _nucleus(scaled.masked_fill(~kept, -math.inf), top_p)
 
 

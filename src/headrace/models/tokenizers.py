@@ -1,8 +1,11 @@
-"""A tokenizer with one token per character, for small models trained from scratch."""
+"""Which ids a tokenizer knows, and a tokenizer with one token per character, for small models trained from scratch."""
 
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import torch
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -68,3 +71,34 @@ def build_character_tokenizer(
     if directory is not None:
         tokenizer.save_pretrained(directory)
     return tokenizer
+
+
+def unknown_ids(tokenizer: Any, vocabulary: int) -> torch.Tensor | None:
+    """Return the ids (K,) below `vocabulary` that no token has, in order; None if every id has one.
+
+    Models have more scores than their tokenizer has tokens where the vocabulary is rounded up, and tokenizers have
+    holes.
+    """
+    missing = (~known_ids(tokenizer, vocabulary)).nonzero().flatten()
+    return missing if len(missing) else None
+
+
+def vocabulary_of(model: Any) -> int:
+    """Return how many ids a causal LM has scores for."""
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    return int(model.config.get_text_config().vocab_size if head is None else head.shape[0])
+
+
+def known_ids(tokenizer: Any, vocabulary: int | None = None) -> torch.Tensor:
+    """Return (V,) bool: whether a token has the id; V is `vocabulary`, or else one more than the highest id."""
+    ids = _ids(tokenizer, len(tokenizer))
+    size = int(ids[-1]) + 1 if vocabulary is None else vocabulary
+    known = torch.zeros(size, dtype=torch.bool)
+    known[ids[ids < size]] = True
+    return known
+
+
+@lru_cache(maxsize=4)
+def _ids(tokenizer: Any, size: int) -> torch.Tensor:
+    """Return the ids of all tokens in order; `size` tells a tokenizer that has got tokens since."""
+    return torch.tensor(sorted({*tokenizer.get_vocab().values()}), dtype=torch.int64)

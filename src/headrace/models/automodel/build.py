@@ -6,7 +6,7 @@ seen of the whole model is seen on rank 0.
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from headrace.models.automodel.setup import build_skeleton, enable_activation_ch
 from headrace.models.automodel.sharding import ShardedModel, shard_model
 from headrace.models.automodel.tensor_parallel import is_family
 from headrace.models.router_replay import RouterReplay
+from headrace.models.tokenizers import unknown_ids, vocabulary_of
 
 _HOST = torch.device("cpu")
 
@@ -115,7 +116,7 @@ class ModelBuilder:
     def _split(
         self, model: Any, scoring: Scoring, topology: Topology, facts: _WholeFacts
     ) -> tuple[TokenScorer, ShardedModel]:
-        scorer = TokenScorer(model, scoring, self._autocast, has_head=facts.has_head)
+        scorer = self._scorer(model, scoring, has_head=facts.has_head)
         sequence = self._cfg.parallel.sequence_parallel
         replica = Replica(topology, sequence) if self._replica_size > 1 else None
         sharded = shard_model(model, topology, self._cfg, self._device)
@@ -146,8 +147,10 @@ class ModelBuilder:
     def _has_unproven_split(self, model: Any) -> bool:
         return self._tensor_size > 1 and not is_family(model)
 
-    def _scorer(self, model: Any, scoring: Scoring) -> TokenScorer:
-        return TokenScorer(model, scoring, self._autocast)
+    def _scorer(self, model: Any, scoring: Scoring, *, has_head: bool | None = None) -> TokenScorer:
+        unknown = unknown_ids(self._tokenizer, vocabulary_of(model))
+        known = replace(scoring, unknown_ids=None if unknown is None else unknown.to(self._device))
+        return TokenScorer(model, known, self._autocast, has_head=has_head)
 
     def _finish(self, model: Any, with_reference: bool) -> tuple[RouterReplay | None, Any]:
         """Install router replay, if it is on, and return its handle and the frozen copy, if one is wanted."""

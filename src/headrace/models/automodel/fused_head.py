@@ -14,6 +14,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 _CHUNKS_AT_ONCE = 4
+# Finite, so that a block of nothing but such scores has a maximum; in bfloat16 and under any temperature, its share of
+# a softmax is 0.
+_OUTSIDE = -1e30
 
 
 def chunks_at_once(device: torch.device) -> int:
@@ -36,18 +39,24 @@ def fusible_matrix(projection: torch.nn.Module) -> torch.Tensor | None:
 
 
 def fused_scores(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, scale: float, chunk_tokens: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    scale: float,
+    chunk_tokens: int,
+    unknown_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (n,) float32 logprobs of `targets` (n,) and entropies under softmax(scale x hidden weight^T).
 
     `hidden` (n, H), `weight` (V, H). Products run in the autocast dtype, or in the weight's without autocast; the
     scores of `chunk_tokens` tokens are in memory at once. Entropies (nats) have no gradient. For equal scores of
-    V = 4 tokens both are log 4, the logprob negated.
+    V = 4 tokens both are log 4, the logprob negated. `unknown_ids` (K,) are left out of the softmax, but for a target.
     """
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     scored: tuple[torch.Tensor, torch.Tensor] = _FusedScores.apply(  # type: ignore[no-untyped-call]
-        hidden.to(dtype), weight, targets, scale, chunk_tokens
+        hidden.to(dtype), weight, targets, scale, chunk_tokens, unknown_ids
     )
     return scored
 
@@ -55,17 +64,23 @@ def fused_scores(
 class _FusedScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, scale: float, chunk: int
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        scale: float,
+        chunk: int,
+        unknown_ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Not by autocast's cache, which would keep a copy that no gradient flows through.
         matrix = weight.to(hidden.dtype)
         parts = []
         for rows in _chunks(len(targets), chunk):
-            logits = hidden[rows] @ matrix.t()
+            logits = _logits(hidden[rows], matrix, targets[rows], unknown_ids)
             parts.append(_statistics(logits, targets[rows], scale))
         logprobs, normalizers, entropies = (torch.cat(column) for column in zip(*parts))
         ctx.save_for_backward(hidden, weight, targets, normalizers)
-        ctx.scale, ctx.chunk = scale, chunk
+        ctx.scale, ctx.chunk, ctx.unknown_ids = scale, chunk, unknown_ids
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
@@ -77,19 +92,31 @@ class _FusedScores(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight: torch.Tensor | None = None
         for rows in _chunks(len(targets), ctx.chunk):
-            logits = hidden[rows] @ matrix.t()
+            logits = _logits(hidden[rows], matrix, targets[rows], ctx.unknown_ids)
             _turn_into_gradient(logits, targets[rows], normalizers[rows], grad[rows].contiguous(), ctx.scale)
             if grad_hidden is not None:
                 grad_hidden[rows] = logits @ matrix
             if ctx.needs_input_grad[1]:
                 part = logits.t() @ hidden[rows]
                 grad_weight = part.to(weight.dtype) if grad_weight is None else grad_weight.add_(part)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _chunks(total: int, size: int) -> Iterator[slice]:
     for start in range(0, max(total, 1), size):
         yield slice(start, min(start + size, total))
+
+
+def _logits(
+    hidden: torch.Tensor, matrix: torch.Tensor, targets: torch.Tensor, unknown_ids: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the scores (n, V) of a chunk, `_OUTSIDE` at ids without a token that are not the row's target."""
+    logits = hidden @ matrix.t()
+    if unknown_ids is not None:
+        chosen = logits.gather(-1, targets[:, None])
+        logits.index_fill_(-1, unknown_ids.to(logits.device), _OUTSIDE)
+        logits.scatter_(-1, targets[:, None], chosen)
+    return logits
 
 
 def _statistics(

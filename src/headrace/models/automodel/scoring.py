@@ -7,7 +7,7 @@ keeps every token, goes through `fused_head`, which needs a fraction of the memo
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,8 @@ class Scoring:
 
     `chunk_tokens` tokens have their scores in memory at once; a fused head with kernels keeps fewer copies, of
     proportionally more tokens (`fused_head.chunks_at_once`). `fused`: whether heads that allow it go through
-    `fused_head`; None: those on CUDA.
+    `fused_head`; None: those on CUDA. `unknown_ids` (K,) are the ids without a token, which are never sampled; None:
+    there are none.
     """
 
     temperature: float = 1.0
@@ -45,6 +46,17 @@ class Scoring:
     top_p: float = 1.0
     chunk_tokens: int = 1024
     fused: bool | None = None
+    unknown_ids: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def distribution(self) -> dict[str, Any]:
+        """The arguments of `headrace.models.sampling` that make the distribution."""
+        return {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "unknown_ids": self.unknown_ids,
+        }
 
     @property
     def filters(self) -> bool:
@@ -296,7 +308,7 @@ def _score(
     if head is not None and matrix is not None:
         together = chunks_at_once(matrix.device) * size
         options: Any = {"scale": head.scale / scoring.temperature, "chunk_tokens": together}
-        fused = fused_scores(hidden, matrix, targets, **options)
+        fused = fused_scores(hidden, matrix, targets, **options, unknown_ids=scoring.unknown_ids)
         return fused[0], fused[1] if with_entropy else None, None
     recompute = torch.is_grad_enabled() and len(targets) > size
     parts: list[Scores] = []
@@ -335,10 +347,11 @@ def _score_chunk(
     with_unfiltered: bool,
 ) -> Scores:
     logits = hidden if head is None else head(hidden)
-    options: Any = {"temperature": scoring.temperature, "top_k": scoring.top_k, "top_p": scoring.top_p}
-    logprobs = selected_logprobs(logits, targets, **options)
-    entropy = _entropy(filter_logits(logits.detach(), **options)) if with_entropy else None
-    whole = selected_logprobs(logits, targets, temperature=scoring.temperature) if with_unfiltered else None
+    logprobs = selected_logprobs(logits, targets, **scoring.distribution)
+    entropy = _entropy(filter_logits(logits.detach(), **scoring.distribution)) if with_entropy else None
+    whole = (
+        selected_logprobs(logits, targets, **scoring.unfiltered().distribution) if with_unfiltered else None
+    )
     return logprobs, entropy, whole
 
 

@@ -29,7 +29,7 @@ from headrace.config import ModelConfig, OptimizerConfig, PolicyConfig, Schedule
 from headrace.errors import ConfigError
 from headrace.models.automodel.attention import choose_attention
 from headrace.models.gguf import convert_gguf_package
-from headrace.models.tokenizers import build_character_tokenizer
+from headrace.models.tokenizers import build_character_tokenizer, known_ids
 from headrace.utils.seeding import derive_seed
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -214,9 +214,10 @@ def check_fit(cfg: PolicyConfig, config: Any, tokenizer: Any) -> None:
             f"policy.max_total_sequence_length={cfg.max_total_sequence_length} is more than the model's "
             f"max_position_embeddings={limit}; lower the first"
         )
-    if len(tokenizer) > text.vocab_size:
+    size = len(known_ids(tokenizer))
+    if size > text.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model vocab_size={text.vocab_size}; set "
+            f"the tokenizer has {size} tokens and the model vocab_size={text.vocab_size}; set "
             "policy.tokenizer to the model's own, or raise vocab_size in policy.model.config"
         )
 

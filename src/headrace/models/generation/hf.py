@@ -26,6 +26,7 @@ from headrace.models.generation.weights import cast_parameters, copy_weights
 from headrace.models.interfaces import GenerationOutput, SamplingParams
 from headrace.models.router_replay import Routes, install
 from headrace.models.sampling import filter_logits, gather_logprobs, sample_at
+from headrace.models.tokenizers import unknown_ids, vocabulary_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -51,6 +52,7 @@ class HFGenerator:
         cast_parameters(model, _DTYPES[cfg.precision])
         self._model = model.eval().requires_grad_(False)
         self._tokenizer = tokenizer
+        self._unknown_ids = unknown_ids(tokenizer, vocabulary_of(model))
         self._batch_size = cfg.batch_size
         self.weight_version = 0
         keywords = signature(model.forward).parameters
@@ -91,6 +93,7 @@ class HFGenerator:
                 routes.update(zip(rows, recording.rows(answers.counts), strict=True))
         if routes:
             output.routes = [routes[i] for i in range(len(prompts))]
+        output.stop_token_ids = tuple(stop.token_ids.tolist())
         output.metrics = _metrics(output, time.perf_counter() - start)
         return output
 
@@ -160,7 +163,8 @@ class HFGenerator:
         logits = logits[batch.source]
         cache.reorder_cache(batch.source)
         for step in range(max(limits)):
-            ids, logprobs = _choose(logits, params, None if quantiles is None else quantiles[live, step])
+            noise = None if quantiles is None else quantiles[live, step]
+            ids, logprobs = _choose(logits, params, noise, self._unknown_ids)
             answers.tokens[live, step] = ids
             answers.logprobs[live, step] = logprobs
             ended = stop.ended(answers.tokens[live, max(0, step + 1 - stop.window) : step + 1])
@@ -178,7 +182,7 @@ class HFGenerator:
                 recording.add_step(live, routes)
         return answers, recording
 
-    def _pad(self, prompts: list[Sequence[int]]) -> "_PaddedPrompts":
+    def _pad(self, prompts: Sequence[Sequence[int]]) -> "_PaddedPrompts":
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
         return _PaddedPrompts.build(prompts, vocabulary, self._model.device)
 
@@ -207,7 +211,9 @@ class _PaddedPrompts:
     source: torch.Tensor
 
     @classmethod
-    def build(cls, prompts: list[Sequence[int]], vocabulary: int, device: torch.device) -> "_PaddedPrompts":
+    def build(
+        cls, prompts: Sequence[Sequence[int]], vocabulary: int, device: torch.device
+    ) -> "_PaddedPrompts":
         keys = [tuple(prompt) for prompt in prompts]
         place = {key: i for i, key in enumerate(dict.fromkeys(keys))}
         lengths = torch.tensor([len(key) for key in place])
@@ -293,14 +299,23 @@ def _draw_quantiles(rows: int, limit: int, seed: int) -> torch.Tensor:
 
 
 def _choose(
-    logits: torch.Tensor, params: SamplingParams, quantiles: torch.Tensor | None
+    logits: torch.Tensor,
+    params: SamplingParams,
+    quantiles: torch.Tensor | None,
+    unknown_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a token id and its logprob per row of `logits` (b, V); greedy when `quantiles` is None."""
     if quantiles is None:
-        scores = logits.float()
+        scores = filter_logits(logits, unknown_ids=unknown_ids)
         ids = scores.argmax(-1)
     else:
-        scores = filter_logits(logits, temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+        scores = filter_logits(
+            logits,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            unknown_ids=unknown_ids,
+        )
         ids = sample_at(scores, quantiles)
     return ids, gather_logprobs(scores, ids)
 

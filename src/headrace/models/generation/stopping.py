@@ -8,6 +8,7 @@ import torch
 
 from headrace.errors import ConfigError
 from headrace.models.interfaces import SamplingParams
+from headrace.models.tokenizers import vocabulary_of
 
 _SPARE_TOKENS = 4
 """Tokens looked at beyond a stop string's bytes: room for tokens that decode to nothing."""
@@ -47,8 +48,15 @@ def build_stop_rule(model: Any, tokenizer: Any, params: SamplingParams) -> StopR
     """Return the rule for a model: its and its tokenizer's end-of-text tokens, and what `params` adds.
 
     Raises:
-        ConfigError: an empty stop string.
+        ConfigError: an empty stop string, or an id that the model has no score for.
     """
+    vocabulary = vocabulary_of(model)
+    for given in params.stop_token_ids:
+        if not 0 <= given < vocabulary:
+            raise ConfigError(
+                f"generation.stop_token_ids holds {given}, outside the model's vocabulary of {vocabulary}, so that it "
+                "never ends an answer; drop it"
+            )
     if "" in params.stop_strings:
         raise ConfigError(
             "generation.stop_strings holds an empty string, which would end every answer; drop it"
