@@ -24,6 +24,7 @@ from headrace.models.automodel.attention import (
 from headrace.models.automodel.context_parallel import check_heads
 from headrace.models.automodel.experts import GROUPED_EXPERTS
 from headrace.models.automodel.plan_check import check_split, probe_scores
+from headrace.models.automodel.probes import check_causal
 from headrace.models.automodel.replay import install_replay
 from headrace.models.automodel.replica import Replica
 from headrace.models.automodel.scoring import Autocast, Scoring, TokenScorer
@@ -126,6 +127,7 @@ class ModelBuilder:
     def _load_whole(self, device: torch.device) -> Any:
         model = load_model(self._cfg, seed=self._seed, device=device, tokenizer=self._tokenizer)
         self._prepare(model, device)
+        check_causal(model)
         if self._is_packed:
             check_isolation(model)
         if self._context_size > 1:

@@ -195,7 +195,7 @@ def output_head(model: Any) -> OutputHead | None:
     mask = torch.ones_like(ids, dtype=torch.bool)
     with torch.no_grad():
         own = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
-        hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        hidden = _trunk(model)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         if hidden.shape[-1] == model.get_output_embeddings().weight.shape[-1]:
             ours = head(hidden).float()
             if torch.allclose(ours, own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
@@ -291,8 +291,14 @@ def _last_hidden(model: Any, kwargs: dict[str, Any], *, whole: bool) -> torch.Te
     if whole:
         logits: torch.Tensor = model(**kwargs, use_cache=False).logits
         return logits
-    hidden: torch.Tensor = model.base_model(**kwargs, use_cache=False).last_hidden_state
+    hidden: torch.Tensor = _trunk(model)(**kwargs, use_cache=False).last_hidden_state
     return hidden
+
+
+def _trunk(model: Any) -> Any:
+    """Return the part of a causal LM whose output has hidden states."""
+    # The base that some name is the whole model.
+    return model.base_model if model.base_model is not model else model.model
 
 
 def _score(

@@ -23,11 +23,13 @@ from transformers import (
     AutoTokenizer,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from headrace.config import ModelConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.models.automodel.attention import choose_attention
+from headrace.models.automodel.probes import REFUSALS, check_runs, first_line
 from headrace.models.gguf import convert_gguf_package
 from headrace.models.tokenizers import build_character_tokenizer, known_ids
 from headrace.utils.seeding import derive_seed
@@ -71,7 +73,7 @@ def load_tokenizer(cfg: PolicyConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"{key}={directory}: no tokenizer can be read there ({_first_line(error)}); set policy.tokenizer.path"
+            f"{key}={directory}: no tokenizer can be read there ({first_line(error)}); set policy.tokenizer.path"
         ) from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -105,8 +107,8 @@ def load_model(
             else AutoModelForCausalLM.from_config(**options)
         )
     model = model.eval().to(device)
-    if directory is None:
-        _check_runs(model, COMPUTE_DTYPES[cfg.precision])
+    key = "policy.model.config" if directory is None else f"policy.model.path={directory}"
+    check_runs(model, COMPUTE_DTYPES[cfg.precision], key)
     return model
 
 
@@ -149,26 +151,11 @@ def _building(options: Mapping[str, Any]) -> Iterator[None]:
     try:
         with no_progress_bars():
             yield
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    except (*REFUSALS, OSError, ImportError, SafetensorError) as error:
         raise ConfigError(
             f"policy.model: transformers cannot build this model with attn_implementation="
             f"{options['attn_implementation']} (eager works for most) and experts_implementation="
-            f"{options['experts_implementation']}: {_first_line(error)}"
-        ) from error
-
-
-@torch.no_grad()
-def _check_runs(model: Any, dtype: torch.dtype) -> None:
-    """Run two tokens through a model that somebody's config describes: sizes that do not fit show there only."""
-    device = model.device
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
-    try:
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            model(input_ids=tokens, use_cache=False)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        raise ConfigError(
-            f"policy.model.config: the {type(model).__name__} that it describes cannot run ({_first_line(error)}); "
-            "check that sizes, heads and experts fit together"
+            f"{options['experts_implementation']}: {first_line(error)}"
         ) from error
 
 
@@ -217,9 +204,28 @@ def check_fit(cfg: PolicyConfig, config: Any, tokenizer: Any) -> None:
     size = len(known_ids(tokenizer))
     if size > text.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {size} tokens and the model vocab_size={text.vocab_size}; set "
-            "policy.tokenizer to the model's own, or raise vocab_size in policy.model.config"
+            f"the tokenizer has {size} tokens and the model vocab_size={text.vocab_size}; set policy.tokenizer to the "
+            "model's own, or raise vocab_size in policy.model.config"
         )
+    _check_rope(text)
+    pad = getattr(text, "pad_token_id", None)
+    if isinstance(pad, int) and pad >= text.vocab_size:
+        raise ConfigError(
+            f"the model's pad_token_id={pad} is beyond its vocab_size={text.vocab_size}; lower the first, or raise the "
+            "second (policy.model.config, or config.json in policy.model.path)"
+        )
+
+
+def _check_rope(text: Any) -> None:
+    parameters = getattr(text, "rope_parameters", None) or {}
+    # Some families have one dict per kind of layer.
+    for part in (parameters, *parameters.values()):
+        kind = part.get("rope_type", "default") if isinstance(part, Mapping) else "default"
+        if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+            raise ConfigError(
+                f"the model's rope_type={kind!r} is unknown to transformers; known: default, "
+                f"{', '.join(ROPE_INIT_FUNCTIONS)} (policy.model.config, or config.json in policy.model.path)"
+            )
 
 
 @contextmanager
@@ -286,8 +292,8 @@ def _tokenizer_directory(cfg: PolicyConfig) -> tuple[str, Path]:
 def _read_config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"policy.model.path={directory}: {_first_line(error)}") from error
+    except (StrictDataclassError, *REFUSALS, OSError) as error:
+        raise ConfigError(f"policy.model.path={directory}: {first_line(error)}") from error
 
 
 def _build_config(values: Mapping[str, Any], tokenizer: Any) -> Any:
@@ -307,8 +313,8 @@ def _build_config(values: Mapping[str, Any], tokenizer: Any) -> Any:
         )
     try:
         config = AutoConfig.for_model(model_type, **given)
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"policy.model.config: {_first_line(error)}") from error
+    except (StrictDataclassError, *REFUSALS) as error:
+        raise ConfigError(f"policy.model.config: {first_line(error)}") from error
     _refuse_unknown_keys(config, given)
     return config
 
@@ -335,10 +341,6 @@ def _switch_off_noise(config: Any) -> None:
                 setattr(part, name, 0.0)
         if getattr(part, "output_router_logits", False):
             part.output_router_logits = False
-
-
-def _first_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 # Optimizer and schedule.

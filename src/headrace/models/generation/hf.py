@@ -20,6 +20,7 @@ from transformers import DynamicCache
 
 from headrace.config import GenerationConfig
 from headrace.errors import ConfigError, GenerationError
+from headrace.models.generation.decode_check import check_decoding
 from headrace.models.generation.route_recording import RouteRecording
 from headrace.models.generation.stopping import StopRule, build_stop_rule
 from headrace.models.generation.weights import cast_parameters, copy_weights
@@ -46,10 +47,10 @@ class HFGenerator:
         """Build it.
 
         Raises:
+            ConfigError: a model that decodes otherwise than it scores.
             ReplayError: `record_routes`, and the model has no routers, or some that cannot be recorded.
         """
         self.route_shape = install(model).shape if record_routes else None
-        cast_parameters(model, _DTYPES[cfg.precision])
         self._model = model.eval().requires_grad_(False)
         self._tokenizer = tokenizer
         self._unknown_ids = unknown_ids(tokenizer, vocabulary_of(model))
@@ -58,6 +59,13 @@ class HFGenerator:
         keywords = signature(model.forward).parameters
         self._options = {"use_cache": True, **({"logits_to_keep": 1} if "logits_to_keep" in keywords else {})}
         self._cache_keyword = "cache" if "cache" in keywords else "past_key_values"
+        # In float32, where rounding is small, if the attention has it.
+        half_only = model.config._attn_implementation == "flash_attention_2"
+        if not half_only:
+            self._check_decoding()
+        cast_parameters(model, _DTYPES[cfg.precision])
+        if half_only:
+            self._check_decoding()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
@@ -181,6 +189,16 @@ class HFGenerator:
             if recording is not None:
                 recording.add_step(live, routes)
         return answers, recording
+
+    def _check_decoding(self) -> None:
+        params = SamplingParams(max_new_tokens=3, greedy=True, record_routes=False)
+        never = StopRule(torch.empty(0, dtype=torch.int64, device=self._model.device), (), self._tokenizer)
+
+        def decode(prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+            answers, _ = self._decode(prompts, params, never, None)
+            return answers.tokens.tolist(), answers.logprobs.tolist()
+
+        check_decoding(self._model, decode, self._unknown_ids)
 
     def _pad(self, prompts: Sequence[Sequence[int]]) -> "_PaddedPrompts":
         vocabulary = self._model.get_input_embeddings().weight.shape[0]

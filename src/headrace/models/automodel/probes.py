@@ -1,0 +1,81 @@
+"""What is tried out on a whole model before a run: that it runs at all, and that it is causal."""
+
+from typing import Any
+
+import torch
+
+from headrace.errors import ConfigError
+
+_EARLIER, _LATER = [5, 6, 7, 8], ([9, 10, 11, 12], [13, 14, 15, 16])
+# Largest change of a score, as a share of how far scores lie apart: rounding.
+_FLOAT32, _BFLOAT16 = 1e-4, 5e-2
+
+REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What transformers raises over a config whose parts do not fit together."""
+
+_TERSE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError)
+
+
+@torch.no_grad()
+def check_runs(model: Any, dtype: torch.dtype, key: str) -> None:
+    """Run two tokens through a model that the config under `key` describes: sizes that do not fit show there only.
+
+    Raises:
+        ConfigError: it fails.
+    """
+    device = model.device
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    try:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            scores = model(input_ids=tokens, use_cache=False).logits
+    except REFUSALS as error:
+        raise ConfigError(
+            f"{key}: the {type(model).__name__} that it describes cannot run ({first_line(error)}); "
+            "check that sizes, heads and experts fit together"
+        ) from error
+    if scores.float().log_softmax(-1).isnan().any():
+        raise ConfigError(
+            f"{key}: the {type(model).__name__} that it describes gives scores that are no numbers; check its scales "
+            "and weights"
+        )
+
+
+@torch.no_grad()
+def check_causal(model: Any) -> None:
+    """Run two rows that differ in their later tokens only, and hold the scores of the earlier ones to be equal.
+
+    Raises:
+        ConfigError: a later token moves what the model predicts before it, so that tokens have no logprob given those
+            before them alone.
+    """
+    half = model.config._attn_implementation == "flash_attention_2"
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    rows = torch.tensor([_EARLIER + later for later in _LATER], device=model.device).remainder(vocabulary)
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=half):
+        # With the mask of a padded batch, which every attention takes.
+        whole = torch.ones_like(rows, dtype=torch.bool)
+        logits = model(input_ids=rows, attention_mask=whole, use_cache=False).logits
+    scores = logits[:, : len(_EARLIER)].float()
+    first, second = scores.log_softmax(-1)
+    gap = (first - second).abs().max()
+    if gap > (_BFLOAT16 if half else _FLOAT32) * (scores.max() - scores.min()):
+        known = getattr(model.config, "is_decoder", None) is False
+        remedy = (
+            "set policy.model.config.is_decoder=true, or use a causal model"
+            if known
+            else "use a causal model"
+        )
+        raise ConfigError(
+            f"policy.model: {type(model).__name__} is not causal: a later token moves the logprob of an earlier one by "
+            f"{float(gap):.1e}; {remedy}"
+        )
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's message on one line, with its class where the message alone says little."""
+    text = " ".join(str(error).split())[:300]
+    return (
+        text
+        if isinstance(error, OSError | RuntimeError | ValueError) and text
+        else f"{type(error).__name__}: {text}"
+    )
