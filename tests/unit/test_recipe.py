@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from headrace.config import RecipeConfig
+from headrace.config import DatasetConfig, MathConfig, ReasoningGymConfig, RecipeConfig
 from headrace.errors import ConfigError
 from headrace.utils.recipe import changed_keys, dump_recipe, load_recipe
 from tiny_recipe import tiny_recipe
@@ -103,16 +103,21 @@ MISTAKES = {
     "too many items": ("policy.optimizer.betas=[0.9,0.9,0.9]", ["policy.optimizer.betas", "at most 2"]),
     "a wrong item": ("policy.optimizer.betas=[0.9,x]", ["policy.optimizer.betas.1='x'"]),
     "an unknown environment": ("env.kind=chess", ["env.kind='chess'", "'reasoning_gym', 'math', 'dataset'"]),
-    "a key of another kind": ("env.kind=math", ["unknown key 'env.task'", "here: kind, path, question_key"]),
-    "a missing run_dir": ("run_dir=null", ["run_dir=None", "expected a valid string"]),
+    "a kind that lacks its keys": ("env.kind=math", ["missing key 'env.path'"]),
+    "a key of another kind": ("env.path=x", ["unknown key 'env.path'"]),
+    "a key of a key": ("env.task.x=3", ["env.task={'x': 3}", "expected a valid string"]),
+    "null where a number has to be": ("seed=null", ["seed=None", "expected a valid integer"]),
+    "a key left open": ("run_dir=???", ["leaves the key open"]),
     "no equals sign": ("seed", ["override 'seed'", "expected key=value"]),
     "no key": ("=3", ["override '=3'", "expected key=value"]),
     "an empty part in a key": ("policy..workers=3", ["override 'policy..workers=3'"]),
-    "a value that is not YAML": ("run_dir=@x", ["override 'run_dir=@x'", "put the value in quotes"]),
+    "a value that is not YAML": ("seed=@x", ["override 'seed=@x'", "put the value in quotes"]),
     "an epsilon that float32 lacks": (
         "policy.optimizer.eps=1e-50",
         ["policy.optimizer.eps=1e-50", "greater than or equal"],
     ),
+    "a part of a list": ("policy.optimizer.betas[0]=3", ["policy.optimizer.betas={'0': 3}"]),
+    "more threads than any machine has": ("cpu_threads=100000", ["cpu_threads=100000", "equal to 1024"]),
     "an unfinished list": ("policy.optimizer.betas=[1", ["override 'policy.optimizer.betas=[1'"]),
     "an interpolation of nothing": ("run_dir=${nope}", ["run_dir: Interpolation key 'nope' not found"]),
     "two sources of weights": ("policy.model.path=x", ["policy.model", "exactly one of", "path, config"]),
@@ -126,6 +131,8 @@ def test_a_mistake_is_one_line_that_names_key_value_and_remedy(recipe: Path, nam
     message = error_of(recipe, override)
     for part in expected:
         assert part in message
+    assert message.startswith(f"override '{override}': ")
+    assert str(recipe) not in message
 
 
 CONTRADICTIONS = {
@@ -183,6 +190,73 @@ def test_a_contradiction_names_both_keys(recipe: Path, name: str) -> None:
     message = error_of(recipe, *overrides)
     for part in expected:
         assert part in message
+    assert message.startswith(tuple(f"override '{override}': " for override in overrides))
+
+
+def test_a_mistake_in_the_file_names_the_file_whatever_was_overridden(recipe: Path) -> None:
+    recipe.write_text(BASE + "seed: x\n")
+    assert error_of(recipe, "run_dir=y", "policy.workers=1").startswith(f"{recipe}: seed='x'")
+    recipe.write_text(BASE.replace("num_prompts_per_step: 4", "num_prompts_per_step: 5"))
+    assert error_of(recipe, "grpo.max_num_steps=3").startswith(f"{recipe}: policy.train_global_batch_size=16")
+
+
+TYPED = [
+    "/data/run #2",
+    "  two spaces ",
+    "null",
+    "a\nb",
+    "3",
+    "1e5",
+    "'quoted'",
+    "a: b",
+    "[x",
+    "@x",
+    "",
+    "tab\tand \u2028 end",
+]
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_a_key_of_text_takes_what_was_typed(recipe: Path, typed: str) -> None:
+    assert load_recipe(recipe, [f"run_dir={typed}"]).run_dir == typed
+    prompt = load_recipe(recipe, [f"data.system_prompt={typed}"]).data.system_prompt
+    assert prompt == (None if typed == "null" else typed), "text that may be absent is absent for null"
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"), [("a #2", "a #2"), (" 'a #2'", "a #2"), ("3 # three", 3), ("", None)]
+)
+def test_text_under_a_free_key_keeps_what_looks_like_a_comment(recipe: Path, typed: str, value: Any) -> None:
+    loaded = load_recipe(recipe, [f"policy.model.config.x={typed}"])
+    assert loaded.policy.model.config is not None
+    assert loaded.policy.model.config["x"] == value
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["env.kind=dataset", "env.path=x"],
+        ["env.path=x", "env.kind=dataset"],
+        ["env={kind: dataset, path: x}"],
+    ],
+)
+def test_an_override_of_the_kind_replaces_what_the_file_says_of_another(
+    recipe: Path, overrides: list[str]
+) -> None:
+    assert load_recipe(recipe, overrides).env == DatasetConfig(path="x")
+
+
+def test_a_file_of_another_kind_than_its_defaults_inherits_nothing_of_that_section(
+    tmp_path: Path, recipe: Path
+) -> None:
+    child = tmp_path / "child.yaml"
+    child.write_text("defaults: recipe.yaml\nenv: {kind: math, path: x}\n")
+    assert load_recipe(child).env == MathConfig(path="x")
+    assert load_recipe(child, ["env.answer_key=a"]).env == MathConfig(path="x", answer_key="a"), (
+        "the same kind inherits"
+    )
+    child.write_text("defaults: recipe.yaml\nenv: {lowercase: true}\n")
+    assert load_recipe(child).env == ReasoningGymConfig(task="spell_backward", lowercase=True)
 
 
 def test_a_mistyped_key_is_named_before_the_key_that_it_leaves_missing(tmp_path: Path) -> None:
@@ -216,6 +290,8 @@ FILES: dict[str, tuple[str | bytes | None, list[str]]] = {
     "not text": (b"\xff\xfe\x00", ["not a text file"]),
     "a default that is missing": ("defaults: nope.yaml", ["nope.yaml: cannot read", "case.yaml"]),
     "defaults of a wrong type": ("defaults: {a: 1}", ["expected a file name or a list of them"]),
+    "a number as defaults": ("defaults: 3", ["defaults=3: expected a file name or a list of them"]),
+    "a list of lists as defaults": ("defaults: [[a.yaml]]", ["expected a file name or a list of them"]),
     "itself as default": ("defaults: case.yaml", ["form a circle (case.yaml -> case.yaml)"]),
 }
 
@@ -246,8 +322,11 @@ def test_a_directory_is_not_a_recipe(tmp_path: Path) -> None:
     assert "Is a directory" in error_of(tmp_path)
 
 
-# Text that YAML or OmegaConf could take for something else: numbers, null, comments, interpolations.
-TEXTS = st.text(alphabet=st.sampled_from(list("ab0159e.-+:#'\"\\${}[]~?!&*%@ \néß")), max_size=12)
+# Text that YAML or OmegaConf could take for something else: numbers, null, comments, interpolations. `???` is the mark
+# of a key that is left open, and no text.
+TEXTS = st.text(alphabet=st.sampled_from(list("ab0159e.-+:#'\"\\${}[]~?!&*%@ \néß")), max_size=12).filter(
+    lambda text: text != "???"
+)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -267,10 +346,15 @@ def test_a_resolved_recipe_reads_back_equal(
 
 
 def test_changed_keys_are_dotted_sorted_and_both_ways() -> None:
-    old = "seed: 0\na: {b: {c: 1, d: [1, 2]}}\ngone: 1\n"
-    new = "seed: 0\na: {b: {c: 2, d: [1, 3]}}\nnew: 1\n"
-    assert changed_keys(old, new) == ("a.b.c", "a.b.d", "gone", "new")
-    assert changed_keys(old, old) == ()
+    old = {"seed": 0, "a": {"b": {"c": 1, "d": [1, 2]}}, "gone": 1}
+    new = {"seed": 0, "a": {"b": {"c": 2, "d": [1, 3]}}, "new": 1}
+    assert changed_keys(old, new) == [
+        ("a.b.c", 1, 2),
+        ("a.b.d", [1, 2], [1, 3]),
+        ("gone", 1, None),
+        ("new", None, 1),
+    ]
+    assert changed_keys(old, old) == []
 
 
 @pytest.mark.parametrize("word", ["on", "off", "auto"])

@@ -2,7 +2,8 @@
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -40,6 +41,44 @@ def describe(error: ValidationError, model: type[BaseModel]) -> str:
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
     text = _describe_one(faults[0], model)
     return text if len(faults) == 1 else f"{text} (and {len(faults) - 1} more)"
+
+
+def fault_key(error: ValidationError, model: type[BaseModel]) -> str:
+    """Return the dotted key of the fault that `describe` tells of; empty for one of the whole model."""
+    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+    return ".".join(_locate(faults[0]["loc"], model)[0])
+
+
+def kinds_of_sections(model: type[BaseModel]) -> list[tuple[str, str]]:
+    """Return the sections that are of one of several kinds, each with the key that says of which.
+
+    >>> kinds_of_sections(RecipeConfig)
+    [('env', 'kind')]
+    """
+    fields = [(key, field) for key, field in _all_fields(model) if isinstance(field.discriminator, str)]
+    return [(key, str(field.discriminator)) for key, field in fields]
+
+
+def text_kind(model: type[BaseModel], key: str) -> Literal["text", "optional"] | None:
+    """Return whether a dotted key takes text, or text or nothing; None for any other type and an unknown key.
+
+    Where sections of several kinds have the key, one that takes text is enough.
+    """
+    for name, field in _all_fields(model):
+        if name != key:
+            continue
+        choices = get_args(field.annotation) if _is_union(field.annotation) else (field.annotation,)
+        if all(choice in (str, type(None)) or _is_text_choice(choice) for choice in choices):
+            return "optional" if type(None) in choices else "text"
+    return None
+
+
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType)
+
+
+def _is_text_choice(annotation: Any) -> bool:
+    return get_origin(annotation) is Literal and all(isinstance(word, str) for word in get_args(annotation))
 
 
 def _describe_one(fault: Any, model: type[BaseModel]) -> str:
@@ -114,15 +153,18 @@ def _suggestion(parts: Sequence[str], section: type[BaseModel] | None, root: typ
     close = difflib.get_close_matches(parts[-1], here, n=1)
     if close:
         return f"; did you mean '{'.'.join([*parts[:-1], close[0]])}'?"
-    elsewhere = [key for key in _all_keys(root) if key.split(".")[-1] == parts[-1] and key != ".".join(parts)]
+    elsewhere = [
+        key for key, _ in _all_fields(root) if key.split(".")[-1] == parts[-1] and key != ".".join(parts)
+    ]
     if elsewhere:
         return f"; did you mean {' or '.join(repr(key) for key in elsewhere)}?"
     return f"; known keys here: {', '.join(here)}" if here else ""
 
 
-def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def _all_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every dotted key of a model with its field; one of several kinds of a section may repeat a key."""
     for name, field in model.model_fields.items():
-        yield prefix + name
+        yield prefix + name, field
         for inner in (_as_model(field), *_members(field).values()):
             if inner is not None:
-                yield from _all_keys(inner, f"{prefix}{name}.")
+                yield from _all_fields(inner, f"{prefix}{name}.")

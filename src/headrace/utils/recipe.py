@@ -6,18 +6,26 @@ Every mistake becomes a ConfigError of one line that names the key, the value an
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import (
+    GrammarParseError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 from pydantic import ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
 from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
-from headrace.utils.config_errors import describe
+from headrace.utils.config_errors import describe, fault_key, kinds_of_sections, text_kind
 
+_LONGEST_OVERRIDE = 100
+_YAML_MARKS = "'\"|>!&*"
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
@@ -25,14 +33,22 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RecipeConfig
     """Read a recipe, apply `key=value` overrides in order, and validate.
 
     `defaults` names recipes to start from, relative to the file; later ones win, and the file itself wins over
-    all. Sections merge key by key, lists are replaced.
+    all. Sections merge key by key, lists are replaced. Where the key that says of which kind a section is changes
+    (`env.kind`), nothing of the section is inherited.
+
+    An override's value is YAML, but for a key whose type is text: that takes what was typed, `#`, quotes and spaces
+    included (and `null` as no value, where the key may have none).
 
     Raises:
-        ConfigError: a missing or malformed file, an unknown key, a wrong type, or sections that contradict.
+        ConfigError: a missing or malformed file, an unknown key, a wrong type, or sections that contradict; the
+            message begins with the override that brought it about, if one did, else with the file.
     """
     merged = _load_yaml(Path(path), children=())
-    for text in overrides:
-        merged = _apply_override(merged, text)
+    parsed = [_parse_override(text) for text in overrides]
+    merged = _without_other_kinds(
+        merged, _merge(OmegaConf.create({}), *(override.values for override in parsed))
+    )
+    merged = _merge(merged, *(override.values for override in parsed))
     try:
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         return RecipeConfig.model_validate(values)
@@ -40,9 +56,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RecipeConfig
         key = getattr(error, "full_key", None)
         raise ConfigError(f"{path}: {key} is left open (???); set it with {key}=...") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_in_one_line(error)}") from error
+        culprit = _culprit(parsed, str(getattr(error, "full_key", "")), "")
+        raise ConfigError(f"{culprit or path}: {_in_one_line(error)}") from error
     except ValidationError as error:
-        raise ConfigError(f"{path}: {describe(error, RecipeConfig)}") from error
+        text = describe(error, RecipeConfig)
+        culprit = _culprit(parsed, fault_key(error, RecipeConfig), text)
+        raise ConfigError(f"{culprit or path}: {text}") from error
 
 
 def dump_recipe(recipe: RecipeConfig) -> str:
@@ -50,19 +69,22 @@ def dump_recipe(recipe: RecipeConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(recipe.model_dump(mode="json"))))
 
 
-def changed_keys(old_text: str, new_text: str) -> tuple[str, ...]:
-    """Return the dotted keys in which two recipes in YAML differ, sorted; a key that only one has counts.
+def read_resolved(text: str) -> dict[str, Any]:
+    """Return the values of what `dump_recipe` wrote."""
+    values = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
 
-    >>> changed_keys("seed: 0\\ngrpo: {max_num_steps: 80}", "seed: 0\\ngrpo: {max_num_steps: 120}")
-    ('grpo.max_num_steps',)
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return the dotted keys in which two recipes differ, sorted, each with both values (None: not there).
+
+    >>> changed_keys({"seed": 0, "grpo": {"max_num_steps": 80}}, {"seed": 0, "grpo": {"max_num_steps": 120}})
+    [('grpo.max_num_steps', 80, 120)]
     """
-    old, new = (
-        dict(_leaves(OmegaConf.to_container(OmegaConf.create(text)))) for text in (old_text, new_text)
-    )
-    absent = object()
-    return tuple(
-        sorted(key for key in old.keys() | new.keys() if old.get(key, absent) != new.get(key, absent))
-    )
+    before, after = dict(_leaves(dict(old))), dict(_leaves(dict(new)))
+    pairs = [(key, before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())]
+    return [(key, one, other) for key, one, other in pairs if one != other]
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -93,8 +115,9 @@ def _load_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
     loaded = _read_yaml(path, children)
     merged = OmegaConf.create({})
     for name in _default_names(path, loaded.pop("defaults", None)):
-        merged = _merge(merged, _load_yaml(path.parent / name, chain))
-    return _merge(merged, loaded)
+        parent = _load_yaml(path.parent / name, chain)
+        merged = _merge(_without_other_kinds(merged, parent), parent)
+    return _merge(_without_other_kinds(merged, loaded), loaded)
 
 
 def _read_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
@@ -130,12 +153,32 @@ def _similar_file(path: Path) -> str | None:
     return f"did you mean {path.with_name(close[0])}?" if close else None
 
 
-def _apply_override(base: DictConfig, text: str) -> DictConfig:
+@dataclass(frozen=True)
+class _Override:
+    key: str
+    text: str
+    values: DictConfig
+
+    def __str__(self) -> str:
+        return f"override '{self.text[:_LONGEST_OVERRIDE]}{'...' * (len(self.text) > _LONGEST_OVERRIDE)}'"
+
+
+def _parse_override(text: str) -> _Override:
     key, sign, value = text.partition("=")
-    if not sign or not all(key.strip().split(".")):
+    key = key.strip()
+    if not sign or not all(key.split(".")):
         raise ConfigError(f"override '{text}': expected key=value, for example policy.optimizer.lr=1e-5")
+    if value.strip() == "???":
+        raise ConfigError(f"override '{text}': ??? leaves the key open; give it a value")
     try:
-        return _merge(base, OmegaConf.from_dotlist([f"{key.strip()}={value}"]))
+        kind = text_kind(RecipeConfig, key)
+        values = OmegaConf.from_dotlist([f"{key}={value}" if kind is None else f"{key}="])
+        if kind is not None:
+            OmegaConf.update(values, key, None if kind == "optional" and value == "null" else value)
+        elif isinstance(OmegaConf.select(values, key), str) and value.strip()[0] not in _YAML_MARKS:
+            # Of plain text YAML would take what looks like a comment for one.
+            OmegaConf.update(values, key, value)
+        return _Override(key, text, values)
     except YAMLError as error:
         raise ConfigError(
             f"override '{text}': {_in_one_line(error)}; put the value in quotes: {key}='\"...\"'"
@@ -144,8 +187,38 @@ def _apply_override(base: DictConfig, text: str) -> DictConfig:
         raise ConfigError(f"override '{text}': {_in_one_line(error)}") from error
 
 
-def _merge(base: DictConfig, extra: DictConfig) -> DictConfig:
-    merged = OmegaConf.merge(base, extra)
+def _culprit(overrides: Sequence[_Override], key: str, message: str) -> _Override | None:
+    """Return the last override that set the faulty key, its section or its kind, or a key that the message names."""
+    kinds = {f"{section}.{tag}": section for section, tag in kinds_of_sections(RecipeConfig)}
+    for override in reversed(overrides):
+        section = kinds.get(override.key, override.key)
+        if key and (key in (override.key, section) or key.startswith(f"{section}.")):
+            return override
+        if override.key.startswith((f"{key}.", f"{key}[")) and message.startswith(
+            (f"unknown key '{key}'", f"{key}=")
+        ):
+            return override
+        named = override.key.removeprefix(f"{key}.") if key else override.key
+        if (not key or named != override.key) and re.search(rf"(?<![\w.]){re.escape(named)}(?!\w)", message):
+            return override
+    return None
+
+
+def _without_other_kinds(base: DictConfig, extra: DictConfig) -> DictConfig:
+    """Return `base` without the sections that `extra` makes sections of another kind."""
+    for key, tag in kinds_of_sections(RecipeConfig):
+        old, new = (
+            OmegaConf.select(config, f"{key}.{tag}", throw_on_resolution_failure=False)
+            for config in (base, extra)
+        )
+        if old is not None and new is not None and old != new:
+            base = _merge(base, OmegaConf.create({}))
+            OmegaConf.update(base, key, {}, merge=False)
+    return base
+
+
+def _merge(base: DictConfig, *extra: DictConfig) -> DictConfig:
+    merged = OmegaConf.merge(base, *extra)
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -156,5 +229,7 @@ def _in_one_line(error: Exception) -> str:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
     text = str(error).partition("\n")[0]
+    if isinstance(error, GrammarParseError | InterpolationResolutionError):
+        text += r"; write \${ where the text is meant"
     key = getattr(error, "full_key", None)
     return f"{key}: {text}" if key else text
