@@ -482,12 +482,15 @@ EnvironmentConfig = Annotated[ReasoningGymConfig | MathConfig | DatasetConfig, F
 class DataConfig(Section):
     """Which prompts, and how they are written."""
 
-    train_size: PositiveInt = 2048
-    """Prompts generated for training (generated tasks), or kept of a file at most."""
+    train_size: PositiveInt | None = None
+    """Prompts generated for training, or kept of a file at most; None: 2,048 of a generated task, all of a file."""
     validation_size: PositiveInt = 256
     """Prompts held out; no training prompt equals one of them."""
     system_prompt: str | None = None
     shuffle: bool = True
+    overlong_prompts: Literal["refuse", "skip"] = "refuse"
+    """A prompt that fills `policy.max_total_sequence_length`: end the run before it starts, or leave the prompt out of
+    its split, with a warning that counts them."""
 
 
 class WarmStartConfig(Section):
@@ -567,7 +570,9 @@ class RecipeConfig(Section):
     overwrite: bool = False
     """Empty a run directory that holds another run; otherwise it is resumed if it has a checkpoint."""
     resume: bool = True
-    cpu_threads: PositiveInt | None = None
+    allow_changes: bool = False
+    """Go on from a checkpoint although its prompts, split, seed or model are not those of this recipe."""
+    cpu_threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Threads that torch uses on a CPU; None: one per core. Small models are faster with 1."""
     policy: PolicyConfig
     generation: GenerationConfig = GenerationConfig()

@@ -104,6 +104,30 @@ def test_a_line_separator_inside_a_string_does_not_end_the_line(tmp_path: Path) 
     assert len(environment.prompts("train")) == 2
 
 
+def test_a_surrogate_pair_and_an_escaped_backslash_are_text_like_any_other(tmp_path: Path) -> None:
+    rows = ['{"question": "\\ud83d\\ude00", "answer": "a"}', '{"question": "\\\\ud800", "answer": "b"}']
+    environment = build(write(tmp_path / "s.jsonl", rows), DataConfig(validation_size=1))
+    prompts = environment.prompts("train") + environment.prompts("validation")
+    assert {p.messages[0].content for p in prompts} == {"\U0001f600", "\\ud800"}
+
+
+def test_all_rows_of_a_file_train_unless_train_size_says_fewer(tmp_path: Path) -> None:
+    rows = [{"question": f"q{i}", "answer": "x"} for i in range(2300)]
+    assert len(build(write(tmp_path / "many.jsonl", rows), DataConfig()).prompts("train")) == 2300 - 256
+
+
+def test_a_number_of_a_saved_dataset_that_is_none_is_refused_by_row(tmp_path: Path) -> None:
+    rows = [{"question": "x", "answer": 1.5}, {"question": "y", "answer": float("nan")}]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ConfigError, match=r"saved, row 1: key 'answer' is nan"):
+        build(tmp_path / "saved", DataConfig(validation_size=1))
+
+
+def test_a_home_directory_that_nobody_has_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"env.path=~nosuchuser/x.jsonl: no home directory is known"):
+        build(Path("~nosuchuser/x.jsonl"))
+
+
 def test_a_saved_hugging_face_dataset_is_read_like_a_file(tmp_path: Path) -> None:
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
     environment = build(tmp_path / "saved")
@@ -159,6 +183,21 @@ def test_the_last_number_of_a_text(text: str, number: str | None) -> None:
         (["", "  "], {}, r"env.path=.*f.jsonl: the file has no rows"),
         ([*ROWS, "{oops"], {}, r"f.jsonl, line 11: not valid JSON .*write one JSON object per line"),
         ([*ROWS, "[" * 100_000], {}, r"f.jsonl, line 11: not valid JSON"),
+        ([*ROWS, '{"question": "x", "answer": NaN}'], {}, r"line 11: not valid JSON \(NaN is no JSON number"),
+        (['{"question": "x", "answer": -Infinity}', *ROWS], {}, r"line 1: not valid JSON \(-Infinity is"),
+        ([*ROWS, '{"question": "x", "answer": 1e999}'], {}, r"line 11: .*1e999 is too large a number"),
+        (
+            [*ROWS, '{"question": "x", "answer": 1, "other": [{"a": -2E400}]}'],
+            {},
+            r"line 11: .*-2E400 is too",
+        ),
+        ([*ROWS, '{"question": "x", "answer": ' + "7" * 5000 + "}"], {}, r"line 11: .*has 5000 digits\)"),
+        (
+            [*ROWS, '{"question": "\\ud800", "answer": "y"}'],
+            {},
+            r"line 11: .*\\ud800 is half a surrogate pair",
+        ),
+        ([*ROWS, '{"question": "x", "answer": "y", "\\uDFFF": 1}'], {}, r"line 11: .*half a surrogate pair"),
         ([*ROWS, [1, 2]], {}, r"f.jsonl, line 11: expected a JSON object; got list"),
         (
             [*ROWS, {"question": "x"}],
@@ -208,7 +247,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_binary_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(ConfigError, match=r"b.jsonl: not UTF-8 text; expected JSONL"):
+    with pytest.raises(ConfigError, match=r"b.jsonl, line 1: not UTF-8 text; write one JSON object per line"):
         build(tmp_path / "b.jsonl")
 
 

@@ -18,10 +18,10 @@ from headrace.data_plane.schema import FieldSpec, added_fields, declare
 from headrace.data_plane.worker_mixin import bytes_moved
 from headrace.distributed.topology import policy_sharding
 from headrace.distributed.worker_groups import WorkerSpec
-from headrace.environments.build import build_environment
 from headrace.environments.interfaces import Environment
 from headrace.errors import ConfigError, DataPlaneError
 from headrace.experience.chat import ChatTokenizer
+from headrace.experience.prompt_room import prompts_that_fit
 from headrace.experience.rollouts import RolloutSettings
 from headrace.experience.sync_rollout_actor import DriverCarry, SyncRolloutActor
 from headrace.experience.types import Prompt
@@ -101,8 +101,8 @@ class RolloutWorker:
     def start(recipe: RecipeConfig) -> "RolloutWorker":
         """Build all of it from a recipe, in a process of its own."""
         hf_logging.disable_progress_bar()
-        environment = build_environment(recipe.env, recipe.data, seed=recipe.seed)
-        return RolloutWorker(recipe, load_tokenizer(recipe.policy), environment)
+        tokenizer = load_tokenizer(recipe.policy)
+        return RolloutWorker(recipe, tokenizer, prompts_that_fit(recipe, tokenizer))
 
     def setup_data_plane(
         self, cfg: DataPlaneConfig | Mapping[str, Any], columns: Sequence[FieldSpec] = ()

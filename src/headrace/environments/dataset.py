@@ -1,15 +1,13 @@
 """Questions and answers from a file: JSONL, or a Hugging Face dataset saved to disk."""
 
-import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 from headrace.config import DataConfig, DatasetConfig, MathConfig
 from headrace.environments.interfaces import StepResult
+from headrace.environments.records import read_records
 from headrace.environments.splits import Splits, conversation, hold_out
 from headrace.errors import ConfigError
 from headrace.experience.types import Message, Prompt
@@ -28,7 +26,7 @@ class DatasetEnvironment:
 
     `check_answer` returns what is wrong with a right answer, or None. A repeated question counts once, with
     its first answer. `data.validation_size` questions are held out at random, the same ones for every run;
-    of the others, the first `data.train_size` train.
+    of the others, the first `data.train_size` train, or all of them.
 
     Raises:
         ConfigError: a missing, malformed or empty file, a missing key, an answer that `check_answer`
@@ -127,21 +125,14 @@ def _lacks_number(answer: str) -> str | None:
     )
 
 
-@dataclass(frozen=True)
-class _Record:
-    place: str
-    """`line 3` of a text file, `row 2` of a dataset."""
-    values: dict[str, Any]
-
-
 def _read_splits(cfg: DatasetConfig | MathConfig, data: DataConfig) -> Splits:
-    path = Path(cfg.path).expanduser()
+    stem = Path(cfg.path).stem
     prompts: dict[str, Prompt] = {}
-    for record in _records(path):
-        question = _text(path, record, "question_key", cfg.question_key)
-        answer = _text(path, record, "answer_key", cfg.answer_key)
+    for record in read_records(cfg.path):
+        question = record.text(cfg.question_key, "question_key")
+        answer = record.text(cfg.answer_key, "answer_key")
         if question not in prompts:
-            uid = f"{path.stem}-{record.place.split()[-1]}"
+            uid = f"{stem}-{record.number}"
             info = {"task": cfg.kind, "answer": answer, "place": record.place}
             prompts[question] = Prompt(uid, conversation(question, data.system_prompt), info, answer)
     if not prompts:
@@ -154,81 +145,3 @@ def _read_splits(cfg: DatasetConfig | MathConfig, data: DataConfig) -> Splits:
             f"{data.validation_size} leaves none of them for training; lower it, or add rows"
         )
     return hold_out(list(prompts.values()), train_size=data.train_size, validation_size=data.validation_size)
-
-
-def _records(path: Path) -> Iterator[_Record]:
-    if path.is_dir():
-        return _saved_dataset_records(path)
-    return _jsonl_records(path)
-
-
-def _jsonl_records(path: Path) -> Iterator[_Record]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise ConfigError(
-            f"env.path={path}: cannot read it ({error.strerror or error}); check the path"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"env.path={path}: not UTF-8 text; expected JSONL, one object per line") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-            raise ConfigError(
-                f"env.path={path}, line {number}: not valid JSON ({reason}); write one JSON object per line"
-            ) from error
-        if not isinstance(values, dict):
-            raise ConfigError(
-                f"env.path={path}, line {number}: expected a JSON object; got {type(values).__name__}; "
-                "write one JSON object per line"
-            )
-        yield _Record(f"line {number}", values)
-
-
-def _saved_dataset_records(path: Path) -> Iterator[_Record]:
-    dataset = _load_from_disk(path)
-    if hasattr(dataset, "keys"):
-        names = ", ".join(dataset.keys())
-        raise ConfigError(
-            f"env.path={path} holds several splits ({names}); add one to the path, as in {path}/train"
-        )
-    for number, values in enumerate(dataset):
-        yield _Record(f"row {number}", values)
-
-
-def _load_from_disk(path: Path) -> Any:
-    try:
-        from datasets import load_from_disk  # noqa: PLC0415 - optional, and slow to import
-    except ImportError as error:
-        raise ConfigError(
-            f"env.path={path} is a folder, and reading a saved Hugging Face dataset needs the package "
-            "'datasets'; install headrace[train], or give a JSONL file"
-        ) from error
-    try:
-        return load_from_disk(str(path))
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"env.path={path}: not a Hugging Face dataset made by save_to_disk ({reason}); check the path"
-        ) from error
-
-
-def _text(path: Path, record: _Record, knob: str, key: str) -> str:
-    """Return the text under `key`; a number counts as text."""
-    place = f"env.path={path}, {record.place}"
-    if key not in record.values:
-        there = ", ".join(map(str, record.values)) or "none"
-        raise ConfigError(
-            f"{place}: missing key '{key}' (keys there: {there}); set env.{knob}, or mend the row"
-        )
-    value = record.values[key]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ConfigError(f"{place}: key '{key}' is {value!r:.60}; expected text or a number (env.{knob})")
-    text = str(value)
-    if not text.strip():
-        raise ConfigError(f"{place}: key '{key}' is empty; mend or remove the row (env.{knob})")
-    return text

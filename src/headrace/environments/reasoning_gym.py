@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 Entry = dict[str, Any]
 T = TypeVar("T")
 
+_TRAIN_SIZE = 2048
 _MAX_REPEATS = 1000
 """Draws in a row without a new question after which a task counts as exhausted."""
 _CHUNK_SIZE = 1000
@@ -47,8 +48,8 @@ class ReasoningGymEnvironment:
     there is one. An answer on which the task's scorer fails, or takes too long, gets 0 and counts in the metric
     `unscorable`.
 
-    Questions are distinct. A task that gives fewer than `data.train_size` of them beside the validation
-    split trains on those there are, with a warning.
+    Questions are distinct. A task that gives fewer than `data.train_size` (2,048 if None) of them beside the
+    validation split trains on those there are, with a warning.
 
     Example: `ReasoningGymConfig(task="spell_backward", prompt_from="metadata.word")` asks `klam` and wants
     `malk`.
@@ -108,21 +109,22 @@ class ReasoningGymEnvironment:
         """Draw the validation split, then the training split from what is left; validation has priority."""
         seen: set[str] = set()
         validation = self._draw("validation", data.validation_size, data.system_prompt, seen)
-        train = self._draw("train", data.train_size, data.system_prompt, seen)
+        train_size = data.train_size or _TRAIN_SIZE
+        train = self._draw("train", train_size, data.system_prompt, seen)
         if len(validation) < data.validation_size or not train:
             raise ConfigError(
                 f"env.task={self._cfg.task} gives only {len(validation)} distinct questions under env.config="
                 f"{self._cfg.config}, and data.validation_size={data.validation_size} leaves none for "
                 "training; lower it, or widen env.config"
             )
-        if len(train) < data.train_size:
+        if len(train) < train_size:
             logger.warning(
                 "env.task=%s gives only %d distinct questions beside the %d for validation; training repeats "
                 "them (data.train_size=%d)",
                 self._cfg.task,
                 len(train),
                 len(validation),
-                data.train_size,
+                train_size,
             )
         return Splits(tuple(train), tuple(validation))
 

@@ -40,8 +40,8 @@ class Splits:
         return replace(self, train=tuple(self.train[i] for i in order))
 
 
-def hold_out(prompts: Sequence[Prompt], *, train_size: int, validation_size: int) -> Splits:
-    """Hold out `validation_size` prompts at random; the first `train_size` of the rest train.
+def hold_out(prompts: Sequence[Prompt], *, train_size: int | None, validation_size: int) -> Splits:
+    """Hold out `validation_size` prompts at random; the first `train_size` of the rest train, or all.
 
     The draw is that of `DATA_SEED`; both splits keep the order of `prompts`, which must be distinct.
     """

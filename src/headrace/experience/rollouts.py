@@ -126,9 +126,11 @@ def check_prompts(tokenizer: ChatTokenizer, environment: Environment, *, max_tot
 def _render_with_room(tokenizer: ChatTokenizer, prompt: Prompt, max_total_tokens: int) -> list[int]:
     ids = render_prompt(tokenizer, prompt.messages)
     if len(ids) >= max_total_tokens:
+        place = f" ({prompt.info['place']})" if "place" in prompt.info else ""
         raise ConfigError(
-            f"prompt '{prompt.uid}' has {len(ids)} tokens and leaves no room for an answer within policy."
-            f"max_total_sequence_length={max_total_tokens}; raise it, or remove the prompt"
+            f"prompt '{prompt.uid}'{place} has {len(ids)} tokens and leaves no room for an answer within policy."
+            f"max_total_sequence_length={max_total_tokens}; raise it, remove the prompt, or set "
+            "data.overlong_prompts=skip"
         )
     return ids
 

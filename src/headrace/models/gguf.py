@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from headrace.errors import ConfigError
+from headrace.utils.paths import user_path
 
 
 def convert_gguf_package(package: str, cache_dir: str | Path) -> Path:
@@ -27,7 +28,10 @@ def convert_gguf_package(package: str, cache_dir: str | Path) -> Path:
             can read, or the cache directory cannot be written.
     """
     gguf_file = find_gguf(package)
-    target = Path(cache_dir).expanduser() / f"{_import_name(package)}-{_version(package, gguf_file)}"
+    target = (
+        user_path(cache_dir, "policy.model.cache_dir")
+        / f"{_import_name(package)}-{_version(package, gguf_file)}"
+    )
     if target.is_dir():
         return target
     try:

@@ -32,6 +32,7 @@ from headrace.models.automodel.attention import choose_attention
 from headrace.models.automodel.probes import REFUSALS, check_runs, first_line
 from headrace.models.gguf import convert_gguf_package
 from headrace.models.tokenizers import build_character_tokenizer, known_ids
+from headrace.utils.paths import user_path
 from headrace.utils.seeding import derive_seed
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -256,7 +257,7 @@ def _model_directory(cfg: ModelConfig) -> Path | None:
         return Path(convert_gguf_package(cfg.gguf_package, cfg.cache_dir))
     if cfg.path is None:
         return None
-    directory = Path(cfg.path).expanduser()
+    directory = user_path(cfg.path, "policy.model.path")
     if not directory.is_dir():
         raise ConfigError(
             f"policy.model.path={cfg.path}: no such directory; give a Hugging Face model directory"
@@ -274,7 +275,7 @@ def _model_directory(cfg: ModelConfig) -> Path | None:
 
 def _tokenizer_directory(cfg: PolicyConfig) -> tuple[str, Path]:
     if cfg.tokenizer.path is not None:
-        directory = Path(cfg.tokenizer.path).expanduser()
+        directory = user_path(cfg.tokenizer.path, "policy.tokenizer.path")
         if not directory.is_dir():
             raise ConfigError(
                 f"policy.tokenizer.path={cfg.tokenizer.path}: no such directory; check the path"

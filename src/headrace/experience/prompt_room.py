@@ -1,0 +1,70 @@
+"""A run's prompts, with those that leave no room for an answer refused or left out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.config import RecipeConfig
+from headrace.environments.build import build_environment
+from headrace.environments.interfaces import Environment, StepResult
+from headrace.errors import ConfigError
+from headrace.experience.chat import ChatTokenizer, render_prompt
+from headrace.experience.rollouts import check_prompts
+from headrace.experience.types import Message, Prompt
+
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class FittingPrompts:
+    """An environment without the prompts in `left_out`, by split."""
+
+    environment: Environment
+    kept: dict[str, list[Prompt]]
+    left_out: dict[str, list[Prompt]]
+
+    def prompts(self, split: str) -> list[Prompt]:
+        """Return the prompts of a split that leave room for an answer."""
+        return list(self.kept[split])
+
+    def step(
+        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], finished: Sequence[bool]
+    ) -> list[StepResult]:
+        """Judge as the environment does."""
+        return self.environment.step(prompts, conversations, finished)
+
+    def notice(self) -> str | None:
+        """Return a line that counts what is left out, and names the first; None where nothing is."""
+        counts = [f"{len(self.left_out[split])} of {split}" for split in SPLITS if self.left_out[split]]
+        if not counts:
+            return None
+        first = next(prompt for split in SPLITS for prompt in self.left_out[split])
+        return (
+            f"left out as too long for policy.max_total_sequence_length: {' and '.join(counts)} prompts, "
+            f"first '{first.uid}' (data.overlong_prompts=skip)"
+        )
+
+
+def prompts_that_fit(recipe: RecipeConfig, tokenizer: ChatTokenizer) -> Environment:
+    """Build the recipe's environment; every prompt of it leaves room for an answer.
+
+    Raises:
+        ConfigError: see `build_environment`; also a prompt that is too long where none is to be left out, or a split
+            of which none is left.
+    """
+    environment = build_environment(recipe.env, recipe.data, seed=recipe.seed)
+    longest = recipe.policy.max_total_sequence_length
+    if recipe.data.overlong_prompts == "refuse":
+        check_prompts(tokenizer, environment, max_total_tokens=longest)
+        return environment
+    kept: dict[str, list[Prompt]] = {}
+    left_out: dict[str, list[Prompt]] = {}
+    for split in SPLITS:
+        kept[split], left_out[split] = [], []
+        for prompt in environment.prompts(split):
+            fits = len(render_prompt(tokenizer, prompt.messages)) < longest
+            (kept if fits else left_out)[split].append(prompt)
+        if not kept[split]:
+            raise ConfigError(
+                f"policy.max_total_sequence_length={longest}: every prompt of {split} is too long for it; raise it"
+            )
+    return FittingPrompts(environment, kept, left_out)
