@@ -20,6 +20,7 @@ from headrace.progress import CompositeObserver, ConsoleObserver, FileObserver, 
 from headrace.utils.checkpoints import CheckpointManager
 from headrace.utils.interrupt import InterruptFlag
 from headrace.utils.run_directory import RunDirectory
+from headrace.utils.run_state import Progress, PromptsState, RunState, SplitState
 
 STAGE_SHARES = {"rollout": 0.5, "prev_logprobs": 0.12, "advantages": 0.01, "train": 0.35, "refresh": 0.02}
 COLUMN_BYTES = {"input_ids": 41_000, "token_mask": 5_125, "prev_logprobs": 20_500, "sample_mask": 1_024}
@@ -40,6 +41,15 @@ def toy_record(step: int, total: int, rng: random.Random, *, step_s: float = 0.6
     """Return the record of one step."""
     timings = {stage: share * step_s for stage, share in STAGE_SHARES.items()}
     return StepRecord(step, total, toy_metrics(step, rng), timings, TOKENS, COLUMN_BYTES)
+
+
+def toy_state(step: int, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint of a recipe remembers."""
+    progress = Progress.at_start().model_copy(update={"step": step})
+    split = SplitState(prompts=8, digest="0")
+    return RunState(
+        progress=progress, prompts=PromptsState(train=split, validation=split), recipe=recipe
+    ).model_dump()
 
 
 def toy_loop(
@@ -68,7 +78,7 @@ def toy_loop(
         if step % 5 == 0 or stopping:
             with checkpoints.writing(step) as draft:
                 (draft / "weights").write_bytes(bytes(100_000))
-            info = checkpoints.commit(step, accuracy, {"step": step})
+            info = checkpoints.commit(step, accuracy, toy_state(step, {"seed": 0}))
             observer.on_checkpoint(step, info.path)
         observer.on_samples(step, "train", [{"prompt": "spell abc", "answer": "cba", "reward": 1.0}])
         observer.on_step(toy_record(step, steps, rng))

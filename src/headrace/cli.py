@@ -44,6 +44,7 @@ from headrace.store_commands import store_app
 from headrace.utils import atomic
 from headrace.utils.checkpoints import CheckpointInfo, CheckpointManager, read_checkpoint
 from headrace.utils.interrupt import InterruptFlag
+from headrace.utils.paths import user_path
 from headrace.utils.recipe import dump_recipe, load_recipe
 from headrace.utils.run_directory import RunDirectory
 
@@ -144,7 +145,11 @@ def train(
     recipe = load_recipe(config, overrides or ())
     console = make_console(recipe.logging.progress)
     opened = RunDirectory.open(
-        recipe.run_dir, recipe_text=dump_recipe(recipe), overwrite=recipe.overwrite, resume=recipe.resume
+        recipe.run_dir,
+        recipe_text=dump_recipe(recipe),
+        overwrite=recipe.overwrite,
+        resume=recipe.resume,
+        allow_changes=recipe.allow_changes,
     )
     with opened as run:
         _say_where_it_starts(run, console)
@@ -171,10 +176,14 @@ def _run_loop(recipe: RecipeConfig, run: RunDirectory, console: Console) -> tupl
 def _say_where_it_starts(run: RunDirectory, console: Console) -> None:
     if run.resume_from is None:
         return
-    line = f"going on after step {run.resume_from.step} of the run in {run.path}"
-    if run.changed:
-        line += f"; changed since: {', '.join(run.changed)}"
-    print_line(console, line)
+    print_line(console, f"going on after step {run.resume_from.step} of the run in {run.path}")
+    for matters, label in (
+        (True, "changed since, for the steps to come"),
+        (False, "changed since, with no effect on training"),
+    ):
+        changes = ", ".join(str(change) for change in run.changes if change.matters == matters)
+        if changes:
+            print_line(console, f"{label}: {changes}")
 
 
 def _how_to_go_on(
@@ -221,7 +230,7 @@ def evaluate(
     """
     is_run = target.is_dir()
     recipe = load_recipe(RunDirectory(target).config_path if is_run else target, overrides or ())
-    run = RunDirectory(target if is_run else Path(recipe.run_dir).expanduser())
+    run = RunDirectory(target if is_run else user_path(recipe.run_dir, "run_dir"))
     wanted = checkpoint or ("best" if is_run else None)
     found = None if wanted is None else _find_checkpoint(recipe, run, wanted)
     metrics = _training().evaluate(recipe, None if found is None else found.path)

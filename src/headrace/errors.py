@@ -6,6 +6,7 @@
     ├── RewardError (ValueError)    a reward that is missing, not finite, or of the wrong length
     ├── GenerationError             the generator returned less, or other, than it was asked for
     ├── ReplayError                 router replay that replayed nothing, twice, or the wrong rows
+    ├── WriteError (OSError)        a file that cannot be written: a full disk, no permission
     └── DataPlaneError              the store
         ├── TransportError          no answer, or a lost connection
         ├── SampleNotFound          an unknown sample id, or a column it does not have yet
@@ -38,6 +39,10 @@ class GenerationError(HeadraceError):
 
 class ReplayError(HeadraceError):
     """Router replay that replayed nothing, replayed twice, or replayed the wrong rows."""
+
+
+class WriteError(HeadraceError, OSError):
+    """A file or directory that cannot be written; the message names it, the reason and the remedy."""
 
 
 class DataPlaneError(HeadraceError):

@@ -14,6 +14,7 @@ from rich.live import Live
 from headrace.algorithms.observer import REWARD, TOKENS_PER_S, RunObserver, StepRecord
 from headrace.live_view import Pace, RunState, render
 from headrace.run_tables import format_clock, format_number, format_seconds, held_out, summary_table
+from headrace.utils import atomic
 from headrace.utils.interrupt import tell_stderr
 from headrace.utils.run_directory import RunDirectory
 
@@ -220,8 +221,9 @@ class FileObserver(RunObserver):
         self._writers: dict[str, SummaryWriter] = {}
 
     def on_start(self, *, total_steps: int, first_step: int, info: dict[str, str]) -> None:
-        """Remove the summary of the run so far, if there is more to come."""
+        """Write the recipe, and take away what the steps to come will write anew."""
         self._first = first_step
+        self._run.begin()
         if first_step <= total_steps:
             self._run.summary_path.unlink(missing_ok=True)
 
@@ -267,9 +269,10 @@ class FileObserver(RunObserver):
         self._run.append_metrics({**head, **{key: _json_number(value) for key, value in values.items()}})
         if self._tensorboard:
             # Steps of a phase are counted from 1 too: they get an event file of their own.
-            writer = self._writer(phase if phase is not None and kind == "phase" else "")
-            for key, value in values.items():
-                writer.add_scalar(key, value, step)
+            with atomic.naming(self._run.tensorboard_dir):
+                writer = self._writer(phase if phase is not None and kind == "phase" else "")
+                for key, value in values.items():
+                    writer.add_scalar(key, value, step)
 
     def _writer(self, folder: str) -> "SummaryWriter":
         if folder not in self._writers:
@@ -279,8 +282,9 @@ class FileObserver(RunObserver):
 
     def close(self) -> None:
         """Flush the event files."""
-        while self._writers:
-            self._writers.popitem()[1].close()
+        with atomic.naming(self._run.tensorboard_dir):
+            while self._writers:
+                self._writers.popitem()[1].close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,6 @@
 """A run read back from its directory: totals for the final table, and the plots."""
 
 import io
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,11 @@ from headrace.algorithms.observer import (
 from headrace.errors import ConfigError
 from headrace.run_tables import RunTotals, in_step_order
 from headrace.utils import atomic
-from headrace.utils.run_directory import RunDirectory
+from headrace.utils.run_directory import RunDirectory, read_log
 
 Record = Mapping[str, Any]
 
+_TEXTS = ("kind", "phase")
 _TIME, _BYTES = "time_s/", "bytes/"
 _PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#222255")
 _MOST_BARS = 100
@@ -33,21 +33,22 @@ def read_metrics(run_dir: Path) -> list[Record]:
     """Return the lines of a run's metrics.jsonl.
 
     Raises:
-        ConfigError: there is no such file, nothing in it, or a line that is not JSON.
+        ConfigError: there is no such file, nothing in it, or a line that is not JSON, which the message names.
     """
     path = RunDirectory(run_dir).metrics_path
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot read it ({error.strerror}); give the directory of a run"
-        ) from error
-    if not lines:
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file; give the directory of a run")
+    records: list[Record] = []
+    for line in read_log(path):
+        for key, value in line.value.items():
+            if key not in _TEXTS and not isinstance(value, int | float | None):
+                raise ConfigError(
+                    f"{path}, line {line.number}: {key} is {value!r:.40}, not a number; mend or remove the line"
+                )
+        records.append(line.value)
+    if not records:
         raise ConfigError(f"{path}: no step has been recorded yet; try again when the run has made one")
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise ConfigError(f"{path}: not one JSON object per line ({error}); was it edited?") from error
+    return records
 
 
 def run_totals(records: Sequence[Record]) -> RunTotals:

@@ -122,6 +122,16 @@ def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
         checkpoints.commit(1, {}, {})
 
 
+def test_a_checkpoint_of_another_step_than_its_directory_is_named(tmp_path: Path) -> None:
+    info = save(manager(tmp_path), 80, 0.5)
+    moved = info.path.rename(tmp_path / "step_000009")
+    with pytest.raises(ConfigError, match=r"checkpoint.json: is of step 80, not of step_000009; remove"):
+        manager(tmp_path).latest()
+    copied = read_checkpoint(moved.rename(tmp_path / "my_copy"))
+    assert copied is not None
+    assert copied.step == 80
+
+
 def test_a_draft_that_was_not_committed_is_no_checkpoint(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path)
     save(checkpoints, 1, 0.5)
@@ -140,11 +150,22 @@ def test_other_folders_and_files_are_no_checkpoints(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path / "step_000003") is None
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"step": 3}'])
+WRONG = [
+    "{",
+    "[]",
+    '{"step": 3}',
+    '{"step": "3", "metrics": {}, "state": {}}',
+    '{"step": 3, "metrics": {"m": NaN}, "state": {}}',
+    '{"step": 3, "metrics": [], "state": {}}',
+    "\x00",
+]
+
+
+@pytest.mark.parametrize("content", WRONG)
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "step_000003").mkdir()
     (tmp_path / "step_000003" / "checkpoint.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"step_000003/checkpoint\.json: damaged.*remove"):
+    with pytest.raises(ConfigError, match=r"step_000003/checkpoint\.json.*: damaged.*remove"):
         manager(tmp_path).latest()
 
 

@@ -4,24 +4,35 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.errors import ConfigError
 from headrace.utils.checkpoints import CheckpointManager
+from headrace.utils.recipe import read_resolved
 from headrace.utils.run_directory import RunDirectory
+from toy_run import toy_state
 
+# What `str.splitlines` takes for ends of lines stands in JSON strings as it is.
+TEXT = "é\u2028a\u2029b\x85c\x0bd\x1ce\r"
 RECIPE = "seed: 0\nrun_dir: x\npolicy: {model: {path: m}}\ngrpo: {max_num_steps: 80}\n"
 
 
-def start(path: Path, recipe: str = RECIPE, *, overwrite: bool = False, resume: bool = True) -> RunDirectory:
-    return RunDirectory.open(path, recipe_text=recipe, overwrite=overwrite, resume=resume)
+def start(path: Path, recipe: str = RECIPE, **options: bool) -> RunDirectory:
+    run = RunDirectory.open(path, recipe_text=recipe, **options)
+    with ExitStack() as on_error:
+        on_error.callback(run.close)
+        run.begin()
+        on_error.pop_all()
+    return run
 
 
-def refusal(path: Path, recipe: str = RECIPE, *, overwrite: bool = False, resume: bool = True) -> str:
+def refusal(path: Path, recipe: str = RECIPE, **options: bool) -> str:
     with pytest.raises(ConfigError) as caught:
-        start(path, recipe, overwrite=overwrite, resume=resume)
+        start(path, recipe, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -33,18 +44,18 @@ def run_with_steps(path: Path, steps: int, *, checkpoint_at: int | None = None) 
         run.append_metrics({"kind": "validation", "step": 0, "validation/accuracy": 0.4})
         for step in range(1, steps + 1):
             run.append_metrics({"kind": "step", "step": step, "reward/mean": step / 10})
-            run.append_sample({"step": step, "split": "train", "answer": "é"})
+            run.append_sample({"step": step, "split": "train", "answer": TEXT})
         run.tensorboard_dir.mkdir(exist_ok=True)
         (run.tensorboard_dir / "events.out.tfevents.1.host").write_bytes(b"x")
         if checkpoint_at is not None:
             checkpoints = CheckpointManager(run.checkpoints_dir, keep_top_k=2, metric="m")
             with checkpoints.writing(checkpoint_at) as draft:
                 (draft / "weights").write_bytes(b"w")
-            checkpoints.commit(checkpoint_at, {}, {})
+            checkpoints.commit(checkpoint_at, {}, toy_state(checkpoint_at, read_resolved(RECIPE)))
 
 
 def lines(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def test_a_fresh_directory_gets_its_config_and_folders(tmp_path: Path) -> None:
@@ -62,7 +73,14 @@ def test_a_tilde_is_the_home_directory(tmp_path: Path) -> None:
         "RunDirectory.open('~/runs/a', recipe_text='seed: 0').close()"
     )
     subprocess.run([sys.executable, "-c", source], env={**os.environ, "HOME": str(tmp_path)}, check=True)
-    assert (tmp_path / "runs" / "a" / "config.yaml").exists()
+    assert (tmp_path / "runs" / "a" / ".headrace-run").exists()
+
+
+def test_a_home_directory_that_nobody_has_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match="run_dir=~nosuchuser/run: no home directory is known for '~nosuchuser'"
+    ):
+        RunDirectory.open("~nosuchuser/run", recipe_text=RECIPE)
 
 
 def test_a_run_is_continued_from_its_newest_checkpoint_and_later_lines_are_cut(tmp_path: Path) -> None:
@@ -74,7 +92,7 @@ def test_a_run_is_continued_from_its_newest_checkpoint_and_later_lines_are_cut(t
         assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3, 4, 5]
         assert [r["kind"] for r in records[:2]] == ["phase", "validation"]
         assert [r["step"] for r in lines(run.samples_path)] == [1, 2, 3, 4, 5]
-        assert lines(run.samples_path)[0]["answer"] == "é"
+        assert {r["answer"] for r in lines(run.samples_path)} == {TEXT}
 
 
 def test_a_line_that_a_crash_cut_short_is_dropped(tmp_path: Path) -> None:
@@ -86,24 +104,104 @@ def test_a_line_that_a_crash_cut_short_is_dropped(tmp_path: Path) -> None:
         assert [r["step"] for r in lines(run.metrics_path)][-2:] == [5, 6]
 
 
-def test_keys_that_changed_since_are_named(tmp_path: Path) -> None:
+def test_a_line_that_is_damaged_is_named_and_nothing_is_cut(tmp_path: Path) -> None:
+    run_with_steps(tmp_path, 7, checkpoint_at=5)
+    for name, fault in (
+        ("samples.jsonl", "oops"),
+        ("metrics.jsonl", "[1]"),
+        ("metrics.jsonl", '{"kind": "step"}'),
+    ):
+        log = tmp_path / name
+        whole = log.read_text()
+        first, _, rest = whole.partition("\n")
+        log.write_text(f"{first}\n{fault}\n{rest}")
+        message = refusal(tmp_path)
+        assert message.startswith(f"{log}, line 2: ")
+        assert "mend or remove the line, or set overwrite=true" in message
+        assert log.read_text() == f"{first}\n{fault}\n{rest}"
+        log.write_text(whole)
+    assert len(lines(tmp_path / "samples.jsonl")) == 7, "nothing is cut before all can be"
+
+
+def test_keys_that_changed_since_are_told_and_whether_they_matter(tmp_path: Path) -> None:
     run_with_steps(tmp_path, 3, checkpoint_at=3)
     with start(tmp_path, RECIPE.replace("80", "120").replace("run_dir: x", "run_dir: y")) as run:
-        assert run.changed == ("grpo.max_num_steps",)
+        assert [(str(change), change.matters) for change in run.changes] == [
+            ("grpo.max_num_steps 80 -> 120", True),
+            ("run_dir x -> y", False),
+        ]
+
+
+def test_what_changed_is_told_against_the_checkpoint_whatever_config_yaml_says(tmp_path: Path) -> None:
+    run_with_steps(tmp_path, 3, checkpoint_at=3)
+    (tmp_path / "config.yaml").write_text("a: [damaged\n")
+    with start(tmp_path, RECIPE.replace("80", "120")) as run:
+        assert [change.key for change in run.changes] == ["grpo.max_num_steps"]
+        assert run.config_path.read_text() == RECIPE.replace("80", "120")
 
 
 @pytest.mark.parametrize(
     ("old", "new", "key"), [("seed: 0", "seed: 1", "seed"), ("path: m", "path: n", "policy.model.path")]
 )
-def test_a_checkpoint_of_another_seed_or_model_is_not_resumed(
+def test_a_checkpoint_of_another_seed_or_model_is_not_resumed_unless_that_is_allowed(
     tmp_path: Path, old: str, new: str, key: str
 ) -> None:
     run_with_steps(tmp_path, 3, checkpoint_at=3)
     message = refusal(tmp_path, RECIPE.replace(old, new))
     assert message.startswith(f"{key} differs")
-    assert "overwrite=true" in message
+    for part in (f"({old.split()[1]} -> {new.split()[1]})", "overwrite=true", "allow_changes=true"):
+        assert part in message
     assert len(lines(tmp_path / "metrics.jsonl")) == 5
     assert (tmp_path / "config.yaml").read_text() == RECIPE
+    with start(tmp_path, RECIPE.replace(old, new), allow_changes=True) as run:
+        assert [change.key for change in run.changes] == [key]
+
+
+def test_the_path_of_the_data_may_change_since_its_content_decides(tmp_path: Path) -> None:
+    recipe = RECIPE + "env: {kind: dataset, path: a, match: exact}\n"
+    state = toy_state(3, read_resolved(recipe))
+    with start(tmp_path, recipe) as run:
+        checkpoints = CheckpointManager(run.checkpoints_dir, keep_top_k=2, metric="m")
+        with checkpoints.writing(3):
+            pass
+        checkpoints.commit(3, {}, state)
+    with start(tmp_path, recipe.replace("path: a", "path: b")) as run:
+        assert [str(change) for change in run.changes] == ["env.path a -> b"]
+    assert refusal(tmp_path, recipe.replace("exact", "contains")).startswith("env.match differs")
+
+
+STATE = toy_state(3, {"seed": 0})
+DAMAGED_STATES: dict[str, tuple[Any, str]] = {
+    "nothing": ({}, "state.progress: Field required"),
+    "no progress": ({**STATE, "progress": {}}, "state.progress.step: Field required"),
+    "a step that is text": (
+        {**STATE, "progress": {**STATE["progress"], "step": "3"}},
+        "state.progress.step: ",
+    ),
+    "a negative step": ({**STATE, "progress": {**STATE["progress"], "step": -3}}, "state.progress.step: "),
+    "another step": (
+        {**STATE, "progress": {**STATE["progress"], "step": 0}},
+        "progress.step is 0 in the checkpoint of",
+    ),
+    "no digest": (
+        {**STATE, "prompts": {"train": {"prompts": 8}}},
+        "state.prompts.train.digest: Field required",
+    ),
+    "a key too many": ({**STATE, "more": 1}, "state.more: "),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_STATES)
+def test_a_state_that_a_run_cannot_go_on_from_is_named(tmp_path: Path, name: str) -> None:
+    run_with_steps(tmp_path, 3, checkpoint_at=3)
+    state, fault = DAMAGED_STATES[name]
+    file = tmp_path / "checkpoints" / "step_000003" / "checkpoint.json"
+    file.write_text(json.dumps({"step": 3, "metrics": {}, "state": state}))
+    message = refusal(tmp_path)
+    assert message.startswith(f"{file}: damaged, ")
+    assert fault in message
+    assert f"remove the directory {file.parent}" in message
+    assert len(lines(tmp_path / "metrics.jsonl")) == 5
 
 
 def test_a_run_without_a_checkpoint_is_not_replaced_unasked(tmp_path: Path) -> None:

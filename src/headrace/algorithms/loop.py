@@ -12,29 +12,12 @@ from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
 from headrace.models.policy.lm_policy import Policy
 from headrace.utils.checkpoints import CheckpointManager
+from headrace.utils.run_state import Metrics, Progress, PromptsState, RunState
 from headrace.utils.timer import Timer
 
-Metrics = dict[str, float]
 VALIDATION = "validation"
 IDLE_STEPS = 10
 """Steps in a row without anything to learn after which a run says so (all steps, of a shorter run)."""
-
-
-@dataclass
-class Progress:
-    """What a checkpoint remembers beside the weights."""
-
-    step: int = 0
-    prompt_position: int = 0
-    train_seconds: float = 0.0
-    warm_start_steps: int = 0
-    first_validation: Metrics | None = None
-    last_validation: Metrics = field(default_factory=dict)
-    last_validation_step: int = -1
-    idle_steps: int = 0
-    """Steps that learned nothing from their rewards."""
-    idle_streak: int = 0
-    """How many of them came last, without another between."""
 
 
 @dataclass
@@ -51,6 +34,7 @@ class Loop:
     observer: RunObserver
     should_stop: Callable[[], bool]
     progress: Progress
+    prompts: PromptsState
     # Seconds of the checkpoint after a step go into the next step's record.
     _saving: Timer = field(default_factory=Timer)
     _told_idle: bool = False
@@ -151,17 +135,22 @@ class Loop:
         if latest and latest.step == self.progress.step:
             return
         with self._saving.time("checkpoint"):
-            save_checkpoint(self.policy, self.checkpoints, self.recipe, self.progress)
+            save_checkpoint(self.policy, self.checkpoints, self.recipe, self.progress, self.prompts)
         info = self.checkpoints.latest()
         if info is not None:
             self.observer.on_checkpoint(info.step, info.path)
 
 
 def save_checkpoint(
-    policy: Policy, checkpoints: CheckpointManager, recipe: RecipeConfig, progress: Progress
+    policy: Policy,
+    checkpoints: CheckpointManager,
+    recipe: RecipeConfig,
+    progress: Progress,
+    prompts: PromptsState,
 ) -> None:
-    """Write the policy and the progress as one checkpoint, whole or not at all."""
+    """Write the policy and the state of the run as one checkpoint, whole or not at all."""
     with checkpoints.writing(progress.step) as draft:
         policy.save_checkpoint(draft / "policy", with_optimizer=recipe.checkpointing.save_optimizer)
     metrics = progress.last_validation if progress.last_validation_step == progress.step else {}
-    checkpoints.commit(progress.step, metrics, dict(vars(progress)))
+    state = RunState(progress=progress, prompts=prompts, recipe=recipe.model_dump(mode="json"))
+    checkpoints.commit(progress.step, metrics, state.model_dump())

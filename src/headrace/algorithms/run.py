@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from headrace.algorithms.grpo import InMemoryRows
 from headrace.algorithms.grpo_sync import DataPlaneRows
-from headrace.algorithms.loop import Loop, Metrics, Progress, save_checkpoint
+from headrace.algorithms.loop import Loop, save_checkpoint
 from headrace.algorithms.loss import build_loss
 from headrace.algorithms.observer import (
     BEST_BY,
@@ -24,14 +25,14 @@ from headrace.algorithms.observer import (
     RunObserver,
 )
 from headrace.algorithms.prompt_stream import PromptStream
+from headrace.algorithms.resume import keep_reference, prompts_state, restore, warming_up
 from headrace.algorithms.rollout_worker import RemoteRollouts, Rollouts, RolloutWorker
 from headrace.algorithms.step import Rows, StepContext
 from headrace.algorithms.warm_start import check_demonstrations, warm_start, warm_start_optimizer
 from headrace.config import DataPlaneConfig, ObservabilityConfig, RecipeConfig
-from headrace.environments.build import build_environment
 from headrace.environments.interfaces import Environment
 from headrace.errors import ConfigError
-from headrace.experience.rollouts import check_prompts
+from headrace.experience.prompt_room import FittingPrompts, prompts_that_fit
 from headrace.models.automodel.setup import load_tokenizer
 from headrace.models.policy.launch import worker_place
 from headrace.models.policy.lm_policy import Policy
@@ -39,6 +40,7 @@ from headrace.models.policy.tq_policy import TQPolicy, launcher_for
 from headrace.utils.algorithm_presets import describe_preset
 from headrace.utils.checkpoints import CheckpointManager
 from headrace.utils.run_directory import RunDirectory
+from headrace.utils.run_state import Metrics, Progress, PromptsState, read_state
 from headrace.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -75,6 +77,11 @@ class Session:
         """Return accuracy and mean reward on held-out prompts."""
         return self.rollouts.validate(self.recipe.seed)
 
+    @cached_property
+    def prompts_state(self) -> PromptsState:
+        """What a checkpoint remembers of the prompts."""
+        return prompts_state(self.environment)
+
     def close(self) -> None:
         """End rollouts, workers and store."""
         self.rollouts.shutdown()
@@ -88,8 +95,7 @@ def build_session(recipe: RecipeConfig) -> Session:
     if recipe.cpu_threads:
         torch.set_num_threads(recipe.cpu_threads)
     tokenizer = load_tokenizer(recipe.policy)
-    environment = build_environment(recipe.env, recipe.data, seed=recipe.seed)
-    check_prompts(tokenizer, environment, max_total_tokens=recipe.policy.max_total_sequence_length)
+    environment = prompts_that_fit(recipe, tokenizer)
     train_prompts = environment.prompts("train")
     if recipe.warm_start.enabled:
         check_demonstrations(
@@ -185,10 +191,12 @@ def train(recipe: RecipeConfig, run_dir: Path, observer: RunObserver, stopper: S
         if not stopper.is_set():
             raise
         latest = checkpoints.latest()
-        progress = Progress() if latest is None else Progress(**latest.state)
+        progress = Progress.at_start() if latest is None else read_state(latest).progress
         return _summary(recipe, progress, False, time.perf_counter() - started)
     try:
-        progress = _restore(session, checkpoints, run_dir)
+        if isinstance(session.environment, FittingPrompts) and (notice := session.environment.notice()):
+            logger.warning("%s", notice)
+        progress = restore(session, checkpoints, RunDirectory(run_dir).reference_dir)
         _warn_of_biased_kl(recipe)
         observer.on_start(
             total_steps=recipe.grpo.max_num_steps,
@@ -252,33 +260,8 @@ def start_loop(
         checkpoints=checkpoints,
         observer=observer,
         should_stop=stopper.is_set,
-        progress=progress or Progress(),
-    )
-
-
-def _restore(session: Session, checkpoints: CheckpointManager, run_dir: Path) -> Progress:
-    """Load the newest checkpoint into the session; without one, a fresh progress."""
-    latest = checkpoints.latest()
-    if latest is None:
-        return Progress()
-    progress = Progress(**latest.state)
-    cfg = session.recipe
-    if _warming_up(cfg, progress):
-        session.policy.reset_optimizer(*warm_start_optimizer(cfg.policy, cfg.warm_start))
-    if not (latest.path / "policy").is_dir():
-        raise ConfigError(f"{latest.path}: no policy in this checkpoint; remove it, or set overwrite=true")
-    session.policy.load_checkpoint(latest.path / "policy")
-    if cfg.needs_reference and not _warming_up(cfg, progress):
-        session.policy.load_reference(run_dir / "reference")
-    session.prompts.position = progress.prompt_position
-    return progress
-
-
-def _warming_up(recipe: RecipeConfig, progress: Progress) -> bool:
-    return (
-        recipe.warm_start.enabled
-        and progress.step == 0
-        and progress.warm_start_steps < recipe.warm_start.steps
+        progress=progress or Progress.at_start(),
+        prompts=session.prompts_state,
     )
 
 
@@ -294,7 +277,7 @@ def _warm_up(
     recipe, policy = session.recipe, session.policy
     if progress.step > 0:
         return True
-    if _warming_up(recipe, progress):
+    if warming_up(recipe, progress):
         cfg = recipe.warm_start
         observer.on_phase("warm_start", cfg.steps)
         if progress.warm_start_steps == 0:
@@ -310,14 +293,13 @@ def _warm_up(
             on_progress=_phase_reporter(observer),
             should_stop=stopper.is_set,
         )
-        if _warming_up(recipe, progress):
+        if warming_up(recipe, progress):
             if recipe.checkpointing.enabled:
-                save_checkpoint(policy, checkpoints, recipe, progress)
+                save_checkpoint(policy, checkpoints, recipe, progress, session.prompts_state)
             return False
         policy.reset_optimizer(recipe.policy.optimizer, recipe.policy.scheduler)
     if recipe.needs_reference:
-        policy.snapshot_reference()
-        policy.save_reference(run_dir / "reference")
+        keep_reference(policy, RunDirectory(run_dir).reference_dir)
     return True
 
 
@@ -332,10 +314,12 @@ def _describe(session: Session) -> dict[str, str]:
     recipe = session.recipe
     store = f"{recipe.data_plane.impl} data plane" if recipe.data_plane.enabled else "rows in memory"
     parameters = session.policy.num_parameters
+    train, held_out = (len(session.environment.prompts(split)) for split in ("train", "validation"))
     about = {
         "model": f"{parameters / 1e6:.1f} M parameters, {recipe.policy.precision}",
         "loop": f"GRPO, {store}",
         "batch": f"{recipe.grpo.num_prompts_per_step} prompts x {recipe.grpo.num_generations_per_prompt} samples",
+        "prompts": f"{train:,} to train on, {held_out:,} held out",
         "seed": str(recipe.seed),
     }
     if recipe.algorithm is not None:

@@ -11,9 +11,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from headrace.errors import WriteError
+
 # Nobody else has such names: what carries them may be removed after a crash.
 _PARTIAL = ".headrace-tmp"
 _BACKUP = ".headrace-old"
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let a block that writes `path` fail with its name.
+
+    Raises:
+        WriteError: for an OSError in the block.
+    """
+    try:
+        yield
+    except WriteError:
+        raise
+    except OSError as error:
+        raise write_error(path, error.strerror or str(error)) from error
+
+
+def write_error(path: Path, reason: str) -> WriteError:
+    """Return the error for a path that cannot be written."""
+    return WriteError(
+        f"{path}: cannot write it ({reason}); make room or give permission there, or set another run_dir"
+    )
 
 
 def write_text(path: Path, text: str) -> None:
@@ -22,22 +46,31 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace a file's content by `data`."""
+    """Replace a file's content by `data`.
+
+    Raises:
+        WriteError: it cannot be written; the old content stays.
+    """
     partial = partial_path(path)
-    try:
-        with open(partial, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_directory(path.parent)
+    with naming(path):
+        try:
+            with open(partial, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        sync_directory(path.parent)
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line in one write, so that a reader or a crash does not see half of it."""
-    with open(path, "ab", buffering=0) as file:
+    """Append one line in one write, so that a reader or a crash does not see half of it.
+
+    Raises:
+        WriteError: it cannot be written, or not as a whole.
+    """
+    with naming(path), open(path, "ab", buffering=0) as file:
         rest = memoryview(f"{line}\n".encode())
         while rest:  # a second round only where a disk runs full, to raise its error
             rest = rest[file.write(rest) :]
@@ -45,14 +78,19 @@ def append_line(path: Path, line: str) -> None:
 
 @contextmanager
 def writing_directory(path: Path) -> Iterator[Path]:
-    """Yield an empty directory that replaces `path` when the block ends, and vanishes if it raises."""
+    """Yield an empty directory that replaces `path` when the block ends, and vanishes if it raises.
+
+    Raises:
+        WriteError: the block or this could not write a file; names `path`.
+    """
     partial = partial_path(path)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        publish_directory(partial, path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with naming(path):
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            publish_directory(partial, path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def publish_directory(partial: Path, path: Path) -> None:

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+
 from headrace.errors import ConfigError
 from headrace.utils import atomic
+from headrace.utils.json_text import read_json
 
-_META = "checkpoint.json"
+META_FILE = "checkpoint.json"
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -27,6 +30,14 @@ class CheckpointInfo:
 
     step: int
     path: Path
+    metrics: dict[str, float]
+    state: dict[str, Any]
+
+
+class _Meta(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    step: NonNegativeInt
     metrics: dict[str, float]
     state: dict[str, Any]
 
@@ -60,10 +71,14 @@ class CheckpointManager:
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
-        """Yield an empty directory for the files of `step`; it is removed if the block raises."""
+        """Yield an empty directory for the files of `step`; it is removed if the block raises.
+
+        Raises:
+            WriteError: the block or this could not write a file; names the checkpoint.
+        """
         draft = atomic.partial_path(self._path(step))
-        draft.mkdir(parents=True)
-        with ExitStack() as on_error:
+        with ExitStack() as on_error, atomic.naming(self._path(step)):
+            draft.mkdir(parents=True)
             on_error.callback(shutil.rmtree, draft, ignore_errors=True)
             yield draft
             on_error.pop_all()
@@ -80,11 +95,19 @@ class CheckpointManager:
                 f"commit({step}) without files; write them first in a `with writing({step})` block"
             )
         draft = self._drafts.pop(step)
-        meta = {"step": step, "metrics": dict(metrics), "state": dict(state)}
-        (draft / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        atomic.publish_directory(draft, self._path(step))
+        info = CheckpointInfo(
+            step=step,
+            path=self._path(step),
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+            state=dict(state),
+        )
+        meta = {"step": step, "metrics": info.metrics, "state": info.state}
+        with atomic.naming(info.path):
+            text = json.dumps(meta, indent=1, allow_nan=False)
+            (draft / META_FILE).write_text(text, encoding="utf-8")
+            atomic.publish_directory(draft, info.path)
         self._prune()
-        return CheckpointInfo(step, self._path(step), dict(metrics), dict(state))
+        return info
 
     def latest(self) -> CheckpointInfo | None:
         """Return the checkpoint with the highest step."""
@@ -136,13 +159,20 @@ def read_checkpoint(path: Path) -> CheckpointInfo | None:
     """Return what a checkpoint says about itself; None if the directory is not one.
 
     Raises:
-        ConfigError: the directory is a checkpoint, but its `checkpoint.json` cannot be read.
+        ConfigError: the directory is a checkpoint, but its `checkpoint.json` cannot be read, or is that of another
+            step than the directory's name says.
     """
-    meta = path / _META
+    remedy = f"remove the directory {path}"
     try:
-        content = json.loads(meta.read_text(encoding="utf-8"))
-        return CheckpointInfo(int(content["step"]), path, dict(content["metrics"]), dict(content["state"]))
+        content = read_json(path / META_FILE, remedy=remedy)
+        meta = _Meta.model_validate(content)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{meta}: damaged ({error}); remove the directory {path}") from error
+    except ValidationError as error:
+        fault = error.errors()[0]
+        what = ".".join(map(str, fault["loc"])) or "all of it"
+        raise ConfigError(f"{path / META_FILE}: damaged, {what}: {fault['msg']}; {remedy}") from error
+    named = _NAME.fullmatch(path.name)
+    if named and int(named[1]) != meta.step:
+        raise ConfigError(f"{path / META_FILE}: is of step {meta.step}, not of {path.name}; {remedy}")
+    return CheckpointInfo(meta.step, path, meta.metrics, meta.state)

@@ -139,8 +139,8 @@ def _read_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
 
 
 def _default_names(path: Path, defaults: Any) -> list[str]:
-    names = [] if defaults is None else [defaults] if isinstance(defaults, str) else list(defaults)
-    if isinstance(defaults, DictConfig) or not all(isinstance(name, str) for name in names):
+    names = [] if defaults is None else list(defaults) if isinstance(defaults, ListConfig) else [defaults]
+    if not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{path}: defaults={defaults}: expected a file name or a list of them")
     return names
 

@@ -9,9 +9,10 @@
 A marker file says that headrace made these; without it nothing is ever overwritten or removed.
 """
 
-import fcntl
 import json
+import logging
 import os
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -20,29 +21,27 @@ from typing import Any, Self
 from headrace.errors import ConfigError
 from headrace.utils import atomic
 from headrace.utils.checkpoints import CheckpointInfo, list_checkpoints
-from headrace.utils.recipe import changed_keys
+from headrace.utils.json_text import JsonLine, read_json_lines
+from headrace.utils.paths import user_path
+from headrace.utils.recipe import read_resolved
+from headrace.utils.run_state import Change, read_state, recipe_changes
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # not on every system
+    fcntl = None  # type: ignore[assignment]
+
+_log = logging.getLogger(__name__)
 
 _MARKER = ".headrace-run"
 _LOCK = ".headrace-lock"
-
-# A checkpoint is of no use to a run that differs in one of these.
-_FIXED_BY_CHECKPOINT = (
-    "seed",
-    "policy.model.path",
-    "policy.model.gguf_package",
-    "policy.model.config",
-    "policy.tokenizer",
-    "env",
-    "data",
-)
-_MAY_DIFFER = ("run_dir", "overwrite", "resume", "logging")
 
 
 class RunDirectory:
     """The paths of a run directory; one that `open` returns is locked against a second process until `close`.
 
-    `resume_from` is the newest checkpoint of the run that is continued, None for a fresh one. `changed` names
-    the recipe's keys that differ from the continued run's.
+    `resume_from` is the newest checkpoint of the run that is continued, None for a fresh one. `changes` are those
+    of the recipe since that checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,35 +58,54 @@ class RunDirectory:
         self.reference_dir = path / "reference"
         self.traces_dir = path / "router_trace"
         self.resume_from: CheckpointInfo | None = None
-        self.changed: tuple[str, ...] = ()
+        self.changes: Sequence[Change] = ()
+        self._recipe_text = ""
         self._lock: int | None = None
 
     @classmethod
     def open(
-        cls, path: str | Path, *, recipe_text: str, overwrite: bool = False, resume: bool = True
+        cls,
+        path: str | Path,
+        *,
+        recipe_text: str,
+        overwrite: bool = False,
+        resume: bool = True,
+        allow_changes: bool = False,
     ) -> "RunDirectory":
-        """Create the directory, or continue or replace the run in it.
+        """Create the directory, or take over the run in it, to be continued or replaced.
 
         `overwrite` removes what headrace wrote there, and only that. Otherwise a run that has a checkpoint is
-        continued if `resume`: lines of metrics and samples after that checkpoint's step are cut.
+        continued if `resume`; its files are left as they are until `begin`.
 
         Raises:
-            ConfigError: not writable, in use by another process, or it holds files that must not be replaced.
+            ConfigError: not writable, in use by another process, it holds files that must not be replaced, or a
+                checkpoint that cannot be continued by this recipe (see `recipe_changes`).
         """
         if not str(path).strip():
             raise ConfigError("run_dir is empty; set it to a directory of its own")
-        run = cls(Path(path).expanduser())
+        run = cls(user_path(path, "run_dir"))
+        run._recipe_text = recipe_text
         with ExitStack() as on_error:
             on_error.callback(run.close)
             run._lock = run._take_lock()
-            run._make_room(recipe_text, overwrite, resume)
-            atomic.write_text(run.path / _MARKER, "headrace wrote this directory; see config.yaml.\n")
-            atomic.write_text(run.config_path, recipe_text)
-            run.checkpoints_dir.mkdir(exist_ok=True)
+            run._mark()
+            run._make_room(overwrite, resume, allow_changes)
             on_error.pop_all()
         return run
 
-    def _take_lock(self) -> int:
+    def begin(self) -> None:
+        """Write config.yaml and, to go on, cut the lines of metrics and samples after the checkpoint's step.
+
+        Raises:
+            ConfigError: a line that is cut short or damaged; the file stays as it is.
+        """
+        if self.resume_from is not None:
+            kept = {log: _lines_until(log, self.resume_from.step) for log in self._logs() if log.exists()}
+            for log, lines in kept.items():
+                atomic.write_text(log, lines)
+        atomic.write_text(self.config_path, self._recipe_text)
+
+    def _take_lock(self) -> int | None:
         try:
             self._refuse_foreign()
             self.path.mkdir(parents=True, exist_ok=True)
@@ -97,10 +115,14 @@ class RunDirectory:
                 f"run_dir={self.path}: cannot write there ({error.strerror}); set run_dir to a writable directory"
             ) from error
 
-    def _make_room(self, recipe_text: str, overwrite: bool, resume: bool) -> None:
+    def _mark(self) -> None:
+        with atomic.naming(self.path):
+            if not (self.path / _MARKER).exists():
+                atomic.write_text(self.path / _MARKER, "headrace wrote this directory; see config.yaml.\n")
+            self.checkpoints_dir.mkdir(exist_ok=True)
+
+    def _make_room(self, overwrite: bool, resume: bool, allow_changes: bool) -> None:
         """Refuse, empty or continue what is there."""
-        if not (self.path / _MARKER).exists():
-            return
         for folder in (self.path, self.checkpoints_dir):
             atomic.remove_partials(folder)
         checkpoints = list_checkpoints(self.checkpoints_dir)
@@ -113,14 +135,16 @@ class RunDirectory:
                 f"run_dir={self.path}: holds another run, and {why}; set overwrite=true to replace it, or "
                 "another run_dir"
             )
-        self.changed = _changes_since(self.config_path, recipe_text)
+        saved = read_state(checkpoints[-1])
+        self.changes = recipe_changes(saved.recipe, read_resolved(self._recipe_text), allowed=allow_changes)
         self.resume_from = checkpoints[-1]
-        for log in (self.metrics_path, self.samples_path):
-            _cut_after(log, self.resume_from.step)
+
+    def _logs(self) -> tuple[Path, ...]:
+        return (self.metrics_path, self.samples_path)
 
     def _files(self) -> tuple[Path, ...]:
-        logs = (self.config_path, self.metrics_path, self.samples_path, self.summary_path)
-        return (*logs, self.timings_path, self.report_path, self.reward_plot_path)
+        texts = (self.config_path, *self._logs(), self.summary_path, self.timings_path)
+        return (*texts, self.report_path, self.reward_plot_path)
 
     def _refuse_foreign(self) -> None:
         if (self.path / _MARKER).exists():
@@ -134,7 +158,7 @@ class RunDirectory:
 
     def _has_content(self) -> bool:
         """Whether there is anything to lose; a run that failed before its first step left only its config."""
-        logs = (self.metrics_path, self.samples_path, self.summary_path)
+        logs = (*self._logs(), self.summary_path)
         return any(log.exists() and log.stat().st_size > 0 for log in logs)
 
     def _remove_run(self) -> None:
@@ -157,7 +181,9 @@ class RunDirectory:
 
     def append_sample(self, record: dict[str, Any]) -> None:
         """Add one line to samples.jsonl."""
-        atomic.append_line(self.samples_path, json.dumps(record, ensure_ascii=False, default=str))
+        atomic.append_line(
+            self.samples_path, json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
+        )
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json, the sign of a finished run."""
@@ -178,8 +204,11 @@ class RunDirectory:
         self.close()
 
 
-def _lock(path: Path) -> int:
+def _lock(path: Path) -> int | None:
     """Take the lock; it goes with the process, however that ends."""
+    if fcntl is None:
+        _log.warning("%s: this system has no file locks; start no second run in this directory", path.parent)
+        return None
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,31 +223,21 @@ def _lock(path: Path) -> int:
     return lock
 
 
-def _changes_since(config: Path, recipe_text: str) -> tuple[str, ...]:
-    changed = changed_keys(config.read_text(encoding="utf-8"), recipe_text) if config.exists() else ()
-    for key in changed:
-        if _within(key, _FIXED_BY_CHECKPOINT):
-            raise ConfigError(
-                f"{key} differs from that of the run in run_dir={config.parent}, so its checkpoint cannot be "
-                "resumed; put the old value back, or set overwrite=true or another run_dir"
-            )
-    return tuple(key for key in changed if not _within(key, _MAY_DIFFER))
+def read_log(log: Path, *, remedy: str = "mend or remove the line") -> Iterator[JsonLine]:
+    """Yield the lines of metrics.jsonl or samples.jsonl, without a last one that a crash cut short.
+
+    Raises:
+        ConfigError: a line that is not a JSON object with a step, by file and line.
+    """
+    for line in read_json_lines(log, remedy=remedy, may_end_cut=True):
+        if not isinstance(line.value.get("step"), int):
+            raise ConfigError(f"{log}, line {line.number}: has no step; {remedy}")
+        yield line
 
 
-def _within(key: str, sections: tuple[str, ...]) -> bool:
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
-
-
-def _cut_after(log: Path, step: int) -> None:
-    """Drop the lines of later steps, and a last line that a crash cut short; phases before step 1 stay."""
-    if not log.exists():
-        return
-    kept = []
-    for line in log.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record.get("kind") == "phase" or record["step"] <= step:
-            kept.append(line)
-    atomic.write_text(log, "".join(kept))
+def _lines_until(log: Path, step: int) -> str:
+    """Return the lines up to a step; phases before step 1 stay."""
+    lines = read_log(log, remedy="mend or remove the line, or set overwrite=true")
+    return "".join(
+        f"{line.text}\n" for line in lines if line.value.get("kind") == "phase" or line.value["step"] <= step
+    )

@@ -97,8 +97,9 @@ class SampleStore(Generic[Block]):
         """
         with self._changed:
             partition, slots, new = self._checked(partition_id, ids, chunks, tags, lengths)
-            if ids:
+            if ids or partition.registration is not None:
                 self._partitions[partition_id] = partition
+                self._ended.pop(partition_id, None)
             self._held += new
             slots = partition.put(ids, slots, chunks, tags, lengths)
             facts = self._facts(partition, ids, slots)
@@ -128,9 +129,9 @@ class SampleStore(Generic[Block]):
     ) -> tuple[Partition[Block], Rows | None, int]:
         """Return the partition of a put that nothing speaks against, which may be new, the ids' slots, and new rows."""
         self._check_open()
-        partition = self._find(partition_id)
+        partition = self._partitions.get(partition_id)
         if partition is None:
-            partition = Partition(partition_id)
+            partition = Partition(partition_id, self._ended.get(partition_id))
         slots = partition.locate(ids)
         new = partition.count_new(ids, slots)
         self._check_capacity(partition_id, new)

@@ -153,7 +153,7 @@ class HFGenerator:
     @torch.inference_mode()
     def _decode(
         self,
-        prompts: list[Sequence[int]],
+        prompts: Sequence[Sequence[int]],
         limits: list[int],
         params: SamplingParams,
         stop: StopRule,
@@ -195,7 +195,8 @@ class HFGenerator:
         never = StopRule(torch.empty(0, dtype=torch.int64, device=self._model.device), (), self._tokenizer)
 
         def decode(prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-            answers, _ = self._decode(prompts, params, never, None)
+            limits = [params.max_new_tokens] * len(prompts)
+            answers, _ = self._decode(prompts, limits, params, never, None)
             return answers.tokens.tolist(), answers.logprobs.tolist()
 
         check_decoding(self._model, decode, self._unknown_ids)

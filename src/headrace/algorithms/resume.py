@@ -1,0 +1,115 @@
+"""Going on from a checkpoint: what is read back, and what has to be as it was."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from headrace.algorithms.prompt_stream import PromptStream
+from headrace.algorithms.warm_start import warm_start_optimizer
+from headrace.config import RecipeConfig
+from headrace.environments.interfaces import Environment
+from headrace.errors import ConfigError
+from headrace.experience.types import Prompt
+from headrace.models.policy.lm_policy import Policy
+from headrace.utils import atomic
+from headrace.utils.checkpoints import CheckpointManager
+from headrace.utils.run_state import Progress, PromptsState, SplitState, prompt_changes, read_state
+
+logger = logging.getLogger(__name__)
+
+
+class Resumable(Protocol):
+    """The parts of a run that a checkpoint is read into."""
+
+    recipe: RecipeConfig
+    policy: Policy
+    prompts: PromptStream
+
+    @property
+    def prompts_state(self) -> PromptsState:
+        """What a checkpoint remembers of the prompts."""
+        ...
+
+
+def prompts_state(environment: Environment) -> PromptsState:
+    """Return a count and a digest of each split: of every prompt's messages and answer, in order."""
+    train, validation = (_split_state(environment.prompts(split)) for split in ("train", "validation"))
+    return PromptsState(train=train, validation=validation)
+
+
+def _split_state(prompts: Sequence[Prompt]) -> SplitState:
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        texts = [prompt.answer, *(part for m in prompt.messages for part in (m.role, m.content))]
+        digest.update(json.dumps(texts).encode() + b"\n")
+    return SplitState(prompts=len(prompts), digest=digest.hexdigest())
+
+
+def restore(session: Resumable, checkpoints: CheckpointManager, reference_dir: Path) -> Progress:
+    """Load the newest checkpoint into a session that was just built; without one, a fresh progress.
+
+    Raises:
+        ConfigError: a checkpoint that is damaged, or of other prompts than the session's without
+            `recipe.allow_changes`; or a reference policy that cannot be had any more.
+    """
+    latest = checkpoints.latest()
+    if latest is None:
+        return Progress.at_start()
+    state = read_state(latest)
+    progress, recipe = state.progress, session.recipe
+    _check_prompts(state.prompts, session.prompts_state, latest.path, allowed=recipe.allow_changes)
+    if not (latest.path / "policy").is_dir():
+        raise ConfigError(f"{latest.path}: no policy in this checkpoint; remove it, or set overwrite=true")
+    if warming_up(recipe, progress):
+        session.policy.reset_optimizer(*warm_start_optimizer(recipe.policy, recipe.warm_start))
+    if recipe.needs_reference and progress.step > 0:
+        _restore_reference(session.policy, progress, reference_dir)
+    session.policy.load_checkpoint(latest.path / "policy")
+    session.prompts.position = progress.prompt_position
+    return progress
+
+
+def warming_up(recipe: RecipeConfig, progress: Progress) -> bool:
+    """Return whether there are steps of the warm start left to do."""
+    return (
+        recipe.warm_start.enabled
+        and progress.step == 0
+        and progress.warm_start_steps < recipe.warm_start.steps
+    )
+
+
+def keep_reference(policy: Policy, reference_dir: Path) -> None:
+    """Make the weights of now the reference policy, and write it for a later resume."""
+    policy.snapshot_reference()
+    with atomic.writing_directory(reference_dir) as draft:
+        policy.save_reference(draft)
+
+
+def _check_prompts(then: PromptsState, now: PromptsState, checkpoint: Path, *, allowed: bool) -> None:
+    changes = prompt_changes(then, now)
+    if changes is None:
+        return
+    fault = f"{checkpoint}: {changes} are not those of this checkpoint"
+    if not allowed:
+        raise ConfigError(
+            f"{fault}, and the policy might be measured on what it was trained on; put env and data back, or set "
+            "overwrite=true, another run_dir, or allow_changes=true to go on all the same"
+        )
+    logger.warning("%s; the policy may be measured on what it was trained on (allow_changes=true)", fault)
+
+
+def _restore_reference(policy: Policy, progress: Progress, reference_dir: Path) -> None:
+    """Read the reference back, or, in a run that had none so far, take the first weights, which were just built."""
+    if reference_dir.is_dir():
+        policy.load_reference(reference_dir)
+    elif progress.warm_start_steps:
+        raise ConfigError(
+            f"{reference_dir}: the run kept no reference policy, which is what its warm start ended with, so that "
+            "kl_coefficient cannot be switched on any more; set it to 0 in loss and grpo.reward, or start anew with "
+            "overwrite=true or another run_dir"
+        )
+    else:
+        keep_reference(policy, reference_dir)

@@ -1,0 +1,167 @@
+"""What a checkpoint says about its run beside the weights, and what a run that goes on from it may change."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, ValidationError
+
+from headrace.errors import ConfigError
+from headrace.utils.checkpoints import META_FILE, CheckpointInfo
+from headrace.utils.recipe import changed_keys
+
+# A checkpoint is of no use to a run that differs in one of these.
+_FIXED = (
+    "seed",
+    "policy.model.path",
+    "policy.model.gguf_package",
+    "policy.model.config",
+    "policy.tokenizer",
+    "env",
+)
+# What these change in the prompts shows in their digest.
+_IN_DIGEST = ("env.path", "env.question_key", "env.answer_key", "data")
+_NO_MATTER = (
+    "run_dir",
+    "overwrite",
+    "resume",
+    "allow_changes",
+    "logging",
+    "validation",
+    "checkpointing",
+    "data_plane",
+    "cluster",
+)
+_LONGEST_VALUE = 40
+
+Metrics = dict[str, float]
+
+
+class _State(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Progress(_State):
+    """How far a run has come."""
+
+    step: NonNegativeInt
+    prompt_position: NonNegativeInt
+    train_seconds: NonNegativeFloat
+    warm_start_steps: NonNegativeInt
+    first_validation: Metrics | None
+    last_validation: Metrics
+    last_validation_step: int
+    idle_steps: NonNegativeInt = 0
+    """Steps that learned nothing from their rewards."""
+    idle_streak: NonNegativeInt = 0
+    """How many of them came last, without another between."""
+
+    @classmethod
+    def at_start(cls) -> Self:
+        """Return the progress of a run that has done nothing yet."""
+        return cls(
+            step=0,
+            prompt_position=0,
+            train_seconds=0.0,
+            warm_start_steps=0,
+            first_validation=None,
+            last_validation={},
+            last_validation_step=-1,
+        )
+
+
+class SplitState(_State):
+    """A split's prompts: how many, and a digest of texts, answers and order."""
+
+    prompts: NonNegativeInt
+    digest: str
+
+
+class PromptsState(_State):
+    """The prompts that a run trains on, and those that it is measured on."""
+
+    train: SplitState
+    validation: SplitState
+
+
+class RunState(_State):
+    """The state in a checkpoint; `recipe` is the resolved one that the checkpoint was trained by."""
+
+    progress: Progress
+    prompts: PromptsState
+    recipe: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key of the recipe that differs from the checkpoint's."""
+
+    key: str
+    old: Any
+    new: Any
+    matters: bool
+    """Whether the steps to come are others than without the change."""
+
+    def __str__(self) -> str:
+        return f"{self.key} {_short(self.old)} -> {_short(self.new)}"
+
+
+def read_state(info: CheckpointInfo) -> RunState:
+    """Return a checkpoint's state.
+
+    Raises:
+        ConfigError: something is missing there, of another type, or of another step than the checkpoint's.
+    """
+    remedy = f"remove the directory {info.path} to go on from an earlier one, or set overwrite=true"
+    try:
+        state = RunState.model_validate(info.state)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(map(str, ("state", *fault["loc"])))
+        raise ConfigError(f"{info.path / META_FILE}: damaged, {key}: {fault['msg']}; {remedy}") from error
+    if state.progress.step != info.step:
+        raise ConfigError(
+            f"{info.path / META_FILE}: damaged, state.progress.step is {state.progress.step} in the checkpoint of "
+            f"step {info.step}; {remedy}"
+        )
+    return state
+
+
+def recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, allowed: bool) -> Sequence[Change]:
+    """Return how a recipe differs from the checkpoint's, by key.
+
+    Raises:
+        ConfigError: the checkpoint is of no use to the new recipe, unless that is `allowed`.
+    """
+    changes = []
+    for key, before, after in changed_keys(old, new):
+        if not allowed and _within(key, _FIXED) and not _within(key, _IN_DIGEST):
+            raise ConfigError(
+                f"{key} differs from that of the checkpoint ({_short(before)} -> {_short(after)}); put the old value "
+                "back, or set overwrite=true, another run_dir, or allow_changes=true to go on all the same"
+            )
+        changes.append(Change(key, before, after, not _within(key, _NO_MATTER)))
+    return changes
+
+
+def prompt_changes(old: PromptsState, new: PromptsState) -> str | None:
+    """Return what is different between two runs' prompts, None if nothing is.
+
+    Example: `the training prompts (64 then, 70 now) and the held-out prompts (8 then, 8 now)`.
+    """
+    pairs = {"training": (old.train, new.train), "held-out": (old.validation, new.validation)}
+    parts = [
+        f"the {name} prompts ({before.prompts} then, {after.prompts} now)"
+        for name, (before, after) in pairs.items()
+        if before != after
+    ]
+    return " and ".join(parts) or None
+
+
+def _short(value: Any) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+
+
+def _within(key: str, sections: Sequence[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
