@@ -103,7 +103,7 @@ def main(run_dir: str, mode: Any = "auto", steps: str = "30", step_s: str = "0.0
         RunDirectory.open(run_dir, recipe_text="seed: 0\n") as run,
         ConsoleObserver(make_console(mode), title=str(run.path), mode=mode) as display,
         FileObserver(run, tensorboard=False) as files,
-        InterruptFlag(display.notice) as interrupt,
+        InterruptFlag(display.notice, display.show_cursor) as interrupt,
     ):
         observer = CompositeObserver([display, files])
         summary = toy_loop(run, observer, interrupt, steps=int(steps), step_s=float(step_s))

@@ -167,7 +167,7 @@ def _run_loop(recipe: RecipeConfig, run: RunDirectory, console: Console) -> tupl
     with (
         ConsoleObserver(console, title=str(run.path), mode=recipe.logging.progress) as display,
         FileObserver(run, tensorboard=recipe.logging.tensorboard) as files,
-        InterruptFlag(display.notice) as interrupt,
+        InterruptFlag(display.notice, display.show_cursor) as interrupt,
     ):
         summary = loop.train(recipe, run.path, CompositeObserver([display, files]), interrupt)
         return interrupt.exit_code, summary
@@ -228,7 +228,7 @@ def evaluate(
       headrace eval runs/demo_moe/seed0 --checkpoint latest data.validation_size=1000
       headrace eval configs/smollm2_135m.yaml
     """
-    is_run = target.is_dir()
+    is_run = user_path(target, "RUN_OR_CONFIG").is_dir()
     recipe = load_recipe(RunDirectory(target).config_path if is_run else target, overrides or ())
     run = RunDirectory(target if is_run else user_path(recipe.run_dir, "run_dir"))
     wanted = checkpoint or ("best" if is_run else None)

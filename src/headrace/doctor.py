@@ -1,15 +1,19 @@
 """What this machine can run: versions, devices, optional parts, memory, and where files go."""
 
+import json
 import os
 import platform
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
-from typing import Literal
+from types import ModuleType, TracebackType
+from typing import Literal, Self
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -18,13 +22,16 @@ from rich.text import Text
 
 import headrace
 from headrace.config import ModelConfig
+from headrace.errors import ConfigError
 from headrace.run_tables import format_bytes
+from headrace.utils.paths import user_path
 
 State = Literal["ok", "missing", "unused", "warning"]
 
 _STYLES: dict[State, str] = {"ok": "green", "missing": "yellow", "unused": "dim", "warning": "bold red"}
 _LOW_MEMORY_BYTES = 2 * 1024**3
 _LOW_DISK_BYTES = 2 * 1024**3
+_TORCH_TIMEOUT_S = 180.0
 _SOURCE = Path(headrace.__file__).parent
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -84,7 +91,7 @@ _PACKAGES = (
 
 
 def run_checks() -> list[Check]:
-    """Look at this machine; nothing is changed and nothing raises."""
+    """Look at this machine; nothing is changed and nothing raises: what cannot be told is a warning of its own."""
     return [*_software(), *_devices(), *_packages(), *_places()]
 
 
@@ -98,92 +105,115 @@ def _section_table(section: str, checks: list[Check]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", expand=True)
     table.add_column(section, width=17, no_wrap=True)
     table.add_column("", width=7)
-    table.add_column("", ratio=5, overflow="fold")
-    table.add_column("", ratio=3, overflow="fold", style="cyan")
+    table.add_column("", ratio=1, overflow="fold")
     for check in checks:
-        table.add_row(check.name, Text(check.state, style=_STYLES[check.state]), check.detail, check.remedy)
+        about = Text(check.detail)
+        if check.remedy:
+            about.append(f"\n{check.remedy}", style="cyan")
+        table.add_row(check.name, Text(check.state, style=_STYLES[check.state]), about)
     return table
+
+
+Finding = tuple[State, str, str]
+"""State, detail and remedy of a check."""
+
+
+class _Unforeseen:
+    """Keeps whatever error ends its block: a broken library may raise anything when it is looked at."""
+
+    error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.error = error if isinstance(error, Exception) else None
+        return self.error is not None
+
+
+def _check(section: str, name: str, look: Callable[[], Finding]) -> Check:
+    with _Unforeseen() as unforeseen:
+        return Check(section, name, *look())
+    reason = " ".join(f"{type(unforeseen.error).__name__}: {unforeseen.error}".split())
+    return Check(section, name, "warning", f"cannot be told ({reason})", "mend what the message names")
+
+
+def _ok(detail: str) -> Finding:
+    return "ok", detail, ""
 
 
 def _software() -> Iterator[Check]:
     section = "software"
-    yield Check(section, "headrace", "ok", f"{headrace.__version__} in {_SOURCE}")
-    yield Check(section, "python", "ok", f"{platform.python_version()}, {sys.executable}")
-    yield Check(section, "system", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    yield _check(section, "headrace", lambda: _ok(f"{headrace.__version__} in {_SOURCE}"))
+    yield _check(section, "python", lambda: _ok(f"{platform.python_version()}, {sys.executable}"))
+    yield _check(
+        section,
+        "system",
+        lambda: _ok(f"{platform.system()} {platform.release()}, {platform.machine()}"),
+    )
 
 
 def _devices() -> Iterator[Check]:
     section = "devices"
-    torch = _torch()
-    if torch is None:
-        yield Check(section, "torch", "warning", "cannot be imported", "pip install torch")
-        return
-    yield Check(section, "cpu", "ok", f"{_cores()} cores, torch takes {torch.get_num_threads()} threads")
-    yield _memory(section)
-    if not torch.cuda.is_available():
-        built = (
-            f"torch is built for CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else "torch is built for CPU"
-        )
-        yield Check(section, "cuda", "missing", f"no device; {built}", "policy.device=cpu runs without")
-    for index in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(index)
-        detail = f"{device.name}, {format_bytes(device.total_memory)}"
-        yield Check(section, f"cuda:{index}", "ok", detail)
-    yield _packed_attention(section, "cuda" if torch.cuda.is_available() else "cpu")
+    yield _check(section, "memory", _memory)
+    with _Unforeseen() as unforeseen:
+        yield from _devices_by_torch()
+    if unforeseen.error is not None:
+        reason = " ".join(str(unforeseen.error).split())
+        yield Check(section, "torch", "warning", f"cannot be looked at ({reason})", "pip install torch")
 
 
-def _torch() -> ModuleType | None:
-    try:
-        import torch  # noqa: PLC0415  (a second; `headrace --help` must not pay for it)
-    except ImportError:
-        return None
-    return torch
+def _devices_by_torch() -> list[Check]:
+    """Return what a process of its own finds: a torch or a driver that is broken may end the process that asks it.
+
+    Raises:
+        RuntimeError: it has ended without an answer, or gave none in time.
+    """
+    command = [sys.executable, "-c", "from headrace.doctor import answer_devices; answer_devices()"]
+    done = subprocess.run(
+        command, cwd=_SOURCE.parent, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=False
+    )
+    if done.returncode == 0:
+        return [Check(**values) for values in json.loads(done.stdout.strip().split("\n")[-1])]
+    how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
+    last = done.stderr.strip().split("\n")[-1] or "no message"
+    raise RuntimeError(f"{last}, {how}")
 
 
-def _packed_attention(section: str, device: str) -> Check:
-    """Say which attention packed rows would take, by asking the code that chooses it."""
-    name = "packed attention"
-    try:
-        import torch  # noqa: PLC0415
+def answer_devices() -> None:
+    """Import torch, look at its devices, and write what was found to standard output as a line of JSON."""
+    import torch  # noqa: PLC0415  (a second; `headrace --help` must not pay for it)
 
-        from headrace.models.automodel.attention import choose_attention  # noqa: PLC0415  (imports transformers)
-    except ImportError as error:
-        return Check(section, name, "missing", str(error), "pip install 'headrace[train]'")
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    chosen = choose_attention(torch.device(device), dtype, packed=True, wanted="sdpa")
-    return Check(section, name, "ok", f"{chosen} on {device} in {str(dtype).removeprefix('torch.')}")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _memory(section: str) -> Check:
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    detail = format_bytes(total)
-    if "SC_AVPHYS_PAGES" in os.sysconf_names:
-        detail += f", {format_bytes(page * os.sysconf('SC_AVPHYS_PAGES'))} of it unused"
-    low = total < _LOW_MEMORY_BYTES
-    remedy = "lower grpo.num_prompts_per_step and generation.batch_size" if low else ""
-    return Check(section, "memory", "warning" if low else "ok", detail, remedy)
+    section = "devices"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    checks = [
+        _check(
+            section, "cpu", lambda: _ok(f"{_cores()} cores, torch takes {torch.get_num_threads()} threads")
+        ),
+        *([] if gpus else [_check(section, "cuda", partial(_no_gpu, torch))]),
+        *(_check(section, f"cuda:{index}", partial(_gpu, torch, index)) for index in range(gpus)),
+        _check(section, "packed attention", partial(_packed_attention, torch)),
+    ]
+    sys.stdout.write("\n" + json.dumps([asdict(check) for check in checks]) + "\n")
 
 
 def _packages() -> Iterator[Check]:
     for package in _PACKAGES:
         section = "needed" if package.remedy is None else "optional"
-        found = next(filter(None, map(_version, (package.name, *package.variants))), None)
-        if package.user is not None and not (_SOURCE / package.user).exists():
-            detail = f"{found or 'not installed'}; this headrace does not use it"
-            yield Check(section, package.name, "unused", detail)
-        elif found is not None:
-            yield Check(section, package.name, "ok", f"{found}, {package.purpose}")
-        elif package.remedy is None:
-            yield Check(section, package.name, "warning", package.purpose, "pip install headrace")
-        else:
-            yield Check(section, package.name, "missing", package.purpose, package.remedy)
+        yield _check(section, package.name, partial(_package, package))
+
+
+def _package(package: _Package) -> Finding:
+    found = next(filter(None, map(_version, (package.name, *package.variants))), None)
+    if package.user is not None and not (_SOURCE / package.user).exists():
+        return "unused", f"{found or 'not installed'}; this headrace does not use it", ""
+    if found is not None:
+        return _ok(f"{found}, {package.purpose}")
+    if package.remedy is None:
+        return "warning", package.purpose, "pip install headrace"
+    return "missing", package.purpose, package.remedy
 
 
 def _version(name: str) -> str | None:
@@ -193,20 +223,71 @@ def _version(name: str) -> str | None:
         return None
 
 
+def _gpu(torch: ModuleType, index: int) -> Finding:
+    device = torch.cuda.get_device_properties(index)
+    return _ok(f"{device.name}, {format_bytes(device.total_memory)}")
+
+
+def _no_gpu(torch: ModuleType) -> Finding:
+    built = (
+        f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built for CPU"
+    )
+    return "missing", f"no device; {built}", "policy.device=cpu runs without"
+
+
+def _packed_attention(torch: ModuleType) -> Finding:
+    """Say which attention packed rows would take, by asking the code that chooses it."""
+    try:
+        from headrace.models.automodel.attention import choose_attention  # noqa: PLC0415  (imports transformers)
+    except ImportError as error:
+        return "missing", str(error), "pip install 'headrace[train]'"
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    chosen = choose_attention(torch.device(device), dtype, packed=True, wanted="sdpa")
+    return _ok(f"{chosen} on {device} in {str(dtype).removeprefix('torch.')}")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory() -> Finding:
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    detail = format_bytes(total)
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        detail += f", {format_bytes(page * os.sysconf('SC_AVPHYS_PAGES'))} of it unused"
+    if total < _LOW_MEMORY_BYTES:
+        return "warning", detail, "lower grpo.num_prompts_per_step and generation.batch_size"
+    return _ok(detail)
+
+
 def _places() -> Iterator[Check]:
     section = "places"
-    cache = Path(ModelConfig.model_fields["cache_dir"].default).expanduser()
-    yield _place(section, "model cache", cache, "set policy.model.cache_dir to a writable directory")
-    yield _place(section, "working directory", Path.cwd(), "set run_dir to a writable directory")
+    cache = ModelConfig.model_fields["cache_dir"].default
+    yield _check(
+        section,
+        "model cache",
+        lambda: _place(
+            lambda: user_path(cache, "policy.model.cache_dir"),
+            "set policy.model.cache_dir to a writable directory",
+        ),
+    )
+    yield _check(
+        section, "working directory", lambda: _place(Path.cwd, "set run_dir to a writable directory")
+    )
     if _SHARED_MEMORY.exists():
-        yield _place(section, "shared memory", _SHARED_MEMORY, "start the container with a larger --shm-size")
+        remedy = "start the container with a larger --shm-size"
+        yield _check(section, "shared memory", lambda: _place(lambda: _SHARED_MEMORY, remedy))
 
 
-def _place(section: str, name: str, path: Path, remedy: str) -> Check:
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+def _place(find: Callable[[], Path], remedy: str) -> Finding:
+    try:
+        path = find()
+    except (ConfigError, OSError) as error:
+        return "warning", f"there is none ({error})", remedy
+    existing = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     if not os.access(existing, os.W_OK):
-        return Check(section, name, "warning", f"{path} is not writable", remedy)
+        return "warning", f"{path} is not writable", remedy
     free = shutil.disk_usage(existing).free
     low = free < _LOW_DISK_BYTES
-    detail = f"{path}, {format_bytes(free)} free"
-    return Check(section, name, "warning" if low else "ok", detail, remedy if low else "")
+    return "warning" if low else "ok", f"{path}, {format_bytes(free)} free", remedy if low else ""

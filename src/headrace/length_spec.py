@@ -1,5 +1,6 @@
 """Row lengths as a person types them: a list, a file, or a distribution to draw from."""
 
+import os
 import random
 import re
 from pathlib import Path
@@ -10,6 +11,8 @@ _FORMS = (
     "expected numbers separated by commas (512,80,300), a file of numbers, lognormal:COUNT:MEDIAN:MAX or "
     "uniform:COUNT:MIN:MAX"
 )
+_LONGEST_SHOWN = 60
+_MOST_DIGITS = 12
 _SPREAD = 0.7
 """Standard deviation of the logarithm: about that of the answers of a reasoning model."""
 
@@ -28,8 +31,9 @@ def parse_lengths(text: str, *, seed: int = 0) -> list[int]:
     kind, *numbers = text.split(":")
     if kind in ("lognormal", "uniform"):
         return _draw(text, kind, _integers(text, numbers), random.Random(seed))
-    path = Path(text)
-    content = _read(path) if path.exists() else text
+    # Unlike Path.exists, this takes a long list for what it is, and not for a name that is too long.
+    content = _read(Path(text)) if os.path.exists(text) else text
+    text = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
     parts = [part for part in re.split(r"[\s,]+", content) if part]
     lengths = _integers(text, parts)
     if not lengths:
@@ -50,8 +54,8 @@ def _draw(text: str, kind: str, numbers: list[int], rng: random.Random) -> list[
 
 def _integers(text: str, parts: list[str]) -> list[int]:
     for part in parts:
-        if not part.isdecimal():
-            raise ConfigError(f"LENGTHS '{text}': '{part}' is not a whole number; {_FORMS}")
+        if not part.isdecimal() or len(part) > _MOST_DIGITS:
+            raise ConfigError(f"LENGTHS '{text}': '{part[:_LONGEST_SHOWN]}' is not a whole number; {_FORMS}")
     return [int(part) for part in parts]
 
 

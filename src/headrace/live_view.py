@@ -32,7 +32,7 @@ from headrace.run_tables import (
 _SPARKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 12
 _ECHO = 4  # columns left free, so that the terminal's own ^C does not wrap and break the picture
-_NARROWEST, _WIDEST = 20, 110
+_NARROWEST, _WIDE, _WIDEST = 20, 80, 110
 _STAGE_BAR = 16
 
 
@@ -86,48 +86,65 @@ class RunState:
 
 
 def render(state: RunState, now_s: float, console_width: int) -> RenderableType:
-    """Return the picture of a state at a time of the monotonic clock."""
-    rows: list[RenderableType] = [_progress_line(state, now_s)]
+    """Return the picture of a state at a time of the monotonic clock.
+
+    On a narrow terminal stands below what stands beside on others; nothing is cut off.
+    """
+    width = max(_NARROWEST, min(console_width - _ECHO, _WIDEST))
+    is_narrow = width < _WIDE
+    rows: list[RenderableType] = [_progress_lines(state, now_s, is_narrow)]
     if state.last is not None or state.metrics or state.validation:
-        rows += [Text(), _columns(state)]
+        rows += [Text(), _columns(state, is_narrow)]
     if state.notice:
         rows += [Text(), Text(state.notice, style="bold yellow")]
     about = ", ".join(f"{key} {value}" for key, value in state.info.items())
+    room = width - len("╭─  ─╮")
+    # What does not fit into the frame would be cut off there.
+    if len(about) > room:
+        rows += [Text(), Text(about, style="dim")]
+    if len(state.title) > room:
+        rows.insert(0, Text(state.title, style="bold", overflow="fold"))
     return Panel(
         Group(*rows),
-        title=Text.assemble((state.title, "bold")),
+        title=Text(state.title, style="bold") if len(state.title) <= room else None,
         title_align="left",
-        subtitle=Text(about, style="dim") if about else None,
+        subtitle=Text(about, style="dim") if 0 < len(about) <= room else None,
         subtitle_align="left",
         box=box.ROUNDED,
         border_style="cyan",
         padding=(0, 1),
-        width=max(_NARROWEST, min(console_width - _ECHO, _WIDEST)),
+        width=width,
     )
 
 
-def _progress_line(state: RunState, now_s: float) -> RenderableType:
-    grid = Table.grid(padding=(0, 1), expand=True)
-    if state.pace is None:
-        grid.add_row(Text(state.activity))
-        return grid
+def _progress_lines(state: RunState, now_s: float, is_narrow: bool) -> RenderableType:
     pace = state.pace
-    grid.add_column()
-    grid.add_column(ratio=1)
-    grid.add_column(justify="right")
-    grid.add_column(width=20, style="magenta")
+    if pace is None:
+        return Text(state.activity)
     left = pace.left_s(now_s)
     times = f"{format_clock(now_s - pace.started_s)} gone"
     if left is not None:
         times += f", {format_clock(left)} left"
+    label = Text(f"{state.label} {pace.done}/{pace.total}", style="bold")
     bar = ProgressBar(total=pace.total, completed=pace.done, complete_style="cyan", finished_style="green")
-    grid.add_row(Text(f"{state.label} {pace.done}/{pace.total}", style="bold"), bar, times, state.activity)
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    if is_narrow:
+        grid.add_row(label, bar)
+        return Group(grid, Text(times), Text(state.activity, style="magenta"))
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(width=20, style="magenta", no_wrap=True)
+    grid.add_row(label, bar, times, state.activity)
     return grid
 
 
-def _columns(state: RunState) -> RenderableType:
+def _columns(state: RunState, is_narrow: bool) -> RenderableType:
+    parts = [_metric_rows(state), *([_stage_rows(state, state.last)] if state.last else [])]
+    if is_narrow:
+        return Group(parts[0], Text(), *parts[1:])
     grid = Table.grid(padding=(0, 4, 0, 0))
-    grid.add_row(_metric_rows(state), *([_stage_rows(state, state.last)] if state.last else []))
+    grid.add_row(*parts)
     return grid
 
 
@@ -163,8 +180,8 @@ def _stage_rows(state: RunState, last: StepRecord) -> Table:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
-    grid.add_column(width=_STAGE_BAR)
-    grid.add_column(justify="right")
+    grid.add_column()
+    grid.add_column(justify="right", no_wrap=True)
     everything = sum(state.totals.seconds.values()) or 1.0
     for stage in in_step_order(state.totals.seconds):
         share = state.totals.seconds[stage] / everything

@@ -1,9 +1,11 @@
 """Observers of a run: a display for a person, and the files of the run directory."""
 
 import math
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["auto", "on", "off"]
 
+_SHOW_CURSOR = b"\x1b[?25h"
 _LINES_PER_PHASE = 4
 _STEPS_PER_LINE = 10
 
@@ -118,13 +121,20 @@ class ConsoleObserver(RunObserver):
     def on_finish(self, summary: dict[str, Any]) -> None:
         """Close the display and print the result."""
         self.close()
-        self._console.print(summary_table(summary))
+        with suppress(OSError):
+            self._console.print(summary_table(summary))
 
     def notice(self, message: str) -> None:
         """Show one line of importance; safe to call from a signal handler."""
         self._state.notice = message
         if self._live is None:
             tell_stderr(message)
+
+    def show_cursor(self) -> None:
+        """Show the cursor, whether the display is closed afterwards or not; safe to call from a signal handler."""
+        if self._live is not None:
+            with suppress(OSError):
+                os.write(self._console.file.fileno(), _SHOW_CURSOR)
 
     def _begin_steps(self) -> Pace:
         """Return the pace of the steps; the first call ends the phases before them."""
@@ -141,7 +151,8 @@ class ConsoleObserver(RunObserver):
 
     def _say(self, line: str) -> None:
         if self._lines:
-            print_line(self._console, line)
+            with suppress(OSError):  # a terminal that is gone does not end the run
+                print_line(self._console, line)
 
     def _say_plain(self, line: str) -> None:
         if self._live is None:
@@ -150,7 +161,8 @@ class ConsoleObserver(RunObserver):
     def close(self) -> None:
         """Leave the terminal as it was; may be called twice."""
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):
+                self._live.stop()
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -163,9 +175,20 @@ class ConsoleObserver(RunObserver):
         self.close()
 
 
+class _RunConsole(Console):
+    """A console whose reader may go away (`headrace train ... | head`): the run goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing from here on."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
+
+
 def make_console(mode: Mode = "auto") -> Console:
     """Return the console of standard output; `on` makes it draw into a file or pipe too."""
-    return Console(force_terminal=True if mode == "on" else None)
+    return _RunConsole(force_terminal=True if mode == "on" else None)
 
 
 def print_line(console: Console, line: str) -> None:

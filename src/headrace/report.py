@@ -36,8 +36,6 @@ def read_metrics(run_dir: Path) -> list[Record]:
         ConfigError: there is no such file, nothing in it, or a line that is not JSON, which the message names.
     """
     path = RunDirectory(run_dir).metrics_path
-    if not path.is_file():
-        raise ConfigError(f"{path}: there is no such file; give the directory of a run")
     records: list[Record] = []
     for line in read_log(path):
         for key, value in line.value.items():

@@ -23,6 +23,7 @@ _HELD_OUT = {
     "reward": {GREEDY_REWARD: "greedy", SAMPLED_REWARD: "sampled"},
 }
 _ENDS = ("before", "after")
+_NAME_WIDTH, _NUMBER_WIDTH = 30, 12
 
 
 @dataclass
@@ -66,7 +67,7 @@ def final_tables(totals: RunTotals) -> RenderableType:
 
 
 def _stage_table(totals: RunTotals) -> Table:
-    table = _table("stage", "total", "mean per step", "steps", "share")
+    table = _table("stage", "total", "per step", "steps", "share")
     everything = sum(totals.seconds.values())
     for stage in totals.stages():
         seconds, runs = totals.seconds[stage], totals.runs[stage]
@@ -80,7 +81,7 @@ def _stage_table(totals: RunTotals) -> Table:
 
 
 def _column_table(totals: RunTotals) -> Table:
-    table = _table("column", "bytes", "mean per step", "per token", "share")
+    table = _table("column", "bytes", "per step", "per token", "share")
     everything = sum(totals.column_bytes.values())
     largest_first = sorted(totals.column_bytes.items(), key=lambda item: (-item[1], item[0]))
     for column, size in largest_first:
@@ -91,15 +92,19 @@ def _column_table(totals: RunTotals) -> Table:
 
 def _column_cells(name: str, size: int, totals: RunTotals) -> tuple[str, str, str, str]:
     per_step = format_bytes(size / totals.steps) if totals.steps else "-"
-    per_token = f"{size / totals.tokens:.2f} B" if totals.tokens else "-"
+    per_token = f"{size / totals.tokens:,.2f} B" if totals.tokens else "-"
     return name, format_bytes(size), per_step, per_token
 
 
 def _table(first: str, *others: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    table.add_column(first, min_width=26)
+    # As wide as is pleasant; on a narrow terminal the names fold and the numbers stay whole.
+    width = _NAME_WIDTH + _NUMBER_WIDTH * len(others)
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), header_style="bold", min_width=width
+    )
+    table.add_column(first, overflow="fold")
     for name in others:
-        table.add_column(name, justify="right", min_width=9)
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
@@ -154,7 +159,7 @@ def render_text(renderable: RenderableType, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(renderable)
-    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().removesuffix("\n").split("\n"))
 
 
 def format_number(value: object) -> str:

@@ -1,17 +1,21 @@
 """Checkpoints: whole, exact, readable by transformers, and refused when damaged."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from full_disk import files_of_at_most
 from headrace.config import OptimizerConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, WriteError
 from headrace.models.automodel.checkpoint import TrainerState, load_checkpoint, load_weights, save_checkpoint
 from headrace.models.automodel.setup import build_optimizer
+from headrace.models.automodel.sharded_checkpoint import save_shards
 from tiny_models import tiny_model, tiny_tokenizer
 
 CONFIG = OptimizerConfig(lr=0.05)
@@ -104,6 +108,69 @@ def test_a_damaged_file_is_named(file: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=file.split("/")[0]) as caught:
         load_checkpoint(tmp_path, model, build_optimizer(model, CONFIG))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        "[]",
+        "null",
+        '{"weight_version": "7", "scheduler_updates": 3}',
+        '{"weight_version": -1, "scheduler_updates": 3}',
+    ],
+)
+def test_counters_that_are_none_are_named(tmp_path: Path, content: str) -> None:
+    model, optimizer = _trained("llama")
+    save_checkpoint(tmp_path, model, tiny_tokenizer(), optimizer, TrainerState(7, 3))
+    (tmp_path / "trainer.json").write_text(content)
+    with pytest.raises(
+        ConfigError, match=r"trainer.json: missing or damaged .* use another checkpoint"
+    ) as caught:
+        load_checkpoint(tmp_path, model, build_optimizer(model, CONFIG))
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_that_are_not_those_of_a_run_are_named(tmp_path: Path) -> None:
+    model, optimizer = _trained("llama")
+    save_checkpoint(tmp_path, model, tiny_tokenizer(), optimizer, TrainerState(7, 3))
+    for name, fault in (
+        ("rng", "no state of torch's generator"),
+        ("optimizer", r"has shape \(3,\), and the parameter"),
+    ):
+        whole = load_file(tmp_path / f"{name}.safetensors")
+        save_file(
+            {f"{key}x" if name == "rng" else key: torch.zeros(3) for key in whole},
+            tmp_path / f"{name}.safetensors",
+        )
+        with pytest.raises(ConfigError, match=rf"{name}.safetensors: .*{fault}"):
+            load_checkpoint(tmp_path, model, build_optimizer(model, CONFIG))
+        save_file(whole, tmp_path / f"{name}.safetensors")
+
+
+def test_weights_that_are_not_there_are_no_name_on_a_hub(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere: no such directory"):
+        load_weights(tmp_path / "nowhere", tiny_model("llama"))
+
+
+def test_a_file_that_does_not_fit_on_the_disk_is_an_error_with_its_directory(tmp_path: Path) -> None:
+    model, optimizer = _trained("llama")
+    tokenizer = tiny_tokenizer()
+    save_checkpoint(tmp_path / "whole", model, tokenizer, optimizer, TrainerState(1, 1))
+    files = [file for file in (tmp_path / "whole").rglob("*") if file.is_file()]
+    assert {"model.safetensors", "tokenizer.json", "rng.safetensors"} <= {file.name for file in files}
+    for file in files:
+        again = tmp_path / file.name
+        with files_of_at_most(file.stat().st_size - 1), pytest.raises(WriteError) as caught:
+            save_checkpoint(again, model, tokenizer, optimizer, TrainerState(1, 1))
+        assert re.match(
+            rf"{again}(/model)?: cannot write it \(.*[Ff]ile too large.*\); make room", str(caught.value)
+        )
+    with (
+        files_of_at_most(1000),
+        pytest.raises(WriteError, match=r"sharded: cannot write it .*File too large"),
+    ):
+        save_shards(tmp_path / "shards", model, optimizer)
 
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:

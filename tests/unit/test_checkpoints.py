@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError
+from full_disk import files_of_at_most
+from headrace.errors import ConfigError, WriteError
 from headrace.utils import atomic
 from headrace.utils.checkpoints import CheckpointInfo, CheckpointManager, read_checkpoint
 
@@ -115,7 +116,7 @@ def test_a_step_written_twice_holds_the_second(tmp_path: Path) -> None:
 
 def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(WriteError, match=r"step_000001: cannot write it \(disk full\)"):
         write_half(checkpoints.writing(1))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match=r"commit\(1\) without files"):
@@ -246,6 +247,33 @@ def test_a_file_that_cannot_be_written_keeps_its_old_content(tmp_path: Path) -> 
         atomic.write_text(path, "\ud800")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_full_disk_is_an_error_that_names_the_path_and_leaves_what_was_there(tmp_path: Path) -> None:
+    old = save(manager(tmp_path), 1, 0.5)
+    (tmp_path / "log").write_text("x" * 200 + "\n")
+    writes = {
+        "a.json": lambda: atomic.write_text(tmp_path / "a.json", "x" * 200),
+        "log": lambda: atomic.append_line(tmp_path / "log", "more"),
+        "folder": lambda: write_directory(tmp_path / "folder"),
+        "step_000002": lambda: save_much(manager(tmp_path)),
+    }
+    for name, write in writes.items():
+        with files_of_at_most(100), pytest.raises(WriteError) as caught:
+            write()
+        assert str(caught.value).startswith(f"{tmp_path / name}: cannot write it (File too large); make room")
+    assert {p.name for p in tmp_path.iterdir()} == {"step_000001", "log"}
+    assert manager(tmp_path).latest() == old
+
+
+def save_much(checkpoints: CheckpointManager) -> None:
+    with checkpoints.writing(2) as draft:
+        (draft / "weights.bin").write_bytes(bytes(200))
+
+
+def write_directory(path: Path) -> None:
+    with atomic.writing_directory(path) as draft:
+        (draft / "weights.bin").write_bytes(bytes(200))
 
 
 def test_lines_that_several_processes_append_stay_whole(tmp_path: Path) -> None:

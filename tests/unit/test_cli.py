@@ -10,6 +10,7 @@ from test_report import write_run
 from typer.testing import CliRunner, Result
 
 import headrace
+from full_disk import files_of_at_most
 from headrace.cli import app
 from headrace.errors import ConfigError
 from headrace.length_spec import parse_lengths
@@ -106,6 +107,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(recipe: Path, name: str) -> None:
         (("eval", "nowhere"), "nowhere: cannot read the recipe"),
         (("report", "nowhere"), "nowhere/metrics.jsonl: cannot read it"),
         (("plan", "5,x"), "LENGTHS '5,x': 'x' is not a whole number"),
+        (("plan", "5," * 200 + "x"), "...': 'x' is not a whole number"),
+        (("plan", "5," + "9" * 5000), "is not a whole number"),
         (("plan", "9,5", "--budget", "8"), "row 0 has 9 tokens"),
         (("plan", "5", "--algorithm", "best"), "best"),
         (("plan", "5", "--ranks", "0"), "shards=0"),
@@ -205,6 +208,55 @@ def test_lengths_come_from_a_list_a_file_or_a_distribution(tmp_path: Path) -> No
 def test_lengths_of_another_form_are_refused_with_the_forms(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^LENGTHS '.*expected|^LENGTHS '0' has a row of 0 tokens"):
         parse_lengths(text)
+
+
+def test_a_report_that_cannot_be_written_prints_its_tables_and_says_so_in_a_line(tmp_path: Path) -> None:
+    write_run(tmp_path, 12)
+    with files_of_at_most(0):
+        result = headrace_cli("report", tmp_path)
+    assert result.exit_code == 1
+    assert "rollout" in result.stdout
+    assert result.stderr.startswith(
+        f"headrace: error: {tmp_path}/timings.txt: cannot write it (File too large); make room"
+    )
+    assert result.stderr.count("\n") == 1
+
+
+DAMAGED = {
+    "no JSON": ("oops", "not valid JSON"),
+    "no number": (
+        '{"kind": "step", "step": 2, "reward/mean": "high"}',
+        "reward/mean is 'high', not a number",
+    ),
+    "NaN": ('{"kind": "step", "step": 2, "reward/mean": NaN}', "NaN is no JSON number"),
+    "no step": ('{"kind": "step"}', "has no step"),
+    "no object": ("3", "expected a JSON object; got int"),
+    "no UTF-8": ("\udcff", "not UTF-8 text"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_line_of_the_metrics_is_named(tmp_path: Path, name: str) -> None:
+    write_run(tmp_path, 3)
+    line, fault = DAMAGED[name]
+    log = tmp_path / "metrics.jsonl"
+    content = log.read_bytes().split(b"\n")
+    content.insert(1, line.encode(errors="surrogateescape"))
+    log.write_bytes(b"\n".join(content))
+    result = headrace_cli("report", tmp_path)
+    assert result.exit_code == 2
+    assert f"{log}, line 2: " in result.stderr
+    assert fault in result.stderr
+    assert "mend or remove the line" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_run_whose_recipe_is_damaged_is_named_with_the_line(tmp_path: Path) -> None:
+    write_run(tmp_path, 3)
+    (tmp_path / "config.yaml").write_text("seed: 0\npolicy: [1\n")
+    result = headrace_cli("eval", tmp_path)
+    assert result.exit_code == 2
+    assert f"{tmp_path}/config.yaml: not valid YAML: line 3, column 1" in result.stderr
 
 
 def test_a_report_prints_the_tables_and_names_the_plots(tmp_path: Path) -> None:

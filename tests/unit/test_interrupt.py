@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks, the second stops."""
+"""Ctrl-C, SIGTERM and a terminal that hangs up: the first asks, the second stops."""
 
 import os
 import signal
@@ -33,7 +33,9 @@ def start(*, stops: bool) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_the_first_signal_lets_the_loop_end_by_itself_and_says_so_once(
     number: signal.Signals, code: int
 ) -> None:
@@ -44,6 +46,21 @@ def test_the_first_signal_lets_the_loop_end_by_itself_and_says_so_once(
     assert err.startswith("headrace: stopping")
     assert err.count("\n") == 1
     assert process.returncode == 0
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with InterruptFlag() as interrupt:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interrupt.is_set()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_message_that_nobody_can_read_does_not_end_the_run() -> None:
+    source = "import os\nfrom headrace.utils.interrupt import tell_stderr\nos.close(2)\ntell_stderr('x')\nprint('on')"
+    assert subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE).stdout == b"on\n"
 
 
 def test_the_second_signal_stops_a_loop_that_does_not_look() -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +86,25 @@ def test_off_prints_the_result_only(tmp_path: Path) -> None:
 
 
 def toy_on_a_terminal(
-    run_dir: Path, *arguments: str, ctrl_c_after: str | None = None, width: int = 100
+    run_dir: Path,
+    *arguments: str,
+    ctrl_c_after: Sequence[str] = (),
+    hang_up_after: str | None = None,
+    width: int = 100,
+    code: str | None = None,
 ) -> tuple[int, str]:
-    """Run the toy on a pseudo-terminal; type Ctrl-C when a text has appeared. Return exit code and output."""
+    """Run the toy on a pseudo-terminal; type a Ctrl-C when each text has appeared. Return exit code and output.
+
+    `code` runs in place of the toy's own. The terminal hangs up when a text has appeared.
+    """
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ.update(TERM="xterm-256color", COLUMNS=str(width), LINES="40")
-        os.execv(sys.executable, [sys.executable, TOY, str(run_dir), *arguments])
-    output, typed, deadline = "", False, time.monotonic() + 60
-    while time.monotonic() < deadline:
+        os.chdir(Path(TOY).parent)
+        script = [TOY] if code is None else ["-c", code]
+        os.execv(sys.executable, [sys.executable, *script, str(run_dir), *arguments])
+    output, left, deadline = "", list(ctrl_c_after), time.monotonic() + 60
+    while time.monotonic() < deadline and not (hang_up_after and hang_up_after in output):
         if select.select([terminal], [], [], 0.05)[0]:
             try:
                 chunk = os.read(terminal, 65536)
@@ -102,11 +113,14 @@ def toy_on_a_terminal(
             if not chunk:
                 break
             output += chunk.decode(errors="replace")
-        if ctrl_c_after and not typed and ctrl_c_after in output:
+        if left and left[0] in output:
             os.write(terminal, b"\x03")
-            typed = True
+            left.pop(0)
+    if hang_up_after:
+        os.close(terminal)
     _, status = os.waitpid(pid, 0)
-    os.close(terminal)
+    if not hang_up_after:
+        os.close(terminal)
     return os.waitstatus_to_exitcode(status), output
 
 
@@ -135,13 +149,57 @@ def test_a_terminal_gets_a_picture_that_is_gone_at_the_end(tmp_path: Path) -> No
 
 
 def test_ctrl_c_on_a_terminal_stops_after_the_step_and_says_so(tmp_path: Path) -> None:
-    code, output = toy_on_a_terminal(tmp_path, "auto", "1000", "0.05", ctrl_c_after="grad norm")
+    code, output = toy_on_a_terminal(tmp_path, "auto", "1000", "0.05", ctrl_c_after=["grad norm"])
     assert code == 130
     assert "stopping at the next safe point" in output
     with RunDirectory.open(tmp_path, recipe_text="seed: 0\n") as run:
         assert run.resume_from is not None
         steps = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
         assert steps[-1]["step"] == run.resume_from.step
+
+
+# As where a library in C does not come back: nothing is unwound after the second Ctrl-C.
+CUT_OFF = """
+import os, sys
+from toy_run import *
+with (
+    RunDirectory.open(sys.argv[1], recipe_text="seed: 0") as run,
+    ConsoleObserver(make_console(), title="x") as display,
+    InterruptFlag(display.notice, display.show_cursor) as interrupt,
+):
+    try:
+        toy_loop(run, display, interrupt, steps=1000, step_s=2)
+    except KeyboardInterrupt:
+        os._exit(7)
+"""
+
+
+def test_the_second_ctrl_c_shows_the_cursor_again_whatever_happens_then(tmp_path: Path) -> None:
+    stops = ["once more to stop at once"]
+    code, output = toy_on_a_terminal(tmp_path, code=CUT_OFF, ctrl_c_after=["step 0/1000", *stops])
+    assert code == 7
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
+
+
+def test_a_terminal_that_hangs_up_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    code, _ = toy_on_a_terminal(tmp_path, "auto", "1000", "0.05", hang_up_after="grad norm")
+    assert code == 129
+    with RunDirectory.open(tmp_path, recipe_text="seed: 0\n") as run:
+        assert run.resume_from is not None
+        steps = [json.loads(line) for line in run.metrics_path.read_text().split("\n")[:-1]]
+        assert steps[-1]["step"] == run.resume_from.step
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
+    command = [sys.executable, TOY, str(tmp_path), "auto", "40", "0.02"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait() == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 40
 
 
 def test_a_narrow_terminal_does_not_break_the_picture(tmp_path: Path) -> None:
@@ -314,6 +372,54 @@ def test_the_picture_shows_progress_metrics_stages_and_bytes() -> None:
     assert format_bytes(in_step) in text
     assert f"{format_bytes(in_all)} in all" in text
     assert max(map(len, text.splitlines())) <= 96
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 100])
+def test_nothing_is_cut_off_on_a_narrow_terminal(width: int) -> None:
+    info = {
+        "model": "1.7 M parameters, float32",
+        "batch": "32 prompts x 8 samples",
+        "prompts": "8,192 to train on",
+    }
+    state = RunState(
+        "runs/" + "long/" * 20, info=info, pace=Pace(80, started_s=100.0), activity="reference_logprobs"
+    )
+    totals = RunTotals()
+    for step in range(1, 41):
+        assert state.pace is not None
+        state.pace.advance(step, 100.0 + 60 * step)
+        state.add(toy_record(step, 80, random.Random(step)))
+        totals.add({"reference_logprobs": 100.0}, {"reference_policy_logprobs": 10**11}, 5125)
+    state.validation = (40, {GREEDY_ACCURACY: 0.9, SAMPLED_ACCURACY: 0.8})
+    summary = summary_table({"val_accuracy_before": 0.125, "val_accuracy_after": 0.5})
+    shown = (
+        picture(state, 2540.0, width) + render_text(final_tables(totals), width) + render_text(summary, width)
+    )
+    assert max(map(len, shown.split("\n"))) <= width
+    assert "…" not in shown
+    words = shown.replace("│", " ").split()
+    for part in (
+        "40:40 gone, 39:20 left",
+        "reference_logprobs",
+        "greedy accuracy 90.0% step 40",
+        "50%",
+        "35%",
+        "12%",
+    ):
+        assert part in " ".join(words)
+    for part in (
+        "1.7 M parameters",
+        "8,192 to train on",
+        "1:06:40",
+        "100 GB",
+        "4.00 TB",
+        "100.0%",
+        "12.5%",
+        "50.0%",
+    ):
+        assert part in " ".join(words)
+    assert "runs/" + "long/" * 20 in "".join(words)
+    assert "reference_policy_logprobs" in re.sub(r"[ \d.,%TGB]*\n ", "", shown)
 
 
 def test_time_left_follows_the_steps_of_this_session_and_shrinks_within_a_step() -> None:

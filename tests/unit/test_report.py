@@ -99,7 +99,7 @@ def test_a_run_without_validation_bytes_or_finite_loss_is_drawn(tmp_path: Path) 
 
 
 def test_a_missing_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere/metrics\.jsonl: cannot read it.*directory of a run"):
+    with pytest.raises(ConfigError, match=r"nowhere/metrics\.jsonl: cannot read it.*check the path"):
         write_report(tmp_path / "nowhere")
 
 
@@ -111,5 +111,5 @@ def test_a_run_without_a_line_is_named(tmp_path: Path) -> None:
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step"\n')
-    with pytest.raises(ConfigError, match="not one JSON object per line"):
+    with pytest.raises(ConfigError, match=r"metrics.jsonl, line 1: not valid JSON .*mend or remove the line"):
         read_metrics(tmp_path)

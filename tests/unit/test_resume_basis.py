@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from full_disk import files_of_at_most
 from headrace.algorithms.run import train
 from headrace.config import RecipeConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, WriteError
 from recorder import NeverStop, Recorder
 from tiny_recipe import tiny_recipe
 
@@ -138,6 +139,18 @@ def test_after_a_warm_start_a_reference_that_was_not_kept_is_refused_with_the_re
         run(tmp_path, 2, warm_start=warm, loss={"kl_coefficient": 0.1})
     for part in ("reference", "what its warm start ended with", "set it to 0", "overwrite=true"):
         assert part in str(caught.value)
+
+
+def test_a_disk_that_is_full_at_a_checkpoint_costs_that_checkpoint_only(tmp_path: Path) -> None:
+    write_data(tmp_path, WORDS)
+    run(tmp_path, 1)
+    with (
+        files_of_at_most(100_000),
+        pytest.raises(WriteError, match=r"/checkpoints/.*cannot write it .*[Ff]ile too large"),
+    ):
+        run(tmp_path, 2)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000001"]
+    assert [record.step for record in run(tmp_path, 2).steps] == [2]
 
 
 def test_prompts_that_are_too_long_are_refused_by_line_or_left_out_and_counted(

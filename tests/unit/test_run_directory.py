@@ -312,6 +312,18 @@ def test_two_processes_cannot_write_into_one_directory(tmp_path: Path) -> None:
         assert (tmp_path / ".headrace-lock").read_text() == f"{os.getpid()}\n"
 
 
+def test_without_file_locks_a_run_starts_with_a_warning(tmp_path: Path) -> None:
+    source = (
+        "import sys\nsys.modules['fcntl'] = None\n"
+        "from headrace.utils.run_directory import RunDirectory\n"
+        "with RunDirectory.open(sys.argv[1], recipe_text='seed: 0') as run: run.begin()"
+    )
+    done = subprocess.run([sys.executable, "-c", source, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "no file locks; start no second run in this directory" in done.stderr
+    assert (tmp_path / "config.yaml").read_text() == "seed: 0"
+
+
 def test_the_lock_goes_when_the_directory_is_closed_or_refused(tmp_path: Path) -> None:
     run = start(tmp_path)
     assert "is writing there" in refusal(tmp_path)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import headrace
 from group_worker import wait_until_gone
 
 TESTS = str(Path(__file__).parents[1])
@@ -81,10 +82,10 @@ RayVirtualCluster({})
 """
 
 
-def drive(script: str, address: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def drive(script: str, address: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a driver script with RAY_ADDRESS set."""
     return subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, *options, "-c", script],
         env={**os.environ, "RAY_ADDRESS": address, **environment},
         capture_output=True,
         text=True,
@@ -93,8 +94,8 @@ def drive(script: str, address: str, **environment: str) -> subprocess.Completed
     )
 
 
-def answer(script: str, address: str, **environment: str) -> dict[str, Any]:
-    done = drive(script, address, **environment)
+def answer(script: str, address: str, *options: str, **environment: str) -> dict[str, Any]:
+    done = drive(script, address, *options, **environment)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -150,6 +151,12 @@ def test_a_driver_that_ends_disconnects_and_leaves_the_cluster_to_the_next_one(
 def test_nodes_with_another_headrace_than_the_driver_get_the_drivers_environment(
     two_nodes: str, tmp_path: Path
 ) -> None:
+    source, package = Path(headrace.__file__).parent, tmp_path / "headrace"
+    package.mkdir()
+    for entry in source.iterdir():
+        if not entry.name.startswith("__"):
+            (package / entry.name).symlink_to(entry)
+    (package / "__init__.py").write_text('__version__ = "99.0"\n')
     installed = tmp_path / "headrace-99.0.dist-info"
     installed.mkdir()
     lines = ("Metadata-Version: 2.1", "Name: headrace", "Version: 99.0", "Requires-Dist: torch>=2.11", "")
@@ -157,6 +164,19 @@ def test_nodes_with_another_headrace_than_the_driver_get_the_drivers_environment
     env = answer(ROOM_ONLY, two_nodes, PYTHONPATH=str(tmp_path))["runtime_env"]
     assert env["pip"] == [f"torch=={torch.__version__.split('+')[0]}"]
     assert (Path(env["py_modules"][0]) / "errors.py").is_file()
+
+
+def test_a_checkout_on_the_path_that_is_not_installed_attaches_like_any_other(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    for entry in Path(torch.__file__).parents[1].iterdir():
+        if "headrace" not in entry.name:
+            (tmp_path / entry.name).symlink_to(entry)
+    path = f"{tmp_path}:{Path(headrace.__file__).parents[1]}"
+    script = "import importlib.metadata as m\nassert not [*m.distributions(name='headrace')]\n"
+    # Without the site's packages, where headrace is installed.
+    found = answer(script + ROOM_ONLY, two_nodes, "-S", PYTHONPATH=path)
+    assert found["runtime_env"] is None
 
 
 def test_more_nodes_than_the_cluster_has_are_refused_with_both_numbers(two_nodes: str) -> None:

@@ -261,7 +261,8 @@ from headrace.distributed.worker_groups import RankSettings, SpawnWorkerGroup, W
 
 if __name__ == "__main__":
     interrupts = []
-    signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: interrupts.append(1))
     group = SpawnWorkerGroup(WorkerSpec(GroupWorker), policy_sharding(2), settings=RankSettings(threads=1))
     print(*group.pids, flush=True)
     print(group.run_all("sleep", 2.0), len(interrupts), flush=True)
@@ -269,7 +270,9 @@ if __name__ == "__main__":
 """
 
 
-def test_ctrl_c_reaches_the_driver_only_and_a_killed_driver_leaves_no_worker(tmp_path: Path) -> None:
+def test_ctrl_c_and_a_hangup_reach_the_driver_only_and_a_killed_driver_leaves_no_worker(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "driver.py"
     script.write_text(DRIVER.format(tests=str(Path(__file__).parents[1])))
     driver = subprocess.Popen(
@@ -279,8 +282,9 @@ def test_ctrl_c_reaches_the_driver_only_and_a_killed_driver_leaves_no_worker(tmp
     try:
         pids = [int(pid) for pid in driver.stdout.readline().split()]
         assert len(pids) == 2
-        os.killpg(driver.pid, signal.SIGINT)
-        assert driver.stdout.readline() == "[0, 1] 1\n"
+        for number in (signal.SIGINT, signal.SIGHUP):
+            os.killpg(driver.pid, number)
+        assert driver.stdout.readline() == "[0, 1] 2\n"
     finally:
         driver.kill()
         driver.wait()

@@ -73,7 +73,8 @@ def write_trace(directory: Path, trace: RouteTrace) -> Path:
         if rows.native is not None:
             tensors[f"{stage}.{_NATIVE}"] = rows.native
     about = {"step": str(trace.step), "sample_ids": json.dumps(trace.sample_ids)}
-    directory.mkdir(parents=True, exist_ok=True)
+    with atomic.naming(directory):
+        directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step_{trace.step:06d}.safetensors"
     atomic.write_bytes(path, save({name: t.contiguous() for name, t in tensors.items()}, about))
     return path

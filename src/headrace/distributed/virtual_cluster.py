@@ -4,6 +4,7 @@ import importlib.metadata
 import logging
 import math
 import os
+import pkgutil
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -170,17 +171,17 @@ def _cpu_share(workers_per_node: int, num_nodes: int, gpus_per_node: int, autosc
 
 def _needed_runtime_env(timeout_s: float) -> dict[str, Any] | None:
     """Return None where every node has this version of headrace, else the environment that gives it to them."""
-    mine = importlib.metadata.version(_PACKAGE)
-    probe = ray.remote(num_cpus=0)(importlib.metadata.version)
+    # A checkout on PYTHONPATH has a version, and no metadata of an installation.
+    probe = ray.remote(num_cpus=0)(pkgutil.resolve_name)
     answers = [
         probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
-            _PACKAGE
+            f"{_PACKAGE}:__version__"
         )
         for node in ray.nodes()
         if node.get("Alive")
     ]
     try:
-        if all(version == mine for version in ray.get(answers, timeout=timeout_s)):
+        if all(version == headrace.__version__ for version in ray.get(answers, timeout=timeout_s)):
             return None
     except RayTaskError:
         pass  # not installed on a node
@@ -193,8 +194,18 @@ def project_runtime_env() -> dict[str, Any]:
     """Return a Ray runtime environment with this headrace and what it requires, in the versions installed here.
 
     Example: `{"py_modules": ["/src/headrace"], "pip": ["torch==2.13.0", "ray==2.60.0", ...]}`.
+
+    Raises:
+        ConfigError: headrace is not installed here, so that nobody knows what it requires.
     """
-    requirements = importlib.metadata.requires(_PACKAGE) or []
+    try:
+        requirements = importlib.metadata.requires(_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            f"a node of the Ray cluster has no headrace {headrace.__version__}, and cannot be given the one here, "
+            "which is not installed but on PYTHONPATH; run `pip install -e .` in its checkout, or install it on "
+            "every node"
+        ) from error
     names = [
         re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0]
         for text in requirements

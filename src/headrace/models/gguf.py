@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from headrace.errors import ConfigError
+from headrace.models.saving import Saving
 from headrace.utils.paths import user_path
 
 
@@ -100,8 +101,9 @@ def _convert(gguf_file: Path, folder: Path) -> None:
             f"{gguf_file}: transformers cannot read this file ({type(error).__name__}: {error}); "
             "name another package in policy.model.gguf_package"
         ) from error
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with Saving(folder):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def publish(draft: Path, target: Path) -> None:

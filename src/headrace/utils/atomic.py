@@ -36,7 +36,7 @@ def naming(path: Path) -> Iterator[None]:
 def write_error(path: Path, reason: str) -> WriteError:
     """Return the error for a path that cannot be written."""
     return WriteError(
-        f"{path}: cannot write it ({reason}); make room or give permission there, or set another run_dir"
+        f"{path}: cannot write it ({reason}); make room or give permission there, or choose another directory"
     )
 
 

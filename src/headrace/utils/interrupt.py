@@ -4,36 +4,49 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Windows has no SIGHUP.
+_HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)
+TERMINAL_SIGNALS = (signal.SIGINT, *([_HANGUP] if _HANGUP is not None else []))
+"""What a terminal sends to every process that was started from it."""
+_SIGNALS = (*TERMINAL_SIGNALS, signal.SIGTERM)
 
 
 def tell_stderr(message: str) -> None:
     """Write one line to standard error by a plain system call, which is safe inside a signal handler."""
-    os.write(2, f"headrace: {message}\n".encode())
+    with suppress(OSError):  # there may be nobody left to read it
+        os.write(2, f"headrace: {message}\n".encode())
 
 
 class InterruptFlag:
-    """Turns the first SIGINT or SIGTERM into a flag; the second raises KeyboardInterrupt at once.
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a flag; the second raises KeyboardInterrupt at once.
 
     >>> with InterruptFlag() as interrupt:
     ...     while not interrupt.is_set():
     ...         train_one_step()
 
     Where nothing can be lost yet, `at_once` lets the first signal raise, too. Handlers are installed in the main
-    thread only (elsewhere the block changes nothing) and put back at the end. `notify` gets the one line for the
-    user; it runs inside the signal handler.
+    thread only (elsewhere the block changes nothing) and put back at the end. A SIGHUP that is ignored, as under
+    `nohup`, stays so; after one, output to a terminal that is gone goes nowhere, and fails no longer. `notify` gets
+    the one line for the user, and `leave_terminal` undoes what a picture did to the terminal before the second signal
+    raises; both run inside the signal handler.
     """
 
-    def __init__(self, notify: Callable[[str], None] = tell_stderr) -> None:
+    def __init__(
+        self,
+        notify: Callable[[str], None] = tell_stderr,
+        leave_terminal: Callable[[], None] = lambda: None,
+    ) -> None:
         self._notify = notify
+        self._leave_terminal = leave_terminal
         self._set = False
         self._raises = False
         self._signal = signal.SIGINT
         self._previous: dict[signal.Signals, Any] = {}
+        self._terminals: tuple[int, ...] = ()
 
     def is_set(self) -> bool:
         """Return whether the loop should stop at its next safe point."""
@@ -61,8 +74,10 @@ class InterruptFlag:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
+            self._terminals = tuple(descriptor for descriptor in (1, 2) if os.isatty(descriptor))
             for number in _SIGNALS:
-                self._previous[number] = signal.signal(number, self._handle)
+                if number != _HANGUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -74,10 +89,21 @@ class InterruptFlag:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number)
+        if number == _HANGUP:
+            self._let_go_of_terminals()
         if self._set:
+            self._leave_terminal()
             raise KeyboardInterrupt
         self._set = True
         if self._raises:
             self._notify("stopping; once more to stop without cleaning up")
             raise KeyboardInterrupt
         self._notify("stopping at the next safe point; once more to stop at once")
+
+    def _let_go_of_terminals(self) -> None:
+        """Send output to terminals that are gone nowhere: writing there would end the run before its checkpoint."""
+        for descriptor in self._terminals:
+            if not os.isatty(descriptor):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)

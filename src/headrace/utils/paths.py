@@ -1,20 +1,33 @@
 """Paths as a person writes them."""
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.errors import ConfigError
+
+_LONGEST_SHOWN = 100
 
 
 def user_path(text: str | Path, key: str) -> Path:
     """Return the path that `text` names, `~` and `~user` resolved; `key` is the recipe's key that holds it.
 
+    Nothing has to be there, but whether there is something can be told.
+
     Raises:
-        ConfigError: a user that is not known here, a home directory that is not known, or a null character.
+        ConfigError: a home directory that is not known, a name that no file can have, or a directory on the way that
+            may not be searched.
     """
-    if "\0" in str(text):
-        raise ConfigError(f"{key}={str(text)!r}: a path cannot hold a null character; remove it")
     try:
-        return Path(text).expanduser()
+        path = Path(text).expanduser()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(path)
+        return path
+    except OSError as error:
+        shown = str(text) if len(str(text)) <= _LONGEST_SHOWN else f"{str(text)[:_LONGEST_SHOWN]}..."
+        raise ConfigError(f"{key}={shown}: {error.strerror}; give another path") from error
+    except ValueError as error:
+        raise ConfigError(f"{key}={str(text)!r}: {error}; give another path") from error
     except RuntimeError as error:
         who = str(text).partition("/")[0]
         raise ConfigError(

@@ -45,10 +45,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RecipeConfig
     """
     merged = _load_yaml(Path(path), children=())
     parsed = [_parse_override(text) for text in overrides]
-    merged = _without_other_kinds(
-        merged, _merge(OmegaConf.create({}), *(override.values for override in parsed))
-    )
-    merged = _merge(merged, *(override.values for override in parsed))
+    if parsed:
+        changes = [override.values for override in parsed]
+        merged = _merge(_without_other_kinds(merged, _merge(*changes)), *changes)
     try:
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         return RecipeConfig.model_validate(values)

@@ -24,6 +24,7 @@ from headrace.distributed.worker_groups.rank import (
     open_store,
 )
 from headrace.distributed.worker_groups.remote import GRACE_S, RemoteWorkerGroup
+from headrace.utils.interrupt import TERMINAL_SIGNALS
 
 _HOST = "127.0.0.1"
 _GENTLE_S = 10.0
@@ -127,8 +128,8 @@ def _join(processes: list[SpawnProcess], timeout_s: float) -> None:
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Block SIGINT in this thread and in processes started meanwhile; one that comes is delivered afterwards."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Block a terminal's signals in this thread and in processes started meanwhile; they are delivered afterwards."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
     try:
         yield
     finally:
@@ -137,7 +138,8 @@ def _interrupts_held_back() -> Iterator[None]:
 
 def _serve(pipe: "Connection[Any, Any]", place: RankPlace, settings: RankSettings) -> None:
     """Serve one rank until the driver says stop or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in TERMINAL_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     server = RankServer(place, settings)

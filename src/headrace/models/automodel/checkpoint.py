@@ -11,11 +11,13 @@ Nothing is pickled. Hyperparameters come from the recipe, not from here.
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ConfigDict, NonNegativeInt, ValidationError
+from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -24,6 +26,8 @@ from headrace.distributed.collectives import from_first_rank
 from headrace.errors import ConfigError
 from headrace.models.automodel.setup import load_pretrained, no_progress_bars
 from headrace.models.automodel.sharding import ShardedModel, part_like
+from headrace.models.saving import Saving
+from headrace.utils.json_text import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +37,23 @@ _RNG = "rng.safetensors"
 _STATE = "trainer.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class TrainerState:
     """Counters of a run: updates since the first weights, and updates of the present schedule."""
 
-    weight_version: int
-    scheduler_updates: int
+    weight_version: NonNegativeInt
+    scheduler_updates: NonNegativeInt
 
 
 def save_model(directory: Path, model: Any, tokenizer: Any) -> None:
-    """Write `directory` as a Hugging Face model directory, with float32 safetensors and the tokenizer."""
-    with no_progress_bars():
+    """Write `directory` as a Hugging Face model directory, with float32 safetensors and the tokenizer.
+
+    Raises:
+        WriteError: a full disk, or no permission.
+    """
+    with Saving(directory), no_progress_bars():
         model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
 
 def load_weights(directory: Path, model: Any, sharded: ShardedModel | None = None) -> None:
@@ -70,6 +78,8 @@ def load_weights(directory: Path, model: Any, sharded: ShardedModel | None = Non
 
 
 def _read_weights(directory: Path, use: Callable[[Mapping[str, torch.Tensor]], object]) -> None:
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such directory; the checkpoint must be whole")
     try:
         with no_progress_bars():
             saved = load_pretrained(directory, dtype=torch.float32)
@@ -88,18 +98,23 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer | None,
     state: TrainerState,
 ) -> None:
-    """Write everything into `directory`, made if absent; with `optimizer` None its state is left out."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write everything into `directory`, made if absent; with `optimizer` None its state is left out.
+
+    Raises:
+        WriteError: a full disk, or no permission.
+    """
     save_model(directory / MODEL, model, tokenizer)
     if optimizer is not None:
-        save_file(_optimizer_tensors(model, optimizer), directory / _OPTIMIZER)
+        with Saving(directory):
+            save_file(_optimizer_tensors(model, optimizer), directory / _OPTIMIZER)
     save_counters(directory, state)
 
 
 def save_counters(directory: Path, state: TrainerState) -> None:
     """Write the counters and this process's RNG."""
-    save_file(_rng_states(), directory / _RNG)
-    (directory / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
+    with Saving(directory):
+        save_file(_rng_states(), directory / _RNG)
+        (directory / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
 
 
 def load_counters(directory: Path) -> TrainerState:
@@ -109,7 +124,7 @@ def load_counters(directory: Path) -> TrainerState:
         ConfigError: a file that is missing or damaged.
     """
     state = _read_state(directory / _STATE)
-    _restore_rng(_read(directory / _RNG))
+    _restore_rng(_read(directory / _RNG), directory / _RNG)
     return state
 
 
@@ -160,6 +175,12 @@ def _restore_optimizer(
             "resume with the recipe's own policy.model"
         )
     for name, values in slots.items():
+        for key, value in values.items():
+            if value.dim() and value.shape != parameters[name].shape:
+                raise ConfigError(
+                    f"{source}: {key} of {name} has shape {tuple(value.shape)}, and the parameter "
+                    f"{tuple(parameters[name].shape)}; resume with the recipe's own policy.model"
+                )
         if isinstance(parameters[name], DTensor):
             slots[name] = {key: part_like(value, parameters[name]) for key, value in values.items()}
     order = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
@@ -174,10 +195,13 @@ def _rng_states() -> dict[str, torch.Tensor]:
     return states
 
 
-def _restore_rng(states: Mapping[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+def _restore_rng(states: Mapping[str, torch.Tensor], source: Path) -> None:
+    try:
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise _damaged(source, f"no state of torch's generator ({error})") from error
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
@@ -185,11 +209,16 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = load_file(path)
         return tensors
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: missing or damaged ({error}); use another checkpoint") from error
+        raise _damaged(path, str(error)) from error
 
 
 def _read_state(path: Path) -> TrainerState:
+    remedy = "use another checkpoint"
     try:
-        return TrainerState(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: missing or damaged ({error}); use another checkpoint") from error
+        return TrainerState(**read_json(path, remedy=remedy))
+    except (OSError, TypeError, ValidationError) as error:
+        raise _damaged(path, " ".join(str(error).split())[:200]) from error
+
+
+def _damaged(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"{path}: missing or damaged ({reason}); use another checkpoint")

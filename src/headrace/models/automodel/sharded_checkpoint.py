@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from headrace.errors import ConfigError
 from headrace.models.automodel.setup import no_progress_bars
 from headrace.models.automodel.sharding import named_tensors
+from headrace.models.saving import Saving
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +33,16 @@ _WEIGHT, _SLOT = "weight", "optimizer"
 
 
 def save_shards(directory: Path, model: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Write this rank's part into `directory`/sharded; every rank calls this together."""
+    """Write this rank's part into `directory`/sharded; every rank calls this together.
+
+    Raises:
+        WriteError: a full disk, or no permission.
+    """
     state = _weights(model)
     if optimizer is not None:
         state |= _slots(model, optimizer)
-    save(state, checkpoint_id=directory / SHARDED, no_dist=not dist.is_initialized())
+    with Saving(directory / SHARDED):
+        save(state, checkpoint_id=directory / SHARDED, no_dist=not dist.is_initialized())
 
 
 def load_shards(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -78,9 +84,9 @@ def export_model(
         # Only the class and its way of naming weights are wanted.
         skeleton = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     skeleton.generation_config = model.generation_config
-    with no_progress_bars():
+    with Saving(directory), no_progress_bars():
         skeleton.save_pretrained(directory, state_dict=whole)
-    tokenizer.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
 
 def _weights(model: Any) -> dict[str, Any]:
