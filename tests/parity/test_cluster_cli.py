@@ -89,15 +89,20 @@ def test_a_run_that_finishes_leaves_no_process_behind(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
 @pytest.mark.timeout(600)
-def test_ctrl_c_saves_the_last_whole_step_and_leaves_no_process_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow)]
+)
+def test_ctrl_c_saves_the_last_whole_step_and_leaves_no_process_behind(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     mark = uuid.uuid4().hex
     process = start(tmp_path / "run", mark)
     wait_for(tmp_path / "run" / "metrics.jsonl", process)
     running = marked(mark)
     assert sum("RankActor" in command for command in running.values()) >= 3, "two workers and the rollouts"
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to all of the foreground group
+    os.killpg(process.pid, number)  # as a terminal does it: to all of the foreground group
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, output
+    assert process.returncode == code, output
     assert "Traceback" not in output
     assert any((tmp_path / "run" / "checkpoints").iterdir())
     assert survivors(mark) == {}

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from headrace.errors import TransportError
+from headrace.utils.interrupt import HANGUP, held_back
 
 NAMESPACE = "headrace"
 _CONNECT_S = 10.0
@@ -33,7 +34,8 @@ def connect(address: str | None, *, named_by: str, **local: Any) -> None:
     try:
         if address:
             _check_listening(address)
-        with _sigterm_handler_kept(), ExitStack() as undo:
+        # Ray keeps Ctrl-C from the processes that it starts, and not a terminal's end, which is the driver's to handle.
+        with _sigterm_handler_kept(), held_back(HANGUP), ExitStack() as undo:
             undo.callback(ray.shutdown)
             ray.init(
                 address=address or "local",

@@ -19,16 +19,18 @@ _BACKUP = ".headrace-old"
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Let a block that writes `path` fail with its name.
+def naming(path: Path, draft: Path | None = None) -> Iterator[None]:
+    """Let a block that writes `path`, by way of `draft`, fail with its name.
 
     Raises:
         WriteError: for an OSError in the block.
     """
     try:
         yield
-    except WriteError:
-        raise
+    except WriteError as error:
+        if draft is None:
+            raise
+        raise WriteError(str(error).replace(str(draft), str(path))) from error
     except OSError as error:
         raise write_error(path, error.strerror or str(error)) from error
 
@@ -84,7 +86,7 @@ def writing_directory(path: Path) -> Iterator[Path]:
         WriteError: the block or this could not write a file; names `path`.
     """
     partial = partial_path(path)
-    with naming(path):
+    with naming(path, partial):
         partial.mkdir(parents=True)
         try:
             yield partial

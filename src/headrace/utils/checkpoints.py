@@ -77,7 +77,7 @@ class CheckpointManager:
             WriteError: the block or this could not write a file; names the checkpoint.
         """
         draft = atomic.partial_path(self._path(step))
-        with ExitStack() as on_error, atomic.naming(self._path(step)):
+        with ExitStack() as on_error, atomic.naming(self._path(step), draft):
             draft.mkdir(parents=True)
             on_error.callback(shutil.rmtree, draft, ignore_errors=True)
             yield draft

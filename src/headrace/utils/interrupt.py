@@ -3,16 +3,26 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 # Windows has no SIGHUP.
-_HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)
-TERMINAL_SIGNALS = (signal.SIGINT, *([_HANGUP] if _HANGUP is not None else []))
+HANGUP: tuple[signal.Signals, ...] = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
+TERMINAL_SIGNALS = (signal.SIGINT, *HANGUP)
 """What a terminal sends to every process that was started from it."""
 _SIGNALS = (*TERMINAL_SIGNALS, signal.SIGTERM)
+
+
+@contextmanager
+def held_back(signals: Collection[signal.Signals]) -> Iterator[None]:
+    """Block signals in this thread and in processes started meanwhile; here they are delivered afterwards."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def tell_stderr(message: str) -> None:
@@ -76,7 +86,7 @@ class InterruptFlag:
         if threading.current_thread() is threading.main_thread():
             self._terminals = tuple(descriptor for descriptor in (1, 2) if os.isatty(descriptor))
             for number in _SIGNALS:
-                if number != _HANGUP or signal.getsignal(number) != signal.SIG_IGN:
+                if number not in HANGUP or signal.getsignal(number) != signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -89,7 +99,7 @@ class InterruptFlag:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number)
-        if number == _HANGUP:
+        if number in HANGUP:
             self._let_go_of_terminals()
         if self._set:
             self._leave_terminal()

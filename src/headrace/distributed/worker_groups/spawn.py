@@ -5,8 +5,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -24,7 +24,7 @@ from headrace.distributed.worker_groups.rank import (
     open_store,
 )
 from headrace.distributed.worker_groups.remote import GRACE_S, RemoteWorkerGroup
-from headrace.utils.interrupt import TERMINAL_SIGNALS
+from headrace.utils.interrupt import TERMINAL_SIGNALS, held_back
 
 _HOST = "127.0.0.1"
 _GENTLE_S = 10.0
@@ -69,7 +69,7 @@ class SpawnWorkerGroup(RemoteWorkerGroup):
             process = context.Process(
                 target=_serve, args=(theirs, place, settings), name=f"headrace-worker-{rank}", daemon=True
             )
-            with _interrupts_held_back():
+            with held_back(TERMINAL_SIGNALS):
                 process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -124,16 +124,6 @@ def _join(processes: list[SpawnProcess], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
-
-
-@contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Block a terminal's signals in this thread and in processes started meanwhile; they are delivered afterwards."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def _serve(pipe: "Connection[Any, Any]", place: RankPlace, settings: RankSettings) -> None:
