@@ -11,6 +11,7 @@ LAYERS = {
     "headrace": 0,  # only __version__
     "headrace.errors": 0,
     "headrace.config": 0,
+    "headrace.config_policy": 0,
     "headrace.utils": 0,
     "headrace.distributed": 1,
     "headrace.data_plane": 2,

@@ -43,6 +43,7 @@ from headrace.run_tables import final_tables, metrics_table, render_text
 from headrace.store_commands import store_app
 from headrace.utils import atomic
 from headrace.utils.checkpoints import CheckpointInfo, CheckpointManager, read_checkpoint
+from headrace.utils.idle_keys import idle_lines
 from headrace.utils.interrupt import InterruptFlag
 from headrace.utils.paths import user_path
 from headrace.utils.recipe import dump_recipe, load_recipe
@@ -152,6 +153,8 @@ def train(
         allow_changes=recipe.allow_changes,
     )
     with opened as run:
+        for line in idle_lines(recipe):
+            print_line(console, line)
         _say_where_it_starts(run, console)
         code, summary = _run_loop(recipe, run, console)
         if summary["steps"]:

@@ -2,38 +2,55 @@
 
 `headrace.utils.recipe.load_recipe` reads a YAML file (with inheritance and dotted overrides) into `RecipeConfig`
 and turns every mistake into a ConfigError of one line. Rules that tie several sections together stand in
-`RecipeConfig.check_sections`; rules that need the model (its length limit, its vocabulary) stand with the
-code that loads it.
+`RecipeConfig.check_sections`, keys without effect in `utils.idle_keys`; rules that need the model (its length limit,
+its vocabulary) stand with the code that loads it.
 """
 
-import string
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from headrace.config_policy import (
+    DynamicBatchingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+    RouterReplayConfig,
+    SchedulerConfig,
+    SequencePackingConfig,
+    TokenizerConfig,
+)
 from headrace.utils.algorithm_presets import with_preset
+from headrace.utils.idle_keys import refuse_idle_keys
+from headrace.utils.section import (
+    Fraction,
+    Integers,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Pair,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Strings,
+)
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-# YAML has lists only; they become tuples.
-Pair = Annotated[tuple[float, float], Field(strict=False)]
-Strings = Annotated[tuple[str, ...], Field(strict=False)]
-Integers = Annotated[tuple[int, ...], Field(strict=False)]
 ValidationMetric = Literal[
     "validation/accuracy", "validation/sampled_accuracy", "validation/reward", "validation/sampled_reward"
 ]
 
-
-class Section(BaseModel):
-    """Base of every section: immutable, no value of another type, and an unknown key is an error."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
+__all__ = [  # of `config_policy` and `utils.section`, where others look for them here
+    "DynamicBatchingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PolicyConfig",
+    "RouterReplayConfig",
+    "SchedulerConfig",
+    "Section",
+    "SequencePackingConfig",
+    "TokenizerConfig",
+]
 
 
 class ObservabilityConfig(Section):
@@ -46,9 +63,13 @@ class ObservabilityConfig(Section):
 class DataPlaneConfig(Section):
     """The store that carries rollouts to trainers."""
 
-    enabled: bool = True
+    enabled: bool | None = None
+    """Whether rows go through the store, or through the driver's memory. None: through the store, unless it is `local`
+    and the policy's workers are other processes of this machine, which cannot reach it."""
     impl: Literal["local", "transfer_queue"] = "local"
+    """`local`: in the driver's process. `transfer_queue`: in Ray actors, which other processes and nodes reach."""
     backend: Literal["simple", "mooncake_cpu"] = "simple"
+    """Where a transfer_queue store keeps its bytes: in storage units of TransferQueue, or in Mooncake."""
     storage_capacity: PositiveInt = 1_048_576
     """Samples that the store holds at most, over all partitions."""
     num_storage_units: PositiveInt = 1
@@ -62,6 +83,7 @@ class DataPlaneConfig(Section):
     startup_timeout_s: PositiveFloat = 180.0
     """Longest time that starting the store, or attaching to it, may take."""
     claim_meta_poll_interval_s: PositiveFloat = 0.05
+    """Seconds between two looks of a claim that waits for rows (transfer_queue). A run by recipe claims nothing."""
     global_segment_size: PositiveInt = 2 * 1024**3
     """Bytes that one storage unit holds (mooncake_cpu)."""
     local_buffer_size: PositiveInt = 512 * 1024**2
@@ -71,225 +93,28 @@ class DataPlaneConfig(Section):
     observability: ObservabilityConfig = ObservabilityConfig()
 
 
-class SequencePackingConfig(Section):
-    """Several sequences in one row, without attention between them."""
-
-    enabled: bool = False
-    algorithm: Literal["first_fit_decreasing", "modified_first_fit_decreasing", "concatenative"] = (
-        "modified_first_fit_decreasing"
-    )
-    train_mb_tokens: PositiveInt = 4096
-    logprob_mb_tokens: PositiveInt = 8192
-    microbatch_order: Literal["planned", "longest_first"] = "planned"
-
-
-class DynamicBatchingConfig(Section):
-    """Microbatches of similar lengths, as many rows each as a token budget allows."""
-
-    enabled: bool = False
-    train_mb_tokens: PositiveInt = 4096
-    logprob_mb_tokens: PositiveInt = 8192
-    sequence_length_round: PositiveInt = 1
-
-
-class OptimizerConfig(Section):
-    """AdamW."""
-
-    lr: PositiveFloat = 1e-6
-    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
-    eps: Annotated[float, Field(ge=1e-20)] = 1e-8  # less divides by what float32 rounds to 0
-    weight_decay: NonNegativeFloat = 0.01
-
-
-class SchedulerConfig(Section):
-    """Learning-rate schedule: linear warm-up, then constant, linear or cosine decay over `decay_steps`."""
-
-    kind: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-    decay_steps: PositiveInt | None = None
-    min_lr_ratio: Fraction = 0.0
-
-    @model_validator(mode="after")
-    def _decay_needs_length(self) -> Self:
-        if self.kind != "constant" and self.decay_steps is None:
-            raise ValueError(f"kind={self.kind} needs decay_steps (optimizer steps after warm-up)")
-        return self
-
-
-class TokenizerConfig(Section):
-    """Where the tokenizer comes from; None: the model's own directory."""
-
-    path: str | None = None
-    builder: Literal["characters"] | None = None
-    """Build a tokenizer in place of loading one: `characters` has one token per character."""
-    characters: str = string.ascii_letters
-
-
-class ModelConfig(Section):
-    """Which weights: a Hugging Face directory, a GGUF file in a Python package, or fresh ones from `config`."""
-
-    path: str | None = None
-    gguf_package: str | None = None
-    """Importable package that ships a .gguf file; converted once to safetensors in `cache_dir`."""
-    config: dict[str, Any] | None = None
-    """A transformers config with `model_type`; the weights are drawn from the run's seed."""
-    cache_dir: str = "~/.cache/headrace"
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
-    experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] | None = None
-
-    @model_validator(mode="after")
-    def _exactly_one_source(self) -> Self:
-        given = [k for k in ("path", "gguf_package", "config") if getattr(self, k) is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"set exactly one of path, gguf_package and config; got {', '.join(given) or 'none of them'}"
-            )
-        return self
-
-
-class ParallelConfig(Section):
-    """How one replica of the policy is spread over workers; the data-parallel size is what is left.
-
-    `policy.workers` = data x context x tensor.
-    """
-
-    tensor: PositiveInt = 1
-    context: PositiveInt = 1
-    expert: PositiveInt = 1
-    """Ranks that share the experts of a mixture-of-experts model: as many as `tensor`, which 1 follows."""
-    sequence_parallel: bool = False
-    """Split activations between tensor-parallel ranks along tokens as well."""
-    cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory between uses."""
-    launcher: Literal["auto", "spawn", "ray"] = "auto"
-    """How several workers are started; auto: Ray with the transfer_queue data plane, else plain processes."""
-
-    @model_validator(mode="after")
-    def _axes_fit(self) -> Self:
-        if self.expert not in (1, self.tensor):
-            raise ValueError(
-                f"expert={self.expert} is neither 1 nor tensor={self.tensor}: the ranks that share a model's experts "
-                f"are its tensor ranks; set tensor={self.expert}, or expert=1 (which follows tensor)"
-            )
-        if self.sequence_parallel and self.tensor == 1:
-            raise ValueError(
-                "sequence_parallel splits tokens between tensor ranks and tensor=1; raise tensor, or switch it off"
-            )
-        return self
-
-
-class RouterReplayConfig(Section):
-    """The experts that the rollout used, used again by the logprob and train forwards of an MoE model."""
-
-    enabled: bool = False
-    max_missing_share: Fraction = 0.0
-    """Share of a sample's (token, layer) rows that may lack a record and be routed by the trainer itself. The last
-    token of a sample never has one and does not count: nothing is scored from it."""
-    on_excess: Literal["refuse", "mask"] = "refuse"
-    """Beyond that share: stop the run, or leave the sample out of the loss."""
-    min_exact_share: Fraction = 0.8
-    """Least share of recorded (token, layer) choices that the trainer's own routers make too, with the weights of the
-    rollout: in scoring, or, without it, in the training forwards before the first update. In any one layer, half of it.
-    Below it the capture is taken to be wrong, and the run stops before weights change; 0 never stops."""
-    trace: bool = False
-    """Write the routes of every step, recorded and used, into the run directory; see `headrace trace-check`."""
-
-
-class PolicyConfig(Section):
-    """The trained model, and how its batches are cut."""
-
-    model: ModelConfig
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Compute precision. Weights and optimizer state are always float32."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    workers: PositiveInt = 1
-    parallel: ParallelConfig = ParallelConfig()
-    max_total_sequence_length: PositiveInt = 1024
-    make_sequence_length_divisible_by: PositiveInt = 1
-    train_global_batch_size: PositiveInt = 256
-    train_micro_batch_size: PositiveInt = 8
-    logprob_batch_size: PositiveInt = 32
-    sequence_packing: SequencePackingConfig = SequencePackingConfig()
-    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
-    activation_checkpointing: bool = False
-    logprob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose [tokens, vocabulary] float32 scores are in memory at once.
-
-    On CUDA with Triton, a head that is a plain matrix, without top-k and top-p, takes four times as many: it keeps one
-    copy of the scores, in the compute dtype, where the plain path keeps several in float32.
-    """
-    max_grad_norm: PositiveFloat | None = 1.0
-    optimizer: OptimizerConfig = OptimizerConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
-    router_replay: RouterReplayConfig = RouterReplayConfig()
-
-    @property
-    def has_fixed_microbatches(self) -> bool:
-        """Whether microbatches have a fixed number of rows: neither packing nor dynamic batching is on."""
-        return not (self.sequence_packing.enabled or self.dynamic_batching.enabled)
-
-    @property
-    def replicas(self) -> int:
-        """Data-parallel size: copies of the model, each on context x tensor workers."""
-        return self.workers // (self.parallel.context * self.parallel.tensor)
-
-    @model_validator(mode="after")
-    def _batches_fit(self) -> Self:
-        if self.sequence_packing.enabled and self.dynamic_batching.enabled:
-            raise ValueError(
-                "sequence_packing.enabled and dynamic_batching.enabled exclude each other; switch one off"
-            )
-        replica = self.parallel.context * self.parallel.tensor
-        if self.workers % replica:
-            raise ValueError(
-                f"workers={self.workers} do not make whole replicas of parallel.context={self.parallel.context} x "
-                f"parallel.tensor={self.parallel.tensor}; make workers a multiple of {replica}"
-            )
-        if self.parallel.cpu_offload and self.workers == 1:
-            raise ValueError(
-                "parallel.cpu_offload works on sharded weights and workers=1 holds them whole; raise workers, or "
-                "switch it off"
-            )
-        if self.train_global_batch_size % self.replicas:
-            raise ValueError(
-                f"train_global_batch_size={self.train_global_batch_size} is not divisible by workers={self.workers} "
-                f"({self.replicas} data-parallel replicas); change one of them"
-            )
-        per_rank = self.train_global_batch_size // self.replicas
-        if self.has_fixed_microbatches and per_rank % self.train_micro_batch_size:
-            raise ValueError(
-                f"train_micro_batch_size={self.train_micro_batch_size} does not divide the {per_rank} rows "
-                "that each replica gets of train_global_batch_size; change one of them, or switch on "
-                "sequence_packing or dynamic_batching"
-            )
-        for name in ("sequence_packing", "dynamic_batching"):
-            section = getattr(self, name)
-            for key in ("train_mb_tokens", "logprob_mb_tokens"):
-                if section.enabled and getattr(section, key) < self.max_total_sequence_length:
-                    raise ValueError(
-                        f"{name}.{key}={getattr(section, key)} is less than max_total_sequence_length="
-                        f"{self.max_total_sequence_length}, so the longest row fits no microbatch; raise "
-                        f"{name}.{key}"
-                    )
-        return self
-
-
 class GenerationConfig(Section):
     """How answers are sampled. The trainer scores tokens under the same temperature, top-p and top-k; a KL to the
     reference policy is of both policies without top-p and top-k, and samples that these cut estimate it with a bias."""
 
     backend: Literal["hf"] = "hf"
+    """What generates: `hf` is transformers, in the rollout's process."""
     precision: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the generator's weights and products."""
     max_new_tokens: PositiveInt = 256
     """Tokens of a turn at most; `policy.max_total_sequence_length` bounds all turns and the prompt together."""
     batch_size: PositiveInt = 256
     """Sequences that decode together."""
     temperature: PositiveFloat = 1.0
+    """The logits are divided by this before a token is drawn."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the likeliest tokens that together have this probability; 1: from all."""
     top_k: PositiveInt | None = None
+    """Draw from this many likeliest tokens; None: from all."""
     stop_strings: Strings = ()
+    """An answer ends when one of these appears in its text; it stays part of the answer."""
     stop_token_ids: Integers = ()
+    """Token ids that end an answer, beside the model's own end-of-text."""
 
     @property
     def filters(self) -> bool:
@@ -301,6 +126,8 @@ class AdvantageConfig(Section):
     """How rewards become advantages."""
 
     estimator: Literal["grpo", "rloo", "reinforce_plus_plus"] = "grpo"
+    """`grpo`: against the mean of the group. `rloo`: against the mean of the others in it, never divided.
+    `reinforce_plus_plus`: against the mean of the batch."""
     normalize_std: bool = True
     """Divide by the standard deviation of the group (grpo), or of all tokens of the batch (reinforce_plus_plus)."""
     leave_one_out: bool = False
@@ -308,6 +135,7 @@ class AdvantageConfig(Section):
     minus_baseline: bool = False
     """Measure rewards from their group's mean before the batch normalises them (reinforce_plus_plus)."""
     epsilon: PositiveFloat = 1e-6
+    """Added to the standard deviation before it divides."""
 
     @model_validator(mode="after")
     def _baselines_fit(self) -> Self:
@@ -322,8 +150,11 @@ class RewardConfig(Section):
     """What happens to rewards before advantages."""
 
     scale: float = 1.0
+    """Rewards are multiplied by this first."""
     offset: float = 0.0
+    """Added to a reward after `scale`."""
     clip: Pair | None = None
+    """[lowest, highest] reward after scale and offset; None: no bounds."""
     overlong_filtering: bool = False
     """Mask samples that were cut at the length limit out of the loss."""
     overlong_penalty: NonNegativeFloat = 0.0
@@ -331,11 +162,13 @@ class RewardConfig(Section):
     `generation.max_new_tokens` allows a turn. The longest turn of a sample counts; one that was cut pays all of it.
     """
     overlong_buffer_tokens: NonNegativeInt = 0
+    """Tokens before the limit over which `overlong_penalty` rises."""
     kl_coefficient: NonNegativeFloat = 0.0
     """KL to the reference policy, summed over a response's tokens, taken from its reward; with reinforce_plus_plus, a
     token's advantage pays for itself and the later ones."""
     kl_kind: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator per token. A reward's gradient is that of KL(policy || reference) for k1 alone."""
+    """Estimator per token, d = difference of logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. A reward's gradient
+    is that of KL(policy || reference) for k1 alone."""
 
     @model_validator(mode="after")
     def _penalty_needs_buffer(self) -> Self:
@@ -350,6 +183,7 @@ class DynamicSamplingConfig(Section):
     """DAPO: drop groups of equal rewards (scaled and clipped, before KL and penalty) and refill with new prompts."""
 
     enabled: bool = False
+    """Drop and refill."""
     max_refills: PositiveInt = 10
     """Rollout rounds per step at most, each of as many prompts as the share of useful groups so far asks for and a
     batch has; then the step trains on the groups it has."""
@@ -359,24 +193,34 @@ class LossConfig(Section):
     """The policy-gradient loss."""
 
     kind: Literal["clipped_pg", "cispo"] = "clipped_pg"
+    """`clipped_pg`: PPO's clipped objective. `cispo`: a clipped weight on the logprob; every token keeps a
+    gradient."""
     ratio_level: Literal["token", "sequence"] = "token"
     """`sequence`: GSPO's length-normalised sequence ratio, for `clipped_pg` with `sequence_mean`."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """`constant`: a sample is the sum over its tokens divided by `constant_tokens`, whatever its length (Dr. GRPO)."""
+    """`token_mean`: every token of the batch weighs the same. `sequence_mean`: every sample does. `constant`: a sample is
+    the sum over its tokens divided by `constant_tokens`, whatever its length (Dr. GRPO)."""
     constant_tokens: PositiveInt | None = None
+    """What `aggregation=constant` divides by; Dr. GRPO takes `generation.max_new_tokens`."""
     clip_low: NonNegativeFloat = 0.2
+    """The ratio is clipped below 1 - clip_low."""
     clip_high: NonNegativeFloat = 0.2
+    """The ratio is clipped above 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """A token of negative advantage loses this many times its advantage at most (clipped_pg); None: no bound."""
     kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL to the reference policy in the loss; 0: no reference policy is kept for it."""
     kl_kind: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator per token. In expectation over the policy's samples, the gradient of k2 is that of
-    KL(policy || reference), and that of k3, as in GRPO, is the one of KL(reference || policy)."""
+    """Estimator per token, as in `grpo.reward.kl_kind`. In expectation over the policy's samples, the gradient of k2 is
+    that of KL(policy || reference), and that of k3, as in GRPO, is the one of KL(reference || policy)."""
     kl_gradient: Literal["value", "score_function"] = "value"
     """`score_function`: weigh k1 or k3 with the live ratio, so that the gradient is that of KL(policy || reference)."""
     importance_correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
     """Correction for the gap between the generator's and the trainer's probabilities."""
     importance_low: NonNegativeFloat = 0.5
+    """Weights (icepop), or a sample's typical weight (sequence_mask), below this are masked."""
     importance_high: PositiveFloat = 2.0
+    """Weights above this are cut to it (tis) or masked (icepop, and sequence_mask by a sample's typical weight)."""
     max_sequence_logprob_error: PositiveFloat | None = None
     """Mask samples whose mean exp|train - generation logprob| exceeds this."""
     on_non_finite: Literal["stop", "skip_step"] = "stop"
@@ -423,9 +267,13 @@ class GRPOConfig(Section):
     """The loop."""
 
     num_prompts_per_step: PositiveInt = 32
+    """Prompts of a step."""
     num_generations_per_prompt: PositiveInt = 8
+    """Answers to each prompt; one group."""
     max_num_steps: PositiveInt = 100
+    """Steps of the run, those before a resume included."""
     max_rollout_turns: PositiveInt = 1
+    """Turns of a conversation at most, where the environment goes on after an answer."""
     advantage: AdvantageConfig = AdvantageConfig()
     reward: RewardConfig = RewardConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
@@ -447,8 +295,11 @@ class ReasoningGymConfig(Section):
     """A reasoning-gym task by name."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
+    """Makes this section a reasoning-gym task."""
     task: str
-    config: dict[str, Any] = {}
+    """The task's name in reasoning-gym, for example spell_backward."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """The task's own settings, as reasoning-gym names them."""
     prompt_from: str = "question"
     """`question`, or `metadata.KEY` for an entry of the task's metadata."""
     lowercase: bool = False
@@ -461,19 +312,29 @@ class MathConfig(Section):
     """Math problems from a file, answers compared as text, and with math-verify where the texts differ."""
 
     kind: Literal["math"] = "math"
+    """Makes this section math problems."""
     path: str
+    """A JSONL file, or a Hugging Face dataset saved to disk."""
     question_key: str = "question"
+    """Field of a row that holds the question."""
     answer_key: str = "answer"
+    """Field of a row that holds the right answer."""
 
 
 class DatasetConfig(Section):
     """Questions and answers from JSONL or a saved Hugging Face dataset, compared as text."""
 
     kind: Literal["dataset"] = "dataset"
+    """Makes this section questions with answers in plain text."""
     path: str
+    """A JSONL file, or a Hugging Face dataset saved to disk."""
     question_key: str = "question"
+    """Field of a row that holds the question."""
     answer_key: str = "answer"
+    """Field of a row that holds the right answer."""
     match: Literal["exact", "contains", "last_number"] = "exact"
+    """An answer is right if it equals the right one but for outer whitespace (`exact`), if it holds it (`contains`), or
+    if the last numbers of both are equal (`last_number`)."""
 
 
 EnvironmentConfig = Annotated[ReasoningGymConfig | MathConfig | DatasetConfig, Field(discriminator="kind")]
@@ -487,7 +348,9 @@ class DataConfig(Section):
     validation_size: PositiveInt = 256
     """Prompts held out; no training prompt equals one of them."""
     system_prompt: str | None = None
+    """A system message before every question; None: none."""
     shuffle: bool = True
+    """Draw the order of the training prompts from the seed, anew for each pass."""
     overlong_prompts: Literal["refuse", "skip"] = "refuse"
     """A prompt that fills `policy.max_total_sequence_length`: end the run before it starts, or leave the prompt out of
     its split, with a warning that counts them."""
@@ -497,10 +360,15 @@ class WarmStartConfig(Section):
     """Supervised steps on the right answers before GRPO, so that rewards are not all zero."""
 
     enabled: bool = False
+    """Take these steps."""
     steps: PositiveInt = 400
+    """Supervised updates."""
     batch_size: PositiveInt = 128
+    """Answers of one update, over all ranks."""
     lr: PositiveFloat = 1e-3
+    """Learning rate at its peak; it falls linearly to 2 % of it."""
     warmup_steps: NonNegativeInt = 20
+    """Updates over which the rate rises."""
     copy_fraction: Fraction = 0.0
     """Share of targets that repeat the prompt's text in place of the right answer."""
 
@@ -511,30 +379,43 @@ class ValidationConfig(Section):
     period: NonNegativeInt = 10
     """Steps between validations; 0: only before the first and after the last step."""
     at_start: bool = True
+    """Validate before the first step."""
     at_end: bool = True
+    """Validate after the last step."""
     batch_size: PositiveInt = 256
+    """Prompts that are answered together."""
     max_samples: PositiveInt | None = None
+    """Held-out prompts to use at most; None: all of them."""
     sampled: bool = True
+    """Measure answers at the run's temperature too, beside greedy ones."""
 
 
 class CheckpointingConfig(Section):
     """Checkpoints in the run directory."""
 
     enabled: bool = True
+    """Write checkpoints; without them a run cannot be continued."""
     save_period: PositiveInt = 50
+    """Steps between checkpoints. The last step, and one at which the run is stopped, always has one."""
     keep_top_k: PositiveInt | None = 2
+    """The best checkpoints that are kept, beside the newest; None: all."""
     metric: ValidationMetric | None = None
     """What the best checkpoint is best at. None: accuracy, or reward where the environment gives no verdicts."""
     higher_is_better: bool = True
+    """Whether more of the metric is better."""
     save_optimizer: bool = True
+    """Write the optimizer's moments as well, two numbers per weight; without them a resumed run starts new ones."""
 
 
 class LoggingConfig(Section):
     """What a run writes beside metrics.jsonl."""
 
     tensorboard: bool = True
+    """Write TensorBoard events."""
     samples_per_step: NonNegativeInt = 8
+    """Samples of a step that are written to samples.jsonl."""
     progress: Literal["auto", "on", "off"] = "auto"
+    """Draw a live view of the run: on, off, or auto, which draws on a terminal only."""
 
     @field_validator("progress", mode="before")
     @classmethod
@@ -546,7 +427,9 @@ class ClusterConfig(Section):
     """The Ray cluster's part that a run takes: policy workers and, on a node of its choice, the rollout actor."""
 
     num_nodes: PositiveInt = 1
+    """Nodes that the workers are spread over, equally many on each."""
     gpus_per_node: NonNegativeInt = 0
+    """GPUs of each of these nodes; 0: the workers are on CPUs."""
     rollout: Literal["auto", "driver", "actor"] = "auto"
     """Where answers are generated; auto: in an actor of its own where the policy's workers are actors."""
     rollout_gpus: Literal[0, 1] | None = None
@@ -566,10 +449,13 @@ class RecipeConfig(Section):
     """A published algorithm: sets its keys of `loss` and `grpo` (docs/algorithms.md), refuses keys that contradict it.
     None: these sections as they are."""
     seed: NonNegativeInt = 0
+    """Decides first weights, the order of prompts, and every sampled token."""
     run_dir: str
+    """Directory of this run; made if absent."""
     overwrite: bool = False
     """Empty a run directory that holds another run; otherwise it is resumed if it has a checkpoint."""
     resume: bool = True
+    """Go on from the newest checkpoint in `run_dir`; false: refuse a directory that holds a run."""
     allow_changes: bool = False
     """Go on from a checkpoint although its prompts, split, seed or model are not those of this recipe."""
     cpu_threads: Annotated[int, Field(gt=0, le=1024)] | None = None
@@ -598,6 +484,14 @@ class RecipeConfig(Section):
         return self.grpo.reward.kl_coefficient > 0 and self.grpo.advantage.estimator == "reinforce_plus_plus"
 
     @property
+    def uses_store(self) -> bool:
+        """Whether rows go through a store; otherwise through the driver's memory."""
+        if self.data_plane.enabled is not None:
+            return self.data_plane.enabled
+        elsewhere = self.policy.workers > 1 and self.policy.parallel.launcher != "ray"
+        return not (self.data_plane.impl == "local" and elsewhere)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether any term uses the reference policy's logprobs."""
         return self.loss.kl_coefficient > 0 or self.grpo.reward.kl_coefficient > 0
@@ -618,7 +512,7 @@ class RecipeConfig(Section):
                 f"{self.grpo.num_generations_per_prompt}); change one of the three"
             )
         shared = self.policy.workers > 1 or self.policy.parallel.launcher == "ray"
-        if self.data_plane.enabled and self.data_plane.impl == "local" and shared:
+        if self.uses_store and self.data_plane.impl == "local" and shared:
             raise ValueError(
                 f"data_plane.impl=local lives in one process, and policy.workers={self.policy.workers} with "
                 f"policy.parallel.launcher={self.policy.parallel.launcher} run in others; set "
@@ -650,7 +544,7 @@ class RecipeConfig(Section):
             )
         # With dynamic sampling, a new round's rows stand beside those that are held.
         held = self.samples_per_step * (2 if self.grpo.dynamic_sampling.enabled else 1)
-        if self.data_plane.enabled and self.data_plane.storage_capacity < held:
+        if self.uses_store and self.data_plane.storage_capacity < held:
             raise ValueError(
                 f"data_plane.storage_capacity={self.data_plane.storage_capacity} cannot hold the {held} samples "
                 "of a step; raise it"
@@ -667,4 +561,5 @@ class RecipeConfig(Section):
                 f"warm_start.batch_size={self.warm_start.batch_size} is not divisible by {mbs} "
                 "(policy.train_micro_batch_size x data-parallel replicas); change one of them"
             )
+        refuse_idle_keys(self)
         return self

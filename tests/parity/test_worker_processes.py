@@ -23,7 +23,8 @@ def in_memory(directory: Path, workers: int, batching: str, steps: int, **change
         batching=batching,
         cpu_threads=1,
         policy={"workers": workers},
-        data_plane={"enabled": False},
+        # Of itself a run of several processes has its rows in the driver's memory.
+        data_plane={"enabled": False} if workers == 1 else {},
         grpo={"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": steps},
         **changes,
     )
@@ -90,11 +91,19 @@ def test_a_run_on_two_processes_stops_and_goes_on(tmp_path: Path) -> None:
     assert running_children() == before
 
 
-@pytest.mark.parametrize("policy", [{"workers": 2}, {"parallel": {"launcher": "ray"}}], ids=str)
+@pytest.mark.parametrize(
+    ("policy", "enabled"),
+    [
+        ({"workers": 2}, True),
+        ({"parallel": {"launcher": "ray"}}, True),
+        ({"parallel": {"launcher": "ray"}}, None),
+    ],
+    ids=str,
+)
 def test_a_local_store_for_several_processes_is_refused_by_both_keys(
-    tmp_path: Path, policy: dict[str, Any]
+    tmp_path: Path, policy: dict[str, Any], enabled: bool | None
 ) -> None:
     with pytest.raises(ValueError, match=r"data_plane\.impl=local.*policy\.workers=") as caught:
-        tiny_recipe(tmp_path, policy=policy)
+        tiny_recipe(tmp_path, policy=policy, data_plane={"enabled": enabled})
     for remedy in ("data_plane.impl=transfer_queue", "data_plane.enabled=false"):
         assert remedy in str(caught.value)

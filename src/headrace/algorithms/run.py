@@ -134,9 +134,7 @@ def rolls_out_in_actor(recipe: RecipeConfig) -> bool:
         ConfigError: `cluster.rollout=actor`, and the policy's workers are no Ray actors; or `cluster.rollout_gpus`, and
             there is no such actor.
     """
-    on_ray = (
-        recipe.data_plane.enabled and worker_place(recipe.policy, launcher_for(recipe.data_plane)) == "ray"
-    )
+    on_ray = recipe.uses_store and worker_place(recipe.policy, launcher_for(recipe.data_plane)) == "ray"
     if recipe.cluster.rollout == "actor" and not on_ray:
         raise ConfigError(
             "cluster.rollout=actor needs the policy's workers on Ray as well; set data_plane.impl=transfer_queue "
@@ -159,7 +157,7 @@ def _build_policy(recipe: RecipeConfig, tokenizer: Any, in_actor: bool) -> Polic
         "with_reference": recipe.needs_reference,
         "cluster": recipe.cluster.model_copy(update={"rollout": "actor" if in_actor else "driver"}),
     }
-    if not recipe.data_plane.enabled:
+    if not recipe.uses_store:
         return Policy(recipe.policy, recipe.generation, **common)
     return TQPolicy(recipe.policy, recipe.generation, dp_cfg=_observed(recipe.data_plane), **common)
 
@@ -312,7 +310,7 @@ def _phase_reporter(observer: RunObserver) -> Callable[[int, dict[str, float]], 
 
 def _describe(session: Session) -> dict[str, str]:
     recipe = session.recipe
-    store = f"{recipe.data_plane.impl} data plane" if recipe.data_plane.enabled else "rows in memory"
+    store = f"{recipe.data_plane.impl} data plane" if recipe.uses_store else "rows in memory"
     parameters = session.policy.num_parameters
     train, held_out = (len(session.environment.prompts(split)) for split in ("train", "validation"))
     about = {

@@ -30,7 +30,7 @@ def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstr
         DataPlaneError: bootstrap: a store of that name is open; otherwise: nothing to attach to.
     """
     config = validated(DataPlaneConfig, cfg, "data_plane")
-    if not config.enabled:
+    if config.enabled is False:
         raise ConfigError(
             "data_plane.enabled=false, so there is no store to connect to; set it to true, or use the in-memory loop"
         )

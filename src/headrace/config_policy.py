@@ -1,0 +1,256 @@
+"""The recipe's `policy`: the trained model, how its batches are cut, and how it is spread over workers."""
+
+import string
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from headrace.utils.section import (
+    Decay,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+
+class SequencePackingConfig(Section):
+    """Several sequences in one row, without attention between them."""
+
+    enabled: bool = False
+    """Pack. Excludes `dynamic_batching`."""
+    algorithm: Literal["first_fit_decreasing", "modified_first_fit_decreasing", "concatenative"] = (
+        "modified_first_fit_decreasing"
+    )
+    """`first_fit_decreasing`: the longest row first, into the first bin with room. `modified_...`: likewise, but bins
+    of one large row are filled with smaller ones first. `concatenative`: in the order of the rows."""
+    train_mb_tokens: PositiveInt = 4096
+    """Tokens of a training microbatch at most; at least `max_total_sequence_length`."""
+    logprob_mb_tokens: PositiveInt = 8192
+    """Tokens of a scoring microbatch at most; at least `max_total_sequence_length`."""
+    microbatch_order: Literal["planned", "longest_first"] = "planned"
+    """Order of a rank's microbatches. `longest_first` shows in the first one whether memory is enough."""
+
+
+class DynamicBatchingConfig(Section):
+    """Microbatches of similar lengths, as many rows each as a token budget allows."""
+
+    enabled: bool = False
+    """Batch by length. Excludes `sequence_packing`."""
+    train_mb_tokens: PositiveInt = 4096
+    """Tokens of a training microbatch at most, padding included; at least `max_total_sequence_length`."""
+    logprob_mb_tokens: PositiveInt = 8192
+    """Tokens of a scoring microbatch at most, padding included; at least `max_total_sequence_length`."""
+    sequence_length_round: PositiveInt = 1
+    """A microbatch is padded to a multiple of this many tokens."""
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    lr: PositiveFloat = 1e-6
+    """Learning rate at its peak."""
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
+    """Decay of the two moment estimates, per update."""
+    eps: Annotated[float, Field(ge=1e-20)] = 1e-8  # less divides by what float32 rounds to 0
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decay of matrices, times the learning rate, per update; norms and biases have none."""
+
+
+class SchedulerConfig(Section):
+    """Learning-rate schedule: linear warm-up, then constant, linear or cosine decay over `decay_steps`."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Updates over which the rate rises to its peak."""
+    decay_steps: PositiveInt | None = None
+    """Updates after warm-up until the least rate is reached (linear, cosine)."""
+    min_lr_ratio: Fraction = 0.0
+    """The least rate, as a share of the peak (linear, cosine)."""
+
+    @model_validator(mode="after")
+    def _decay_needs_length(self) -> Self:
+        if self.kind != "constant" and self.decay_steps is None:
+            raise ValueError(f"kind={self.kind} needs decay_steps (optimizer steps after warm-up)")
+        return self
+
+
+class TokenizerConfig(Section):
+    """Where the tokenizer comes from; None: the model's own directory."""
+
+    path: str | None = None
+    """A directory with a Hugging Face tokenizer."""
+    builder: Literal["characters"] | None = None
+    """Build a tokenizer in place of loading one: `characters` has one token per character."""
+    characters: str = string.ascii_letters
+    """The characters that `builder` makes tokens of, each once."""
+
+
+class ModelConfig(Section):
+    """Which weights: a Hugging Face directory, a GGUF file in a Python package, or fresh ones from `config`."""
+
+    path: str | None = None
+    """A Hugging Face model directory: config.json and safetensors."""
+    gguf_package: str | None = None
+    """Importable package that ships a .gguf file; converted once to safetensors in `cache_dir`."""
+    config: dict[str, Any] | None = None
+    """A transformers config with `model_type`; the weights are drawn from the run's seed."""
+    cache_dir: str = "~/.cache/headrace"
+    """Where a converted GGUF model is kept for the next run."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+    """Attention, as transformers names it; `sdpa` takes torch's kernels for packed rows where there are any."""
+    experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] | None = None
+    """How a mixture-of-experts layer runs its experts, as transformers names it; None: the model's own choice."""
+
+    @model_validator(mode="after")
+    def _exactly_one_source(self) -> Self:
+        given = [k for k in ("path", "gguf_package", "config") if getattr(self, k) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"set exactly one of path, gguf_package and config; got {', '.join(given) or 'none of them'}"
+            )
+        return self
+
+
+class ParallelConfig(Section):
+    """How one replica of the policy is spread over workers; the data-parallel size is what is left.
+
+    `policy.workers` = data x context x tensor.
+    """
+
+    tensor: PositiveInt = 1
+    """Ranks that split the matrices of every layer."""
+    context: PositiveInt = 1
+    """Ranks that split the tokens of a row."""
+    expert: PositiveInt = 1
+    """Ranks that share the experts of a mixture-of-experts model: as many as `tensor`, which 1 follows."""
+    sequence_parallel: bool = False
+    """Split activations between tensor-parallel ranks along tokens as well."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory between uses."""
+    launcher: Literal["auto", "spawn", "ray"] = "auto"
+    """How several workers are started; auto: Ray with the transfer_queue data plane, else plain processes."""
+
+    @model_validator(mode="after")
+    def _axes_fit(self) -> Self:
+        if self.expert not in (1, self.tensor):
+            raise ValueError(
+                f"expert={self.expert} is neither 1 nor tensor={self.tensor}: the ranks that share a model's experts "
+                f"are its tensor ranks; set tensor={self.expert}, or expert=1 (which follows tensor)"
+            )
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError(
+                "sequence_parallel splits tokens between tensor ranks and tensor=1; raise tensor, or switch it off"
+            )
+        return self
+
+
+class RouterReplayConfig(Section):
+    """The experts that the rollout used, used again by the logprob and train forwards of an MoE model."""
+
+    enabled: bool = False
+    """Record the experts in the rollout and replay them in training."""
+    max_missing_share: Fraction = 0.0
+    """Share of a sample's (token, layer) rows that may lack a record and be routed by the trainer itself. The last
+    token of a sample never has one and does not count: nothing is scored from it."""
+    on_excess: Literal["refuse", "mask"] = "refuse"
+    """Beyond that share: stop the run, or leave the sample out of the loss."""
+    min_exact_share: Fraction = 0.8
+    """Least share of recorded (token, layer) choices that the trainer's own routers make too, with the weights of the
+    rollout: in scoring, or, without it, in the training forwards before the first update. In any one layer, half of it.
+    Below it the capture is taken to be wrong, and the run stops before weights change; 0 never stops."""
+    trace: bool = False
+    """Write the routes of every step, recorded and used, into the run directory; see `headrace trace-check`."""
+
+
+class PolicyConfig(Section):
+    """The trained model, and how its batches are cut."""
+
+    model: ModelConfig
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Compute precision. Weights and optimizer state are always float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the policy computes; auto: CUDA where there is a device."""
+    workers: PositiveInt = 1
+    """Processes that train. 1: the driver's own, unless `parallel.launcher` is ray."""
+    parallel: ParallelConfig = ParallelConfig()
+    max_total_sequence_length: PositiveInt = 1024
+    """Tokens of a sample at most: prompt and all turns."""
+    make_sequence_length_divisible_by: PositiveInt = 1
+    """Rows, packed or padded, are filled to a multiple of this many tokens."""
+    train_global_batch_size: PositiveInt = 256
+    """Samples of one optimizer update, over all ranks; divides the samples of a step."""
+    train_micro_batch_size: PositiveInt = 8
+    """Rows of a training microbatch on one rank, without packing and dynamic batching."""
+    logprob_batch_size: PositiveInt = 32
+    """Rows of a scoring microbatch on one rank, without packing and dynamic batching."""
+    sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    activation_checkpointing: bool = False
+    """Keep only the inputs of each layer, and compute the rest again in the backward pass: less memory, more time."""
+    logprob_chunk_tokens: PositiveInt = 1024
+    """Tokens whose [tokens, vocabulary] float32 scores are in memory at once.
+
+    On CUDA with Triton, a head that is a plain matrix, without top-k and top-p, takes four times as many: it keeps one
+    copy of the scores, in the compute dtype, where the plain path keeps several in float32.
+    """
+    max_grad_norm: PositiveFloat | None = 1.0
+    """The gradient's norm is cut down to this; None: never."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    router_replay: RouterReplayConfig = RouterReplayConfig()
+
+    @property
+    def has_fixed_microbatches(self) -> bool:
+        """Whether microbatches have a fixed number of rows: neither packing nor dynamic batching is on."""
+        return not (self.sequence_packing.enabled or self.dynamic_batching.enabled)
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel size: copies of the model, each on context x tensor workers."""
+        return self.workers // (self.parallel.context * self.parallel.tensor)
+
+    @model_validator(mode="after")
+    def _batches_fit(self) -> Self:
+        if self.sequence_packing.enabled and self.dynamic_batching.enabled:
+            raise ValueError(
+                "sequence_packing.enabled and dynamic_batching.enabled exclude each other; switch one off"
+            )
+        replica = self.parallel.context * self.parallel.tensor
+        if self.workers % replica:
+            raise ValueError(
+                f"workers={self.workers} do not make whole replicas of parallel.context={self.parallel.context} x "
+                f"parallel.tensor={self.parallel.tensor}; make workers a multiple of {replica}"
+            )
+        if self.parallel.cpu_offload and self.workers == 1:
+            raise ValueError(
+                "parallel.cpu_offload works on sharded weights and workers=1 holds them whole; raise workers, or "
+                "switch it off"
+            )
+        if self.train_global_batch_size % self.replicas:
+            raise ValueError(
+                f"train_global_batch_size={self.train_global_batch_size} is not divisible by workers={self.workers} "
+                f"({self.replicas} data-parallel replicas); change one of them"
+            )
+        per_rank = self.train_global_batch_size // self.replicas
+        if self.has_fixed_microbatches and per_rank % self.train_micro_batch_size:
+            raise ValueError(
+                f"train_micro_batch_size={self.train_micro_batch_size} does not divide the {per_rank} rows "
+                "that each replica gets of train_global_batch_size; change one of them, or switch on "
+                "sequence_packing or dynamic_batching"
+            )
+        for name in ("sequence_packing", "dynamic_batching"):
+            section = getattr(self, name)
+            for key in ("train_mb_tokens", "logprob_mb_tokens"):
+                if section.enabled and getattr(section, key) < self.max_total_sequence_length:
+                    raise ValueError(
+                        f"{name}.{key}={getattr(section, key)} is less than max_total_sequence_length="
+                        f"{self.max_total_sequence_length}, so the longest row fits no microbatch; raise "
+                        f"{name}.{key}"
+                    )
+        return self
