@@ -94,8 +94,8 @@ def table(name: str, report: Report, columns: Sequence[str], rows: Iterable[Sequ
     return f"{heading(name, report)}\n\n{markdown(columns, rows)}"
 
 
-def judged(held: Sequence[dict[str, Any]]) -> tuple[str, str, str]:
-    """Return figures of one kind, their target, and whether all meet it."""
+def judged(held: Sequence[dict[str, Any]], runs: Report | None = None) -> tuple[str, str, str]:
+    """Return figures of one kind, their target, and whether all meet it: in the results file, and in all its `runs`."""
     if not held:
         return NONE, "", ""
     ends = sorted(held, key=lambda figure: float(figure["figure"]))
@@ -107,5 +107,10 @@ def judged(held: Sequence[dict[str, Any]]) -> tuple[str, str, str]:
     verdict = "**missed**" if missed else "met"
     if missed and any(figure["ok"] for figure in held):
         verdict += f" at {', '.join(missed)}"
+    for figure in held:
+        counts = (runs or {}).get(figure["name"], {"missed": 0})
+        if counts["missed"]:
+            place = f"{end} " if (end := figure["name"].partition(".")[2]) else ""
+            verdict += f"; {place}**missed** in {counts['missed']} of {counts['runs']} runs"
     unit = {"x": "times"}.get(held[0]["unit"], held[0]["unit"])
     return f"{value} {unit}", f"{sign} {limit}", verdict

@@ -36,7 +36,7 @@ _PACKAGES = ("headrace", "torch", "tensordict", "numpy", "transformers", "ray", 
 
 @dataclass(frozen=True)
 class Figure:
-    """One number, and the target it is held to, if there is one."""
+    """One number, and its target, if there is one; only a `judged` figure is held to it."""
 
     name: str
     value: float
@@ -44,13 +44,19 @@ class Figure:
     target: float | None
     at_least: bool
     note: str
+    judged: bool
 
     @property
     def ok(self) -> bool:
-        """Whether the target is met; true without one."""
-        if self.target is None:
+        """Whether the target is met; true without one, and for a figure that is not judged."""
+        if self.target is None or not self.judged:
             return True
         return self.value >= self.target if self.at_least else self.value <= self.target
+
+    @property
+    def verdict(self) -> str:
+        """What is said beside the figure: ok, MISSED, or nothing where it is held to no target."""
+        return ("ok" if self.ok else "MISSED") if self.target is not None and self.judged else ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the figure as the results file has it."""
@@ -60,6 +66,7 @@ class Figure:
             "unit": self.unit,
             "target": self.target,
             "relation": "at least" if self.at_least else "at most",
+            "judged": self.judged,
             "ok": self.ok,
             "note": self.note,
         }
@@ -167,9 +174,13 @@ class Bench:
         at_least: float | None = None,
         note: str = "",
     ) -> None:
-        """Record a figure; `--target NAME=VALUE` replaces the target that it is given here."""
+        """Record a figure; `--target NAME=VALUE` replaces the target that it is given here.
+
+        Quick figures are of small inputs, for which the targets are not made: only one of the command line counts.
+        """
         target = self.targets.get(name, at_most if at_most is not None else at_least)
-        self.figures.append(Figure(name, value, unit, target, at_least is not None, note))
+        judged = not self.quick or name in self.targets
+        self.figures.append(Figure(name, value, unit, target, at_least is not None, note, judged))
 
     def report(self, name: str, question: str) -> dict[str, Any]:
         """Return everything as the results file has it.

@@ -134,7 +134,13 @@ def summary(reports: Reports) -> str:
             rows.append((label, NONE, "", "", f"`{command(name)}`"))
             continue
         held = [figure for figure in figures(reports[name], pattern) if figure["target"] is not None]
-        rows.append((label, *judged(held), alternative(reports[name]) if alternative else ""))
+        rows.append(
+            (
+                label,
+                *judged(held, reports[name].get("runs")),
+                alternative(reports[name]) if alternative else "",
+            )
+        )
     return markdown(("path", "figure", "target", "", "plain alternative"), rows)
 
 

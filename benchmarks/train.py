@@ -169,7 +169,7 @@ def table(bench: Bench) -> str:
     """Return the figures, one a line."""
     lines = []
     for figure in bench.figures:
-        verdict = "" if figure.target is None else f">= {figure.target:g} {'ok' if figure.ok else 'MISSED'}"
+        verdict = "" if figure.target is None else f">= {figure.target:g} {figure.verdict}"
         lines.append(f"{figure.name:<58}{figure.value:>14,.2f} {figure.unit:<9} {verdict}")
     return "\n".join(lines)
 

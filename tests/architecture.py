@@ -19,6 +19,7 @@ LAYERS = {
     "headrace.experience": 4,
     "headrace.environments": 4,
     "headrace.algorithms": 5,
+    "headrace.__main__": 6,
     "headrace.bench": 6,
     "headrace.cli": 6,
     "headrace.compat": 6,

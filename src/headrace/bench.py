@@ -147,12 +147,36 @@ def _failure(name: str, why: str) -> Report:
 
 
 def save_report(report: Mapping[str, Any], folder: Path) -> Path:
-    """Write a report into the folder's `results` and return its path; an older one stays if there are no figures."""
+    """Write a report into the folder's `results` and return its path; an older one stays if there are no figures.
+
+    `runs` in the file counts, for each figure with a target, the saved runs on this kind of processor, and those that
+    missed it.
+    """
     path = folder / "results" / f"{report['benchmark']}.json"
     path.parent.mkdir(exist_ok=True)
     if report["figures"]:
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        runs = _runs(report, json.loads(path.read_text())) if path.is_file() else {}
+        path.write_text(json.dumps({**report, **({"runs": runs} if runs else {})}, indent=1) + "\n")
     return path
+
+
+def _runs(report: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Return how many runs there are of each figure that both reports hold to a target, and how many missed."""
+    if any(key not in older for key in ("figures", "where")):
+        return {}
+    if report["where"]["processor"] != older["where"]["processor"]:
+        return {}
+    counted: Mapping[str, Mapping[str, int]] = older.get("runs", {})
+    before = {
+        figure["name"]: counted.get(figure["name"], {"runs": 1, "missed": int(not figure["ok"])})
+        for figure in older["figures"]
+        if figure["target"] is not None
+    }
+    return {
+        name: {"runs": before[name]["runs"] + 1, "missed": before[name]["missed"] + int(not figure["ok"])}
+        for figure in report["figures"]
+        if figure["target"] is not None and (name := figure["name"]) in before
+    }
 
 
 def missed(reports: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -200,6 +224,8 @@ def _cells(figure: Mapping[str, Any]) -> tuple[str, str, Text]:
         return measured, "", Text("")
     sign = "≥" if figure["relation"] == "at least" else "≤"
     verdict = Text("ok", style="green") if figure["ok"] else _MISSED
+    if not figure.get("judged", True):
+        verdict = Text("")
     return measured, f"{sign} {_number(target)}", verdict
 
 

@@ -8,10 +8,10 @@ Ctrl-C.
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_args
 
 try:
     import typer
@@ -32,8 +32,8 @@ from headrace.bench import (
     save_report,
     split_targets,
 )
-from headrace.config import RecipeConfig
-from headrace.distributed.packing import ALGORITHMS, plan_microbatches
+from headrace.config import RecipeConfig, SequencePackingConfig
+from headrace.distributed.packing import plan_microbatches
 from headrace.doctor import doctor_table, run_checks
 from headrace.errors import ConfigError, HeadraceError
 from headrace.length_spec import parse_lengths
@@ -42,7 +42,12 @@ from headrace.report import draw_reward_plot, read_metrics, run_totals, write_re
 from headrace.run_tables import final_tables, metrics_table, render_text
 from headrace.store_commands import store_app
 from headrace.utils import atomic
-from headrace.utils.checkpoints import CheckpointInfo, CheckpointManager, read_checkpoint
+from headrace.utils.checkpoints import (
+    CheckpointInfo,
+    CheckpointManager,
+    list_checkpoints,
+    read_checkpoint,
+)
 from headrace.utils.idle_keys import idle_lines
 from headrace.utils.interrupt import InterruptFlag
 from headrace.utils.paths import user_path
@@ -50,6 +55,10 @@ from headrace.utils.recipe import dump_recipe, load_recipe
 from headrace.utils.run_directory import RunDirectory
 
 _DEBUG = "--debug"
+_HELP = "--help"
+_PACKING = get_args(SequencePackingConfig.model_fields["algorithm"].annotation)
+_UsageError: Any = typer.BadParameter.__base__
+"""What typer raises for a command line that it cannot take; it exports only this subclass."""
 _Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Keys of the recipe to change.", show_default=False),
@@ -57,29 +66,44 @@ _Overrides = Annotated[
 
 
 class _Commands(TyperGroup):
-    """Ends a command that fails with one line, unless `--debug` stands anywhere on the command line."""
+    """Ends a command that fails with one line, unless `--debug` stands anywhere on the command line.
+
+    A command line that cannot be read is one line in any case. `help COMMAND` is `COMMAND --help`.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = [arg for arg in args if arg != _DEBUG]
-        return super().parse_args(ctx, [_DEBUG, *rest] if len(rest) < len(args) else rest)
+        if rest[:1] == ["help"]:
+            rest = [*rest[1:], _HELP]
+        if not args:
+            return super().parse_args(ctx, args)  # shows the help
+        try:
+            return super().parse_args(ctx, [_DEBUG, *rest] if len(rest) < len(args) else rest)
+        except _UsageError as error:
+            _fail_usage(error)
 
     def invoke(self, ctx: Any) -> Any:
-        if ctx.params["debug"]:
-            return super().invoke(ctx)
         try:
             return super().invoke(ctx)
+        except _UsageError as error:
+            _fail_usage(error)
         except KeyboardInterrupt:
+            if ctx.params["debug"]:
+                raise
             _fail("interrupted", code=130)
         except HeadraceError as error:
+            if ctx.params["debug"]:
+                raise
             _fail(f"error: {error}", code=2 if isinstance(error, ConfigError) else 1)
 
 
 app = typer.Typer(
+    name="headrace",
     cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", _HELP]},
 )
 
 
@@ -96,6 +120,14 @@ def main() -> NoReturn:
 def _fail(message: str, code: int) -> NoReturn:
     typer.echo(f"headrace: {' '.join(message.split())}", err=True)
     raise typer.Exit(code)
+
+
+def _fail_usage(error: Any) -> NoReturn:
+    message = error.format_message().rstrip(".")
+    see = f"see {error.ctx.command_path} {_HELP}" if error.ctx else ""
+    if see:
+        message += f" {see.capitalize()}" if message.endswith("?") else f"; {see}"
+    _fail(f"error: {message[0].lower()}{message[1:]}", code=error.exit_code)
 
 
 def _report_unexpected(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -144,6 +176,7 @@ def train(
       headrace train my.yaml grpo.max_num_steps=200 logging.progress=off
     """
     recipe = load_recipe(config, overrides or ())
+    _refuse_fewer_steps(recipe)
     console = make_console(recipe.logging.progress)
     opened = RunDirectory.open(
         recipe.run_dir,
@@ -155,7 +188,7 @@ def train(
     with opened as run:
         for line in idle_lines(recipe):
             print_line(console, line)
-        _say_where_it_starts(run, console)
+        _say_where_it_starts(recipe, run, console)
         code, summary = _run_loop(recipe, run, console)
         if summary["steps"]:
             _write_results(run, console)
@@ -176,7 +209,18 @@ def _run_loop(recipe: RecipeConfig, run: RunDirectory, console: Console) -> tupl
         return interrupt.exit_code, summary
 
 
-def _say_where_it_starts(run: RunDirectory, console: Console) -> None:
+def _refuse_fewer_steps(recipe: RecipeConfig) -> None:
+    """Refuse to go on with a run that has made more steps than the recipe wants; nothing of it is touched."""
+    run, wanted = RunDirectory(Path(recipe.run_dir).expanduser()), recipe.grpo.max_num_steps
+    made = 0 if recipe.overwrite else max((c.step for c in list_checkpoints(run.checkpoints_dir)), default=0)
+    if made > wanted:
+        raise ConfigError(
+            f"grpo.max_num_steps={wanted}: the run in {run.path} has made {made} steps; set {made} or more to go on "
+            "with it, overwrite=true to replace it, or another run_dir"
+        )
+
+
+def _say_where_it_starts(recipe: RecipeConfig, run: RunDirectory, console: Console) -> None:
     if run.resume_from is None:
         return
     print_line(console, f"going on after step {run.resume_from.step} of the run in {run.path}")
@@ -187,6 +231,8 @@ def _say_where_it_starts(run: RunDirectory, console: Console) -> None:
         changes = ", ".join(str(change) for change in run.changes if change.matters == matters)
         if changes:
             print_line(console, f"{label}: {changes}")
+    if run.resume_from.step == recipe.grpo.max_num_steps:
+        print_line(console, "all its steps are made; raise grpo.max_num_steps to go on")
 
 
 def _how_to_go_on(
@@ -280,6 +326,21 @@ def doctor() -> None:
     Console().print(doctor_table(run_checks()))
 
 
+def _whole(least: int, most: int) -> Callable[[str | int], int]:
+    """Return what reads an option that is a whole number."""
+
+    def read(text: str | int) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if not least <= number <= most:
+            raise typer.BadParameter(f"{text} is not a whole number from {least} to {most:,}")
+        return number
+
+    return read
+
+
 @app.command()
 def plan(
     lengths: Annotated[
@@ -292,14 +353,28 @@ def plan(
         ),
     ],
     budget: Annotated[
-        int, typer.Option(help="Tokens that fit into one microbatch (max_tokens_per_microbatch).")
+        int,
+        typer.Option(
+            parser=_whole(1, 10**12),
+            metavar="TOKENS",
+            help="Tokens that fit into one microbatch (max_tokens_per_microbatch).",
+        ),
     ] = 4096,
-    ranks: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 1,
+    ranks: Annotated[
+        int, typer.Option(parser=_whole(1, 1_000_000), metavar="COUNT", help="Data-parallel ranks.")
+    ] = 1,
     algorithm: Annotated[
-        str, typer.Option(help=f"{', '.join(ALGORITHMS)}; or dynamic: rows of like length, padded.")
+        str, typer.Option(help=f"{', '.join(_PACKING)}; or dynamic: rows of like length, padded.")
     ] = "modified_first_fit_decreasing",
-    pad_multiple: Annotated[int, typer.Option(help="Round every row up to a multiple of this.")] = 1,
-    seed: Annotated[int, typer.Option(help="Seed of lengths that are drawn.")] = 0,
+    pad_multiple: Annotated[
+        int,
+        typer.Option(
+            parser=_whole(1, 10**12), metavar="TOKENS", help="Round every row up to a multiple of this."
+        ),
+    ] = 1,
+    seed: Annotated[
+        int, typer.Option(parser=_whole(0, 2**63), metavar="SEED", help="Seed of lengths that are drawn.")
+    ] = 0,
 ) -> None:
     """Explain how rows of these lengths are cut into microbatches.
 
@@ -309,6 +384,8 @@ def plan(
       headrace plan lognormal:512:200:1500 --ranks 4 --budget 8192
       headrace plan lengths.txt --algorithm dynamic --pad-multiple 64
     """
+    if algorithm not in (*_PACKING, "dynamic"):
+        raise ConfigError(f"--algorithm {algorithm}: expected one of {', '.join(_PACKING)}, dynamic")
     rows = parse_lengths(lengths, seed=seed)
     names = {
         "input_key": "input_ids",
@@ -362,7 +439,9 @@ def bench(
         typer.Argument(metavar="NAME", help="Benchmarks to run; none: all.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
-    quick: Annotated[bool, typer.Option(help="Small inputs, few rounds: does it run at all?")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="Small inputs, few rounds: does it run at all? Only --target is held to.")
+    ] = False,
     save: Annotated[bool, typer.Option(help="Write the reports to benchmarks/results.")] = False,
     target: Annotated[
         list[str] | None,
@@ -380,7 +459,9 @@ def bench(
       headrace bench planner --target planner.seconds.1048576x1024=1
     """
     if quick and save:
-        _fail("--quick figures are no results to keep; leave out one of the two", code=2)
+        raise ConfigError(
+            "--quick and --save: quick figures are no results to keep; leave out one of the two"
+        )
     folder = find_benchmarks()
     chosen = choose(folder, names or ())
     targets = split_targets(target or (), chosen)
@@ -388,6 +469,8 @@ def bench(
     reports = []
     for name, need in ({} if names else left_out(folder)).items():
         print_line(progress, f"left out: {name} needs {need}")
+    if quick:
+        print_line(progress, "quick figures are not held to the targets, which are for larger inputs")
     for name in chosen:
         print_line(progress, f"running {name}")
         reports.append(run_benchmark(folder, name, quick=quick, targets=targets[name]))
@@ -398,7 +481,7 @@ def bench(
     else:
         Console().print(bench_table(reports))
     if misses := missed(reports):
-        _fail(f"not met: {'; '.join(misses)}", code=1)
+        _fail(f"error: not met: {'; '.join(misses)}", code=1)
 
 
 if __name__ == "__main__":

@@ -198,8 +198,8 @@ class LossConfig(Section):
     ratio_level: Literal["token", "sequence"] = "token"
     """`sequence`: GSPO's length-normalised sequence ratio, for `clipped_pg` with `sequence_mean`."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """`token_mean`: every token of the batch weighs the same. `sequence_mean`: every sample does. `constant`: a sample is
-    the sum over its tokens divided by `constant_tokens`, whatever its length (Dr. GRPO)."""
+    """`token_mean`: every token of the batch weighs the same. `sequence_mean`: every sample does. `constant`: a sample
+    is the sum over its tokens divided by `constant_tokens`, whatever its length (Dr. GRPO)."""
     constant_tokens: PositiveInt | None = None
     """What `aggregation=constant` divides by; Dr. GRPO takes `generation.max_new_tokens`."""
     clip_low: NonNegativeFloat = 0.2
@@ -472,6 +472,13 @@ class RecipeConfig(Section):
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logging: LoggingConfig = LoggingConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @field_validator("run_dir")
+    @classmethod
+    def _is_a_path(cls, value: str) -> str:
+        if not value.strip() or "\0" in value:
+            raise ValueError(f"{value!r} is no directory's name; set it to a directory of its own")
+        return value
 
     @property
     def samples_per_step(self) -> int:

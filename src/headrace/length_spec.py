@@ -13,6 +13,7 @@ _FORMS = (
 )
 _LONGEST_SHOWN = 60
 _MOST_DIGITS = 12
+_MOST_ROWS = 10_000_000
 _SPREAD = 0.7
 """Standard deviation of the logarithm: about that of the answers of a reasoning model."""
 
@@ -47,6 +48,8 @@ def _draw(text: str, kind: str, numbers: list[int], rng: random.Random) -> list[
     if len(numbers) != 3 or min(numbers) < 1 or numbers[1] > numbers[2]:
         raise ConfigError(f"LENGTHS '{text}': {_FORMS}, all at least 1 and the last two in order")
     count, low, high = numbers
+    if count > _MOST_ROWS:
+        raise ConfigError(f"LENGTHS '{text}' are {count:,} rows; expected {_MOST_ROWS:,} at most")
     if kind == "uniform":
         return [rng.randint(low, high) for _ in range(count)]
     return [min(high, max(1, round(low * rng.lognormvariate(0, _SPREAD)))) for _ in range(count)]
@@ -54,8 +57,13 @@ def _draw(text: str, kind: str, numbers: list[int], rng: random.Random) -> list[
 
 def _integers(text: str, parts: list[str]) -> list[int]:
     for part in parts:
-        if not part.isdecimal() or len(part) > _MOST_DIGITS:
+        digits = part.removeprefix("-")
+        if not (digits.isascii() and digits.isdecimal()):
             raise ConfigError(f"LENGTHS '{text}': '{part[:_LONGEST_SHOWN]}' is not a whole number; {_FORMS}")
+        if len(digits) > _MOST_DIGITS:
+            raise ConfigError(
+                f"LENGTHS '{text[:_LONGEST_SHOWN]}': a number of {len(digits)} digits; expected {_MOST_DIGITS} at most"
+            )
     return [int(part) for part in parts]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.errors import ConfigError
 from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.scoring import (
     Autocast,
@@ -172,6 +173,14 @@ def test_a_head_that_is_not_understood_falls_back_to_the_models_own_logits(
         ours = _scores(model, microbatch, head=None, chunk_tokens=3).logprobs
         truth = naive_logprobs(model, data["input_ids"], data["input_lengths"])
     torch.testing.assert_close(ours, truth, rtol=0, atol=1e-5)
+
+
+def test_a_chunk_size_for_a_head_that_cannot_be_cut_is_refused_and_the_default_is_not() -> None:
+    autocast = Autocast(torch.device("cpu"), "float32")
+    with pytest.raises(ConfigError, match=r"policy\.logprob_chunk_tokens=64 has no effect: _DoubledLogits"):
+        TokenScorer(_DoubledLogits(), Scoring(chunk_tokens=64), autocast)
+    assert not TokenScorer(_DoubledLogits(), Scoring(), autocast).has_head
+    assert TokenScorer(tiny_model("llama"), Scoring(chunk_tokens=64), autocast).has_head
 
 
 def test_a_microbatch_without_anything_to_score_still_reaches_every_weight() -> None:

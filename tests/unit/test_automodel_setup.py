@@ -107,6 +107,40 @@ def test_a_config_that_cannot_be_used_is_refused_with_key_and_remedy(
         load_model(_config(values), seed=0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": -4}, r"^policy\.model\.config\.hidden_size=-4: expected 1 or more$"),
+        ({"num_attention_heads": 0}, r"config\.num_attention_heads=0: expected 1 or more$"),
+        ({"num_hidden_layers": -1}, r"config\.num_hidden_layers=-1: expected 1 or more$"),
+        ({"num_experts_per_tok": 0}, r"config\.num_experts_per_tok=0: expected 1 or more$"),
+        ({"num_experts": -8}, r"config\.num_experts=-8: expected 0 or more$"),
+        ({"num_experts_per_tok": 99}, r"cannot run .*; num_experts_per_tok=99 is more than num_experts="),
+        (
+            {"hidden_act": "nope"},
+            r"cannot build this model: config\.hidden_act=nope is no name that it knows$",
+        ),
+    ],
+    ids=str,
+)
+def test_a_size_or_name_that_no_model_has_is_refused_by_its_key_and_blames_no_other(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_model(_config({**CONFIGS["qwen3_moe"], **changes}), seed=0)
+    assert "implementation" not in str(caught.value)
+
+
+def test_experts_of_a_model_without_any_are_refused_by_that_key_alone() -> None:
+    cfg = _config(CONFIGS["llama"])
+    model = cfg.model.model_copy(update={"experts_implementation": "grouped_mm"})
+    with pytest.raises(
+        ConfigError, match="this model with experts_implementation=grouped_mm: Llama"
+    ) as caught:
+        load_model(cfg.model_copy(update={"model": model}), seed=0)
+    assert "attn_implementation" not in str(caught.value)
+
+
 @pytest.mark.parametrize("changes", [{"num_attention_heads": 3}, {"num_experts_per_tok": 99}], ids=str)
 def test_sizes_that_only_a_forward_pass_refuses_are_refused_before_the_run(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"policy\.model\.config: the Qwen3MoeForCausalLM .*cannot run"):

@@ -65,7 +65,11 @@ def test_a_missed_target_is_named_and_the_exit_code_is_1() -> None:
 
 def test_every_way_of_packing_agrees_before_it_is_timed() -> None:
     # A target out of reach of noise: what is tested is that all ways ran and gave equal rows.
-    _, (report,) = reports("codec", "--target", "codec.pad.64x200=1e9")
+    code, (report,) = reports("codec", "--target", "codec.pad.64x200=1e9")
+    judged = {figure["name"] for figure in report["figures"] if figure["judged"]}
+    assert (code, judged) == (0, {"pad.64x200"}), (
+        "a quick run is held to the targets of its command line only"
+    )
     ways = report["measurements"]["64x200: pack"]
     assert {"one copy", "from ragged", "from padded", "as_nested_tensor of slices", "NumPy loop"} <= set(ways)
     assert ways["one copy"]["ratio"] == 1.0
@@ -137,6 +141,31 @@ def test_a_report_is_saved_under_its_name_and_the_table_shows_both_numbers(tmp_p
     assert any("fast" in line and "3 x" in line and "≥ 2" in line and "ok" in line for line in lines)
     assert any("slow" in line and "1.5 x" in line and "≥ 2" in line and "missed" in line for line in lines)
     assert any("plain" in line and "12,346 x" in line and "≥" not in line for line in lines)
+
+
+def test_a_figure_that_is_not_judged_has_a_target_and_no_verdict() -> None:
+    figure = {"name": "slow", "figure": 1.5, "ok": True, "judged": False}
+    (line,) = (
+        text for text in render_text(bench_table([toy(figure)]), width=80).splitlines() if "slow" in text
+    )
+    assert "≥ 2" in line
+    assert "ok" not in line
+    assert missed([toy(figure)]) == []
+
+
+def test_saved_runs_of_one_processor_are_counted_with_those_that_missed(tmp_path: Path) -> None:
+    def save(value: float, processor: str = "a") -> Any:
+        figures = (
+            {"name": "speed", "figure": value, "ok": value >= 2},
+            {"name": "plain", "figure": 1, "target": None, "ok": True},
+        )
+        path = save_report(toy(*figures, where={"processor": processor}), tmp_path)
+        return json.loads(path.read_text()).get("runs")
+
+    assert save(1.0) is None
+    assert save(3.0) == {"speed": {"runs": 2, "missed": 1}}
+    assert save(1.5) == {"speed": {"runs": 3, "missed": 2}}
+    assert save(1.5, processor="b") is None
 
 
 def test_a_narrow_terminal_folds_names_and_notes_and_keeps_targets_and_verdicts() -> None:

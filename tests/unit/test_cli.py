@@ -111,7 +111,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(recipe: Path, name: str) -> None:
         (("plan", "5," + "9" * 5000), "is not a whole number"),
         (("plan", "9,5", "--budget", "8"), "row 0 has 9 tokens"),
         (("plan", "5", "--algorithm", "best"), "best"),
-        (("plan", "5", "--ranks", "0"), "shards=0"),
+        (("plan", "5", "--ranks", "0"), "--ranks': 0 is not a whole number from 1 to 1,000,000"),
+        (("plan", "10,20,-3"), "LENGTHS '10,20,-3' has a row of -3 tokens; expected 1 or more"),
+        (("plan", "5", "--algorithm", "first_fit_shuffle"), "expected one of first_fit_decreasing, "),
+        (("trace-check", "nope"), "nope: no run there"),
     ],
 )
 def test_other_commands_fail_alike(arguments: tuple[str, ...], expected: str) -> None:
@@ -165,8 +168,37 @@ def test_ctrl_c_outside_a_loop_is_one_line_and_130() -> None:
     assert process("slow", code=code) == (130, "", "headrace: interrupted\n")
 
 
-def test_a_command_that_does_not_exist_is_an_error_of_use() -> None:
-    assert headrace_cli("trian", "x").exit_code == 2
+@pytest.mark.parametrize("debug", [(), ("--debug",)], ids=str)
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("trian", "x"), "no such command 'trian'. Did you mean 'train'? See headrace --help"),
+        (("help", "nope"), "no such command 'nope'; see headrace --help"),
+        (("train",), "missing argument 'CONFIG'; see headrace train --help"),
+        (("plan", "--nope"), "no such option: --nope; see headrace plan --help"),
+        (("plan", "1", "2"), "got unexpected extra argument(s) (2); see headrace plan --help"),
+        (("--nope",), "no such option: --nope; see headrace --help"),
+        (("bench", "--target"), "option '--target' requires an argument"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_one_line_too(
+    arguments: tuple[str, ...], expected: str, debug: tuple[str, ...]
+) -> None:
+    result = headrace_cli(*debug, *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"headrace: error: {expected}\n"
+
+
+def test_help_is_a_command_too() -> None:
+    assert headrace_cli("help").stdout == headrace_cli("--help").stdout
+    assert headrace_cli("help", "plan").stdout == headrace_cli("plan", "--help").stdout != ""
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"headrace {headrace.__version__}\n"
 
 
 def test_a_plan_is_explained() -> None:

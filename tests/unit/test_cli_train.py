@@ -85,8 +85,24 @@ def test_a_finished_run_is_not_run_again(finished: tuple[Path, str], recipe: Pat
     result = headrace_cli("train", recipe)
     assert result.exit_code == 0
     assert f"going on after step {STEPS}" in result.stdout
+    assert "all its steps are made; raise grpo.max_num_steps to go on" in result.stdout
     assert (run_dir / "metrics.jsonl").read_text() == before
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == STEPS
+
+
+def test_fewer_steps_than_the_run_has_made_are_refused_and_nothing_of_it_is_touched(
+    finished: tuple[Path, str], recipe: Path
+) -> None:
+    run_dir, _ = finished
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    result = headrace_cli("train", recipe, f"grpo.max_num_steps={STEPS - 1}")
+    assert (result.exit_code, result.stdout) == (2, "")
+    expected = (
+        f"headrace: error: grpo.max_num_steps={STEPS - 1}: the run in {run_dir} has made {STEPS} steps; set "
+    )
+    assert result.stderr.startswith(expected)
+    assert result.stderr.count("\n") == 1
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
 
 
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_command_goes_on_bit_for_bit(

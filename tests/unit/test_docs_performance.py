@@ -80,6 +80,15 @@ def test_a_figure_near_its_target_is_rounded_to_its_own_side(tables: ModuleType)
     )
 
 
+def test_a_target_that_some_saved_runs_missed_is_said_beside_the_verdict_of_the_last(
+    tables: ModuleType,
+) -> None:
+    held = [figure("eighth.512", 4.0, 6.0), figure("eighth.4096", 14.0, 16.0)]
+    runs = {"eighth.512": {"runs": 6, "missed": 0}, "eighth.4096": {"runs": 6, "missed": 4}}
+    assert tables.judged(held, runs)[2] == "met; 4096 **missed** in 4 of 6 runs"
+    assert "**missed** in 4 of 6 runs" in tables.PAGE.read_text()
+
+
 def test_a_marker_for_nothing_is_refused_by_name(tables: ModuleType) -> None:
     with pytest.raises(SystemExit, match="no table nothing; there are: summary"):
         tables.fill("<!-- table nothing --><!-- end -->", {})

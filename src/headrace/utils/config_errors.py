@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from headrace.errors import ConfigError
 
 _LONGEST_VALUE = 60
+_MOST_OTHERS = 5
 Section = TypeVar("Section", bound=BaseModel)
 
 
@@ -34,13 +35,17 @@ def _plain(value: Any) -> Any:
 
 
 def describe(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return a validation error as one line: the first fault's key, value and remedy, and how many follow.
+    """Return a validation error as one line: the first fault's key, value and remedy, and the keys of the others.
 
     An unknown key comes before a missing one, since the one is often the other mistyped.
     """
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
     text = _describe_one(faults[0], model)
-    return text if len(faults) == 1 else f"{text} (and {len(faults) - 1} more)"
+    if len(faults) == 1:
+        return text
+    others = list(dict.fromkeys(".".join(_locate(fault["loc"], model)[0]) for fault in faults[1:]))
+    named = ", ".join(others[:_MOST_OTHERS]) + (", ..." if len(others) > _MOST_OTHERS else "")
+    return f"{text} (and {len(faults) - 1} more: {named})"
 
 
 def fault_key(error: ValidationError, model: type[BaseModel]) -> str:
@@ -101,8 +106,20 @@ def _describe_one(fault: Any, model: type[BaseModel]) -> str:
         return f"{key}.{tag}='{context['tag']}': expected one of {context['expected_tags']}"
     if kind in ("model_type", "model_attributes_type"):
         return f"{key or 'recipe'}={value}: expected a section, that is a mapping of keys"
+    if kind in ("tuple_type", "list_type"):
+        return f"{key}={value}: expected a list{_example(section, parts[-1])}"
+    if kind == "dict_type":
+        return f"{key}={value}: expected a mapping of keys to values"
     message = fault["msg"].replace("Input should be ", "expected ")
     return f"{key}={value}: {message[0].lower()}{message[1:]}"
+
+
+def _example(section: type[BaseModel] | None, name: str) -> str:
+    """Return a list's default as an example, if it has one."""
+    default = (
+        section.model_fields[name].default if section is not None and name in section.model_fields else None
+    )
+    return f", for example {list(default)}" if isinstance(default, tuple) and default else ""
 
 
 def _short(value: object) -> str:
@@ -149,6 +166,9 @@ def _tags(section: type[BaseModel] | None, name: str) -> list[str]:
 
 def _suggestion(parts: Sequence[str], section: type[BaseModel] | None, root: type[BaseModel]) -> str:
     """Return the key that was probably meant: a similar one in this section, or one of this name elsewhere."""
+    if "." in parts[-1]:
+        path = ".".join(parts).split(".")
+        return f"; keys nest in YAML: {': {'.join(path)}: ...{'}' * (len(path) - 1)}"
     here = list(section.model_fields) if section is not None else []
     close = difflib.get_close_matches(parts[-1], here, n=1)
     if close:

@@ -131,10 +131,18 @@ def _read_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file; expected YAML in UTF-8") from error
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: not valid YAML: {_in_one_line(error)}") from error
+        raise ConfigError(f"{path}: not valid YAML: {_in_one_line(error)}{_tab_hint(path, error)}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: expected a mapping of sections at the top level; got a list or a scalar")
     return loaded
+
+
+def _tab_hint(path: Path, error: Exception) -> str:
+    """Return what to do if a tab stands where YAML's parser stopped; its message does not name it."""
+    if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
+        return ""
+    line = path.read_text(encoding="utf-8").split("\n")[error.problem_mark.line]
+    return "; there is a tab: indent with spaces" if "\t" in line[: error.problem_mark.column + 1] else ""
 
 
 def _default_names(path: Path, defaults: Any) -> list[str]:

@@ -13,6 +13,9 @@ _FLOAT32, _BFLOAT16 = 1e-4, 5e-2
 REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What transformers raises over a config whose parts do not fit together."""
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
+"""Names that configs have for the experts of a token."""
 _TERSE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError)
 
 
@@ -29,15 +32,27 @@ def check_runs(model: Any, dtype: torch.dtype, key: str) -> None:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             scores = model(input_ids=tokens, use_cache=False).logits
     except REFUSALS as error:
+        fault = _too_few_experts(model.config) or "check that sizes, heads and experts fit together"
         raise ConfigError(
-            f"{key}: the {type(model).__name__} that it describes cannot run ({first_line(error)}); "
-            "check that sizes, heads and experts fit together"
+            f"{key}: the {type(model).__name__} that it describes cannot run ({first_line(error)}); {fault}"
         ) from error
     if scores.float().log_softmax(-1).isnan().any():
         raise ConfigError(
             f"{key}: the {type(model).__name__} that it describes gives scores that are no numbers; check its scales "
             "and weights"
         )
+
+
+def _too_few_experts(config: Any) -> str | None:
+    """Return which sizes contradict, if a token is to choose more experts than there are."""
+    text = config.get_text_config()
+    chosen, experts = (
+        next(((n, v) for n in names if isinstance(v := getattr(text, n, None), int)), None)
+        for names in (CHOSEN_EXPERTS, _EXPERTS)
+    )
+    if chosen is None or experts is None or chosen[1] <= experts[1]:
+        return None
+    return f"{chosen[0]}={chosen[1]} is more than {experts[0]}={experts[1]}"
 
 
 @torch.no_grad()

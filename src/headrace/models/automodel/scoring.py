@@ -121,7 +121,11 @@ class TokenScorer:
     def __init__(
         self, model: Any, scoring: Scoring, autocast: Autocast, *, has_head: bool | None = None
     ) -> None:
-        """`has_head`: whether `output_head` finds one; None: run the model to find out."""
+        """`has_head`: whether `output_head` finds one; None: run the model to find out.
+
+        Raises:
+            ConfigError: a number of chunk tokens other than the default, for a model that cannot be scored in chunks.
+        """
         self.model = model
         self.autocast = autocast
         self.sharded: ShardedModel | None = None
@@ -130,6 +134,12 @@ class TokenScorer:
         self._replica: Replica | None = None
         with autocast():
             self._head = output_head(model) if has_head is None else model_head(model) if has_head else None
+        if self._head is None and scoring.chunk_tokens != Scoring.chunk_tokens:
+            raise ConfigError(
+                f"policy.logprob_chunk_tokens={scoring.chunk_tokens} has no effect: {type(model).__name__} computes "
+                "its logits in a way that cannot be cut into chunks; remove it, and make microbatches smaller to "
+                "save memory"
+            )
 
     @property
     def has_head(self) -> bool:

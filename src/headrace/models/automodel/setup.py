@@ -6,6 +6,7 @@ them from the run's seed, alike on every device and in every process.
 
 import difflib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 from headrace.config import ModelConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.models.automodel.attention import choose_attention
-from headrace.models.automodel.probes import REFUSALS, check_runs, first_line
+from headrace.models.automodel.probes import CHOSEN_EXPERTS, REFUSALS, check_runs, first_line
 from headrace.models.gguf import convert_gguf_package
 from headrace.models.tokenizers import build_character_tokenizer, known_ids
 from headrace.utils.paths import user_path
@@ -40,6 +41,18 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 # Keys that models read, or that the hub writes, and that no config class declares.
 _UNDECLARED_KEYS = {"auto_map", "head_dim", "rope_scaling", "rope_theta", "torch_dtype"}
+_SIZES = {
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+}
+_COUNTS = re.compile(r"^(num|n)_|_(size|dim|heads|layers|experts)$")
+# What transformers and torch raise for a config that they cannot take.
 _OFF_IN_TRAINING = ("dropout", "pdrop", "layerdrop", "jitter")
 
 
@@ -100,7 +113,7 @@ def load_model(
     device = device or resolve_device(cfg)
     directory = _model_directory(cfg.model)
     options = _model_options(cfg, directory, device, tokenizer)
-    with _building(options), torch.random.fork_rng(devices=[]):
+    with _building(options, cfg.model.config), torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "model"))
         model = (
             load_pretrained(directory, **options)
@@ -123,7 +136,8 @@ def build_skeleton(cfg: PolicyConfig, *, tokenizer: Any = None) -> Any:
     """
     directory = _model_directory(cfg.model)
     options = _model_options(cfg, directory, torch.device("cpu"), tokenizer)
-    with _building(options), torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+    building = _building(options, cfg.model.config)
+    with building, torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(**options)
     # Each place of a tied weight has got an empty one of its own.
     model.tie_weights()
@@ -147,17 +161,31 @@ def _model_options(
 
 
 @contextmanager
-def _building(options: Mapping[str, Any]) -> Iterator[None]:
-    """Tell what transformers refuses as a mistake in the recipe."""
+def _building(options: Mapping[str, Any], values: Mapping[str, Any] | None) -> Iterator[None]:
+    """Tell what transformers refuses as a mistake in the recipe; `values` are its `policy.model.config`."""
     try:
         with no_progress_bars():
             yield
     except (*REFUSALS, OSError, ImportError, SafetensorError) as error:
-        raise ConfigError(
-            f"policy.model: transformers cannot build this model with attn_implementation="
-            f"{options['attn_implementation']} (eager works for most) and experts_implementation="
-            f"{options['experts_implementation']}: {first_line(error)}"
-        ) from error
+        text = first_line(error)
+        suspect, lower = "", text.lower()
+        if "experts implementation" in lower:
+            suspect = f" with experts_implementation={options['experts_implementation']}"
+        elif "attention" in lower or "attn" in lower:
+            suspect = f" with attn_implementation={options['attn_implementation']} (eager works for most)"
+        elif isinstance(error, KeyError) and (key := _key_of(values or {}, error.args[0])):
+            text = f"config.{key}={error.args[0]} is no name that it knows"
+        raise ConfigError(f"policy.model: transformers cannot build this model{suspect}: {text}") from error
+
+
+def _key_of(values: Mapping[str, Any], value: object) -> str | None:
+    """Return the dotted key of a config that has this value."""
+    for key, found in values.items():
+        if found == value:
+            return key
+        if isinstance(found, Mapping) and (inner := _key_of(found, value)):
+            return f"{key}.{inner}"
+    return None
 
 
 def _first_attention(cfg: PolicyConfig, config: Any, device: torch.device) -> str:
@@ -312,12 +340,21 @@ def _build_config(values: Mapping[str, Any], tokenizer: Any) -> Any:
             f"policy.model.config.model_type={model_type}: transformers knows no such model; close names: "
             f"{', '.join(close) or 'none'}"
         )
+    _refuse_sizes(given)
     try:
         config = AutoConfig.for_model(model_type, **given)
     except (StrictDataclassError, *REFUSALS) as error:
         raise ConfigError(f"policy.model.config: {first_line(error)}") from error
     _refuse_unknown_keys(config, given)
     return config
+
+
+def _refuse_sizes(given: Mapping[str, Any]) -> None:
+    # transformers builds a model without layers from a negative number of them.
+    for key, value in given.items():
+        least = 1 if key in _SIZES or key in CHOSEN_EXPERTS else 0 if _COUNTS.search(key) else None
+        if least is not None and isinstance(value, int) and value < least:
+            raise ConfigError(f"policy.model.config.{key}={value}: expected {least} or more")
 
 
 def _refuse_unknown_keys(config: Any, given: Mapping[str, Any]) -> None:
