@@ -1,7 +1,8 @@
 """A run read back from its directory: totals for the final table, and the plots."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,31 @@ from headrace.utils.run_directory import RunDirectory, read_log
 Record = Mapping[str, Any]
 
 _TEXTS = ("kind", "phase")
+_LINES = {
+    REWARD: "mean reward",
+    LOSS: "loss",
+    GRAD_NORM: "gradient norm",
+    GENERATION_KL: "k3 estimate of KL(generator || trainer)",
+    ROUTE_AGREEMENT: "routes that the trainer would have chosen too",
+}
+_ACCURACIES, _REWARDS = (GREEDY_ACCURACY, SAMPLED_ACCURACY), (GREEDY_REWARD, SAMPLED_REWARD)
 _TIME, _BYTES = "time_s/", "bytes/"
-_PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#222255")
+_PALETTE = (
+    "#4477aa",
+    "#ee6677",
+    "#228833",
+    "#ccbb44",
+    "#66ccee",
+    "#aa3377",
+    "#bbbbbb",
+    "#222255",
+    "#ee8866",
+    "#225522",
+)
+_HATCHES = ("", "////", "....", "xxxx")
 _MOST_BARS = 100
+_SMOOTHING = 0.8
+_ABOUT = f"average of about {round(1 / (1 - _SMOOTHING))} steps"
 
 
 def read_metrics(run_dir: Path) -> list[Record]:
@@ -58,23 +81,43 @@ def run_totals(records: Sequence[Record]) -> RunTotals:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Draw report.png (reward, held-out results, loss, gradient, KL to the trainer, route agreement, time, bytes)."""
-    records = read_metrics(run_dir)
-    figure = _new_figure(width=11.0, height=11.0)
-    # Rows of their own, so that the legends beside the last two plots take no room from the others.
-    upper, middle, engine, lower = (row.subplots(1, 2) for row in figure.subfigures(4, 1))
-    _draw_line(upper[0], records, REWARD, "mean reward")
-    _draw_held_out(upper[1], records)
-    _draw_line(middle[0], records, LOSS, "loss")
-    _draw_line(middle[1], records, GRAD_NORM, "gradient norm")
-    _draw_line(engine[0], records, GENERATION_KL, "k3 estimate of KL(generator || trainer)")
-    _draw_line(engine[1], records, ROUTE_AGREEMENT, "routes that the trainer would have chosen too")
-    _draw_times(lower[0], records)
-    _draw_bytes(lower[1], records)
-    figure.suptitle(f"{run_dir}", fontsize=10, x=0.01, ha="left", color="#777777")
+    """Draw a run's report.png."""
     path = RunDirectory(run_dir).report_path
-    _save(figure, path)
+    _save(draw_report(read_metrics(run_dir), str(run_dir)), path)
     return path
+
+
+def draw_report(records: Sequence[Record], title: str) -> Any:
+    """Return a figure of reward, held-out results, loss, gradient norm, KL to the trainer, route agreement, time and bytes.
+
+    What the run has not recorded has no panel.
+    """
+    figure = _new_figure(width=11.0, height=11.0)
+    panels = _panels(records)
+    # Rows of their own, so that the legends beside bars take no room from the others.
+    pairs = [panels[i : i + 2] for i in range(0, len(panels), 2)]
+    for row, pair in zip(figure.subfigures(len(pairs), 1, squeeze=False)[:, 0], pairs):
+        for axis, draw in zip(row.subplots(1, len(pair), squeeze=False)[0], pair):
+            draw(axis)
+    heading = f"{title}\nthin lines: each step; thick lines: {_ABOUT}"
+    figure.suptitle(heading, fontsize=10, x=0.01, ha="left", color="#777777")
+    return figure
+
+
+def _panels(records: Sequence[Record]) -> list[Callable[[Any], None]]:
+    """Return what draws each panel that has something to show; at least one."""
+    drawn: list[Callable[[Any], None]] = []
+    if any(_series(records, "validation", name)[0] for name in (*_ACCURACIES, *_REWARDS)):
+        drawn.append(partial(_draw_held_out, records=records))
+    for name, label in _LINES.items():
+        if _series(records, "step", name)[0]:
+            drawn.append(partial(_draw_line, records=records, name=name, label=label))
+    # Reward first, held-out results beside it.
+    drawn[:2] = reversed(drawn[:2])
+    for prefix, draw in ((_TIME, _draw_times), (_BYTES, _draw_bytes)):
+        if any(_part(record, prefix) for record in _of_kind(records, "step")):
+            drawn.append(partial(draw, records=records))
+    return drawn or [partial(_draw_line, records=records, name=REWARD, label=_LINES[REWARD])]
 
 
 def draw_reward_plot(run_dir: Path, path: Path) -> None:
@@ -82,7 +125,7 @@ def draw_reward_plot(run_dir: Path, path: Path) -> None:
     records = read_metrics(run_dir)
     figure = _new_figure(width=7.5, height=3.6)
     axis = figure.subplots()
-    _draw_line(axis, records, REWARD, "mean reward")
+    _draw_line(axis, records, REWARD, _LINES[REWARD])
     kind = _draw_held_out(axis, records)
     axis.set_title(f"reward and held-out {kind}", loc="left", fontsize=10)
     axis.legend(frameon=False, fontsize=9, loc="lower right")
@@ -91,19 +134,19 @@ def draw_reward_plot(run_dir: Path, path: Path) -> None:
 
 def _draw_held_out(axis: Any, records: Sequence[Record]) -> str:
     """Draw accuracies or, of an environment without verdicts, rewards; return which."""
-    judged = any(_series(records, "validation", name)[0] for name in (GREEDY_ACCURACY, SAMPLED_ACCURACY))
+    judged = any(_series(records, "validation", name)[0] for name in _ACCURACIES)
     kind = "accuracy" if judged else "reward"
-    greedy, sampled = (GREEDY_ACCURACY, SAMPLED_ACCURACY) if judged else (GREEDY_REWARD, SAMPLED_REWARD)
+    greedy, sampled = _ACCURACIES if judged else _REWARDS
     for name, how, color, marker in (
         (greedy, "greedy", _PALETTE[2], "o"),
         (sampled, "sampled", _PALETTE[1], "s"),
     ):
         steps, values = _series(records, "validation", name)
         if steps:
-            style = {"color": color, "marker": marker, "markersize": 4, "linewidth": 1.5}
-            axis.plot(steps, values, label=f"{how} {kind}", **style)
+            look = {"marker": marker, "markersize": 4, "linewidth": 1.5, "clip_on": False}
+            axis.plot(steps, values, color=color, label=f"{how} {kind}", **look)
     if judged:
-        axis.set_ylim(top=max(1.0, axis.get_ylim()[1]))
+        axis.set_ylim(top=max(1.05, axis.get_ylim()[1]))
     _finish(axis, f"held-out {kind}", axis.lines)
     if axis.lines:
         axis.legend(frameon=False, fontsize=9, loc="lower right")
@@ -112,8 +155,11 @@ def _draw_held_out(axis: Any, records: Sequence[Record]) -> str:
 
 def _draw_line(axis: Any, records: Sequence[Record], name: str, label: str) -> None:
     steps, values = _series(records, "step", name)
-    axis.plot(steps, values, color=_PALETTE[0], alpha=0.3, linewidth=1)
-    axis.plot(steps, _smoothed(values), color=_PALETTE[0], linewidth=2, label=label)
+    marker = "o" if len(steps) == 1 else None
+    axis.plot(steps, values, color=_PALETTE[0], alpha=0.3, linewidth=1, label=f"{label}, each step")
+    axis.plot(
+        steps, _smoothed(values), color=_PALETTE[0], linewidth=2, marker=marker, label=f"{label}, {_ABOUT}"
+    )
     _finish(axis, label, steps)
 
 
@@ -143,17 +189,21 @@ def _draw_stack(axis: Any, rows: Sequence[tuple[int, Mapping[str, float]]], orde
     bottom = [0.0] * len(spans)
     for index, name in enumerate(order):
         heights = [sum(values.get(name, 0.0) for _, values in part) / len(part) for part in spans]
-        color = _PALETTE[index % len(_PALETTE)]
-        axis.bar(middles, heights, bottom=bottom, width=span, color=color, label=name)
+        # Colours run out before columns do; hatches tell the next round of them.
+        again, place = divmod(index, len(_PALETTE))
+        look = {"color": _PALETTE[place], "hatch": _HATCHES[again % len(_HATCHES)], "edgecolor": "white"}
+        axis.bar(middles, heights, bottom=bottom, width=span, label=name, linewidth=0, **look)
         bottom = [low + height for low, height in zip(bottom, heights)]
     if order:
-        # Beside the bars: on them it would hide the tall ones.
-        axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.02), reverse=True)
+        # Beside the bars: on them it would hide the tall ones. Many entries are small, to end where the bars do.
+        small = {"fontsize": min(8.0, 95 / len(order)), "labelspacing": 0.25}
+        axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.02), reverse=True, **small)
 
 
 def _finish(axis: Any, title: str, drawn: Sequence[object]) -> None:
     axis.set_title(title, loc="left", fontsize=10)
     axis.set_xlabel("step", fontsize=9)
+    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", alpha=0.25)
@@ -188,7 +238,7 @@ def _series(records: Sequence[Record], kind: str, name: str) -> tuple[list[int],
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _smoothed(values: Sequence[float], weight: float = 0.8) -> list[float]:
+def _smoothed(values: Sequence[float], weight: float = _SMOOTHING) -> list[float]:
     """Return the exponential moving average, with the bias of the first values taken out."""
     average, norm, result = 0.0, 0.0, []
     for value in values:

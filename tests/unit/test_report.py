@@ -3,13 +3,22 @@
 import random
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from headrace.algorithms.observer import GREEDY_ACCURACY, GREEDY_REWARD, SAMPLED_ACCURACY, StepRecord
+from headrace.algorithms.observer import (
+    GENERATION_KL,
+    GREEDY_ACCURACY,
+    GREEDY_REWARD,
+    REWARD,
+    ROUTE_AGREEMENT,
+    SAMPLED_ACCURACY,
+    StepRecord,
+)
 from headrace.errors import ConfigError
 from headrace.progress import FileObserver
-from headrace.report import draw_reward_plot, read_metrics, run_totals, write_report
+from headrace.report import draw_report, draw_reward_plot, read_metrics, run_totals, write_report
 from headrace.utils.run_directory import RunDirectory
 from toy_run import STAGE_SHARES, TOKENS, toy_record
 
@@ -56,6 +65,50 @@ def test_the_report_is_a_picture_whatever_the_length(tmp_path: Path, steps: int)
     path = write_report(write_run(tmp_path, steps))
     assert path == tmp_path / "report.png"
     assert png_size(path) == (1210, 1210)
+
+
+def record(step: int, columns: int = 0, **metrics: float) -> dict[str, Any]:
+    sizes = {f"bytes/column_{i}": 100 - i for i in range(columns)}
+    return {"kind": "step", "step": step, REWARD: 0.5, "time_s/train": 1.0, **sizes, **metrics}
+
+
+def titles(records: list[dict[str, Any]]) -> list[str]:
+    return [axis.get_title(loc="left") for axis in draw_report(records, "run").get_axes()]
+
+
+def test_every_column_of_a_step_has_a_look_of_its_own() -> None:
+    axis = draw_report([record(1, columns=24)], "run").get_axes()[-1]
+    bars = [container[0] for container in axis.containers]
+    assert len({(bar.get_facecolor(), bar.get_hatch()) for bar in bars}) == 24
+    legend = axis.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == [f"column_{i}" for i in reversed(range(24))]
+
+
+def test_what_was_not_recorded_has_no_panel() -> None:
+    assert titles([record(1)]) == ["mean reward", "seconds per step"]
+    validated = {"kind": "validation", "step": 1, GREEDY_ACCURACY: 0.5}
+    replayed = record(1, columns=2, **{GENERATION_KL: 0.1, ROUTE_AGREEMENT: 0.9})
+    assert titles([replayed, validated]) == [
+        "mean reward",
+        "held-out accuracy",
+        "k3 estimate of KL(generator || trainer)",
+        "routes that the trainer would have chosen too",
+        "seconds per step",
+        "kB through the data plane per step",
+    ]
+    assert titles([{"kind": "phase", "step": 1}]) == ["mean reward"]
+
+
+def test_the_smoothed_line_says_what_it_is() -> None:
+    figure = draw_report([record(step) for step in (1, 2, 3)], "run")
+    assert "thin lines: each step; thick lines: average of about 5 steps" in figure.get_suptitle()
+    labels = [line.get_label() for line in figure.get_axes()[0].lines]
+    assert labels == ["mean reward, each step", "mean reward, average of about 5 steps"]
+
+
+def test_ticks_stand_at_whole_steps() -> None:
+    for axis in draw_report([record(1, columns=1), record(2, columns=1)], "run").get_axes():
+        assert all(float(tick).is_integer() for tick in axis.get_xticks())
 
 
 def test_the_reward_plot_goes_where_it_is_asked_to(tmp_path: Path) -> None:
