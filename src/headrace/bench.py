@@ -69,8 +69,10 @@ def choose(folder: Path, names: Sequence[str]) -> list[str]:
     for name in names:
         if missing := _missing(name):
             raise ConfigError(f"benchmark {name} needs {missing}")
+    if names:
+        return list(names)
     absent = left_out(folder)
-    return list(names) or [name for name in known if name not in absent]
+    return [name for name in known if name not in absent]
 
 
 def left_out(folder: Path) -> dict[str, str]:

@@ -33,6 +33,7 @@ from headrace.bench import (
     split_targets,
 )
 from headrace.config import RecipeConfig, SequencePackingConfig
+from headrace.distributed.bins import as_lengths, check_fits
 from headrace.distributed.packing import plan_microbatches
 from headrace.doctor import doctor_table, run_checks
 from headrace.errors import ConfigError, HeadraceError
@@ -124,6 +125,8 @@ def _fail(message: str, code: int) -> NoReturn:
 
 def _fail_usage(error: Any) -> NoReturn:
     message = error.format_message().rstrip(".")
+    if "." in getattr(error, "option_name", ""):
+        message += ": keys of a recipe have no dashes"
     see = f"see {error.ctx.command_path} {_HELP}" if error.ctx else ""
     if see:
         message += f" {see.capitalize()}" if message.endswith("?") else f"; {see}"
@@ -280,7 +283,7 @@ def evaluate(
     is_run = user_path(target, "RUN_OR_CONFIG").is_dir()
     recipe = load_recipe(RunDirectory(target).config_path if is_run else target, overrides or ())
     run = RunDirectory(target if is_run else user_path(recipe.run_dir, "run_dir"))
-    wanted = checkpoint or ("best" if is_run else None)
+    wanted = "best" if checkpoint is None and is_run else checkpoint
     found = None if wanted is None else _find_checkpoint(recipe, run, wanted)
     metrics = _training().evaluate(recipe, None if found is None else found.path)
     console = Console()
@@ -373,7 +376,7 @@ def plan(
         ),
     ] = 1,
     seed: Annotated[
-        int, typer.Option(parser=_whole(0, 2**63), metavar="SEED", help="Seed of lengths that are drawn.")
+        int, typer.Option(parser=_whole(0, 10**12), metavar="SEED", help="Seed of lengths that are drawn.")
     ] = 0,
 ) -> None:
     """Explain how rows of these lengths are cut into microbatches.
@@ -387,6 +390,8 @@ def plan(
     if algorithm not in (*_PACKING, "dynamic"):
         raise ConfigError(f"--algorithm {algorithm}: expected one of {', '.join(_PACKING)}, dynamic")
     rows = parse_lengths(lengths, seed=seed)
+    costs = as_lengths(rows)
+    check_fits(costs, -(-costs // pad_multiple) * pad_multiple, budget, knob="--budget")
     names = {
         "input_key": "input_ids",
         "input_lengths_key": "input_lengths",
@@ -426,6 +431,10 @@ def trace_check(
     Example:
       headrace trace-check runs/demo_moe_r3
     """
+    if not RunDirectory(run_dir).config_path.is_file():
+        raise ConfigError(
+            f"{run_dir}: no run there, which would have a config.yaml; give the directory of a run"
+        )
     from headrace.trace_check import check_run  # noqa: PLC0415  (imports transformers: seconds)
 
     for line in check_run(run_dir):

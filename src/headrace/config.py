@@ -175,7 +175,10 @@ class RewardConfig(Section):
         if self.clip is not None and self.clip[0] > self.clip[1]:
             raise ValueError(f"clip={list(self.clip)}: the lower bound is above the upper; swap them")
         if self.overlong_penalty and not self.overlong_buffer_tokens:
-            raise ValueError("overlong_penalty needs overlong_buffer_tokens > 0")
+            raise ValueError(
+                f"overlong_penalty={self.overlong_penalty} needs the tokens over which it rises; set "
+                "overlong_buffer_tokens above 0 as well"
+            )
         return self
 
 
@@ -539,7 +542,7 @@ class RecipeConfig(Section):
             )
         if self.loss.force_on_policy_ratio and self.samples_per_step != self.policy.train_global_batch_size:
             raise ValueError(
-                "loss.force_on_policy_ratio holds for one update per rollout only; set "
+                "loss.force_on_policy_ratio=true holds for one update per rollout only; set "
                 f"policy.train_global_batch_size={self.samples_per_step} (the samples of a step), or switch "
                 "it off"
             )

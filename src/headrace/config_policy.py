@@ -75,7 +75,9 @@ class SchedulerConfig(Section):
     @model_validator(mode="after")
     def _decay_needs_length(self) -> Self:
         if self.kind != "constant" and self.decay_steps is None:
-            raise ValueError(f"kind={self.kind} needs decay_steps (optimizer steps after warm-up)")
+            raise ValueError(
+                f"kind={self.kind} needs decay_steps (optimizer steps after warm-up); set it as well"
+            )
         return self
 
 
@@ -144,7 +146,7 @@ class ParallelConfig(Section):
             )
         if self.sequence_parallel and self.tensor == 1:
             raise ValueError(
-                "sequence_parallel splits tokens between tensor ranks and tensor=1; raise tensor, or switch it off"
+                "sequence_parallel=true splits tokens between tensor ranks and tensor=1; raise tensor, or switch it off"
             )
         return self
 
@@ -219,7 +221,7 @@ class PolicyConfig(Section):
     def _batches_fit(self) -> Self:
         if self.sequence_packing.enabled and self.dynamic_batching.enabled:
             raise ValueError(
-                "sequence_packing.enabled and dynamic_batching.enabled exclude each other; switch one off"
+                "sequence_packing.enabled=true and dynamic_batching.enabled=true exclude each other; switch one off"
             )
         replica = self.parallel.context * self.parallel.tensor
         if self.workers % replica:
@@ -229,7 +231,7 @@ class PolicyConfig(Section):
             )
         if self.parallel.cpu_offload and self.workers == 1:
             raise ValueError(
-                "parallel.cpu_offload works on sharded weights and workers=1 holds them whole; raise workers, or "
+                "parallel.cpu_offload=true works on sharded weights and workers=1 holds them whole; raise workers, or "
                 "switch it off"
             )
         if self.train_global_batch_size % self.replicas:

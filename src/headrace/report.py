@@ -88,7 +88,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def draw_report(records: Sequence[Record], title: str) -> Any:
-    """Return a figure of reward, held-out results, loss, gradient norm, KL to the trainer, route agreement, time and bytes.
+    """Return a figure of rewards, held-out results, loss, gradient norm, KL to the trainer, routes, time and bytes.
 
     What the run has not recorded has no panel.
     """
@@ -104,9 +104,9 @@ def draw_report(records: Sequence[Record], title: str) -> Any:
     return figure
 
 
-def _panels(records: Sequence[Record]) -> list[Callable[[Any], None]]:
+def _panels(records: Sequence[Record]) -> list[Callable[[Any], object]]:
     """Return what draws each panel that has something to show; at least one."""
-    drawn: list[Callable[[Any], None]] = []
+    drawn: list[Callable[[Any], object]] = []
     if any(_series(records, "validation", name)[0] for name in (*_ACCURACIES, *_REWARDS)):
         drawn.append(partial(_draw_held_out, records=records))
     for name, label in _LINES.items():

@@ -61,10 +61,6 @@ def check_run(run_dir: Path) -> list[str]:
     """
     run = RunDirectory(run_dir)
     paths = sorted(run.traces_dir.glob("step_*.safetensors"))
-    if not run.config_path.is_file():
-        raise ConfigError(
-            f"{run_dir}: no run there, which would have a config.yaml; give the directory of a run"
-        )
     if not paths:
         raise ConfigError(
             f"{run_dir}: no trace of routes; run with policy.router_replay.enabled=true and "

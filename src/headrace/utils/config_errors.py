@@ -1,6 +1,8 @@
 """pydantic's errors as one line for the person who wrote the values."""
 
 import difflib
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -12,6 +14,7 @@ from headrace.errors import ConfigError
 
 _LONGEST_VALUE = 60
 _MOST_OTHERS = 5
+_YAML_WORDS = {None: "null", True: "true", False: "false"}
 Section = TypeVar("Section", bound=BaseModel)
 
 
@@ -90,6 +93,8 @@ def _describe_one(fault: Any, model: type[BaseModel]) -> str:
     parts, section = _locate(fault["loc"], model)
     key = ".".join(parts)
     kind, value, context = fault["type"], _short(fault["input"]), fault.get("ctx", {})
+    if kind == "invalid_key":
+        return f"unknown key '{key}'; expected a name"
     if kind == "extra_forbidden":
         return f"unknown key '{key}'{_suggestion(parts, section, model)}"
     if kind == "missing" and isinstance(fault["loc"][-1], int):
@@ -97,13 +102,14 @@ def _describe_one(fault: Any, model: type[BaseModel]) -> str:
     if kind == "missing":
         return f"missing key '{key}'; set it in the recipe or with {key}=..."
     if kind == "value_error":
-        return f"{key}: {context['error']}" if key else str(context["error"])
+        return _of_section(key, str(context["error"]), section, parts)
     if kind == "union_tag_not_found":
         tag = context["discriminator"].strip("'")
         return f"missing key '{key}.{tag}'; expected one of {', '.join(_tags(section, parts[-1]))}"
     if kind == "union_tag_invalid":
         tag = context["discriminator"].strip("'")
-        return f"{key}.{tag}='{context['tag']}': expected one of {context['expected_tags']}"
+        given = _short(fault["input"][tag]) if isinstance(fault["input"], Mapping) else f"'{context['tag']}'"
+        return f"{key}.{tag}={given}: expected one of {context['expected_tags']}"
     if kind in ("model_type", "model_attributes_type"):
         return f"{key or 'recipe'}={value}: expected a section, that is a mapping of keys"
     if kind in ("tuple_type", "list_type"):
@@ -111,7 +117,28 @@ def _describe_one(fault: Any, model: type[BaseModel]) -> str:
     if kind == "dict_type":
         return f"{key}={value}: expected a mapping of keys to values"
     message = fault["msg"].replace("Input should be ", "expected ")
-    return f"{key}={value}: {message[0].lower()}{message[1:]}"
+    quoted = kind in ("int_type", "float_type") and _is_finite_number(fault["input"])
+    hint = "; it is text: leave out the quotes" if quoted else ""
+    return f"{key}={value}: {message[0].lower()}{message[1:]}{hint}"
+
+
+def _of_section(key: str, text: str, section: type[BaseModel] | None, parts: Sequence[str]) -> str:
+    """Return what a rule of a section says, with the section's key: before a key that it begins with, as one."""
+    if not key:
+        return text
+    field = section.model_fields.get(parts[-1]) if section is not None else None
+    inner = None if field is None else _as_model(field)
+    begins = re.match(r"\w+", text)
+    if inner is not None and begins is not None and begins[0] in inner.model_fields:
+        return f"{key}.{text}"
+    return f"{key}: {text}"
+
+
+def _is_finite_number(value: object) -> bool:
+    try:
+        return isinstance(value, str) and value.isascii() and math.isfinite(float(value))
+    except ValueError:
+        return False
 
 
 def _example(section: type[BaseModel] | None, name: str) -> str:
@@ -123,7 +150,7 @@ def _example(section: type[BaseModel] | None, name: str) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = _YAML_WORDS.get(value, repr(value)) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 
@@ -170,7 +197,7 @@ def _suggestion(parts: Sequence[str], section: type[BaseModel] | None, root: typ
         path = ".".join(parts).split(".")
         return f"; keys nest in YAML: {': {'.join(path)}: ...{'}' * (len(path) - 1)}"
     here = list(section.model_fields) if section is not None else []
-    close = difflib.get_close_matches(parts[-1], here, n=1)
+    close = difflib.get_close_matches(parts[-1].lower(), here, n=1)
     if close:
         return f"; did you mean '{'.'.join([*parts[:-1], close[0]])}'?"
     elsewhere = [

@@ -26,6 +26,9 @@ from headrace.utils.config_errors import describe, fault_key, kinds_of_sections,
 
 _LONGEST_OVERRIDE = 100
 _YAML_MARKS = "'\"|>!&*"
+_NO_MAPPING = "expected a mapping of sections at the top level; got a list or a scalar"
+_TOO_LONG = "a whole number of thousands of digits, which is more than can be read"
+_LONGEST_KEY = 60
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
@@ -112,8 +115,12 @@ def _load_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
         names = " -> ".join(p.name for p in chain)
         raise ConfigError(f"{path}: defaults form a circle ({names}); remove one `defaults:` line")
     loaded = _read_yaml(path, children)
+    try:
+        defaults = loaded.pop("defaults", None)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_in_one_line(error)}") from error
     merged = OmegaConf.create({})
-    for name in _default_names(path, loaded.pop("defaults", None)):
+    for name in _default_names(path, defaults):
         parent = _load_yaml(path.parent / name, chain)
         merged = _merge(_without_other_kinds(merged, parent), parent)
     return _merge(_without_other_kinds(merged, loaded), loaded)
@@ -123,6 +130,8 @@ def _read_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
     try:
         loaded = OmegaConf.load(path)
     except OSError as error:
+        if error.errno is None:  # OmegaConf's, of a file that holds one number or truth value
+            raise ConfigError(f"{path}: {_NO_MAPPING}") from error
         named_by = f", named by `defaults` in {children[-1]}" if children else ""
         hint = _similar_file(path) or "check the path"
         raise ConfigError(
@@ -132,8 +141,10 @@ def _read_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
         raise ConfigError(f"{path}: not a text file; expected YAML in UTF-8") from error
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not valid YAML: {_in_one_line(error)}{_tab_hint(path, error)}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid YAML: {_TOO_LONG}") from error
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path}: expected a mapping of sections at the top level; got a list or a scalar")
+        raise ConfigError(f"{path}: {_NO_MAPPING}")
     return loaded
 
 
@@ -141,8 +152,9 @@ def _tab_hint(path: Path, error: Exception) -> str:
     """Return what to do if a tab stands where YAML's parser stopped; its message does not name it."""
     if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
         return ""
-    line = path.read_text(encoding="utf-8").split("\n")[error.problem_mark.line]
-    return "; there is a tab: indent with spaces" if "\t" in line[: error.problem_mark.column + 1] else ""
+    mark, lines = error.problem_mark, path.read_text(encoding="utf-8").split("\n")
+    before = "".join(lines[mark.line : mark.line + 1])[: mark.column + 1]
+    return "; there is a tab: indent with spaces" if "\t" in before else ""
 
 
 def _default_names(path: Path, defaults: Any) -> list[str]:
@@ -155,7 +167,7 @@ def _default_names(path: Path, defaults: Any) -> list[str]:
 def _similar_file(path: Path) -> str | None:
     if not path.parent.is_dir():
         return None
-    names = [p.name for p in path.parent.iterdir() if p.is_file()]
+    names = [p.name for p in path.parent.iterdir() if p.is_file() and p != path]
     close = difflib.get_close_matches(path.name, names, n=1)
     return f"did you mean {path.with_name(close[0])}?" if close else None
 
@@ -192,6 +204,8 @@ def _parse_override(text: str) -> _Override:
         ) from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"override '{text}': {_in_one_line(error)}") from error
+    except ValueError as error:
+        raise ConfigError(f"override '{text[:_LONGEST_KEY]}...': {_TOO_LONG}") from error
 
 
 def _culprit(overrides: Sequence[_Override], key: str, message: str) -> _Override | None:
@@ -225,16 +239,33 @@ def _without_other_kinds(base: DictConfig, extra: DictConfig) -> DictConfig:
 
 
 def _merge(base: DictConfig, *extra: DictConfig) -> DictConfig:
+    for part in extra:
+        if clash := _clash(OmegaConf.to_container(base), OmegaConf.to_container(part)):
+            raise ConfigError(
+                f"{clash} is a list in one place and a mapping of keys in another, which do not merge; write it as "
+                "one of the two"
+            )
     merged = OmegaConf.merge(base, *extra)
     assert isinstance(merged, DictConfig)
     return merged
 
 
+def _clash(base: Any, extra: Any, key: str = "") -> str | None:
+    """Return the dotted key under which a list meets a mapping."""
+    if isinstance(base, dict) and isinstance(extra, dict):
+        shared = (name for name in extra if name in base)
+        found = (_clash(base[name], extra[name], f"{key}.{name}" if key else str(name)) for name in shared)
+        return next((clash for clash in found if clash), None)
+    return key if {type(base), type(extra)} == {dict, list} else None
+
+
 def _in_one_line(error: Exception) -> str:
     """Return what a YAML or OmegaConf error says, and where: a line of the file or a key."""
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+        mark, problem = error.problem_mark, str(error.problem).partition(" See http")[0]
+        if problem.startswith("but ") and error.context:
+            problem = f"{error.context} {problem}"
+        return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
     text = str(error).partition("\n")[0]
     if isinstance(error, GrammarParseError | InterpolationResolutionError):
         text += r"; write \${ where the text is meant"
