@@ -449,9 +449,9 @@ def bench(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
     quick: Annotated[
-        bool, typer.Option(help="Small inputs, few rounds: does it run at all? Only --target is held to.")
+        bool, typer.Option(help="Small inputs, few rounds, to see that all runs; held to --target only.")
     ] = False,
-    save: Annotated[bool, typer.Option(help="Write the reports to benchmarks/results.")] = False,
+    save: Annotated[bool, typer.Option(help="Write the reports into the folder of results.")] = False,
     target: Annotated[
         list[str] | None,
         typer.Option(

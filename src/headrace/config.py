@@ -476,13 +476,6 @@ class RecipeConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     cluster: ClusterConfig = ClusterConfig()
 
-    @field_validator("run_dir")
-    @classmethod
-    def _is_a_path(cls, value: str) -> str:
-        if not value.strip() or "\0" in value:
-            raise ValueError(f"{value!r} is no directory's name; set it to a directory of its own")
-        return value
-
     @property
     def samples_per_step(self) -> int:
         """Samples of one step: prompts times generations."""

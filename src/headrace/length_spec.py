@@ -62,7 +62,8 @@ def _integers(text: str, parts: list[str]) -> list[int]:
             raise ConfigError(f"LENGTHS '{text}': '{part[:_LONGEST_SHOWN]}' is not a whole number; {_FORMS}")
         if len(digits) > _MOST_DIGITS:
             raise ConfigError(
-                f"LENGTHS '{text[:_LONGEST_SHOWN]}': a number of {len(digits)} digits; expected {_MOST_DIGITS} at most"
+                f"LENGTHS '{text[:_LONGEST_SHOWN]}': '{part[:_LONGEST_SHOWN]}' is not a whole number of at most "
+                f"{_MOST_DIGITS} digits; {_FORMS}"
             )
     return [int(part) for part in parts]
 
