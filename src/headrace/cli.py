@@ -431,10 +431,9 @@ def trace_check(
     Example:
       headrace trace-check runs/demo_moe_r3
     """
-    if not RunDirectory(run_dir).config_path.is_file():
-        raise ConfigError(
-            f"{run_dir}: no run there, which would have a config.yaml; give the directory of a run"
-        )
+    run = RunDirectory(run_dir)
+    if not (run.config_path.is_file() or run.traces_dir.is_dir()):
+        raise ConfigError(f"{run_dir}: no run there; give the directory of a run")
     from headrace.trace_check import check_run  # noqa: PLC0415  (imports transformers: seconds)
 
     for line in check_run(run_dir):

@@ -156,8 +156,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     ),
     "grpo.advantage.estimator=reinforce_plus_plus grpo.advantage.leave_one_out=true": (
         "grpo.advantage.leave_one_out=true has no effect",
-        "needs grpo.advantage.estimator=grpo or rloo",
-        "remove the key",
+        "estimator=",
     ),
     "loss.kind=cispo loss.dual_clip=3": (
         "loss.dual_clip=3.0",
