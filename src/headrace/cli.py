@@ -214,7 +214,7 @@ def _run_loop(recipe: RecipeConfig, run: RunDirectory, console: Console) -> tupl
 
 def _refuse_fewer_steps(recipe: RecipeConfig) -> None:
     """Refuse to go on with a run that has made more steps than the recipe wants; nothing of it is touched."""
-    run, wanted = RunDirectory(Path(recipe.run_dir).expanduser()), recipe.grpo.max_num_steps
+    run, wanted = RunDirectory(user_path(recipe.run_dir, "run_dir")), recipe.grpo.max_num_steps
     made = 0 if recipe.overwrite else max((c.step for c in list_checkpoints(run.checkpoints_dir)), default=0)
     if made > wanted:
         raise ConfigError(

@@ -75,7 +75,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     ),
     "policy.tokenizer.builder=words": ("policy.tokenizer.builder='words': expected 'characters'",),
     "logging.progress=loud": ("logging.progress='loud': expected 'auto', 'on' or 'off'",),
-    "checkpointing.metric=loss": ("checkpointing.metric='loss': expected 'validation/accuracy' or ",),
+    "checkpointing.metric=loss": ("checkpointing.metric='loss': expected 'validation/accuracy', ",),
     "seed": ("override 'seed': expected key=value, for example ",),
     "=3": ("override '=3': expected key=value, for example ",),
     "seed.=3": ("override 'seed.=3': expected key=value",),
@@ -180,6 +180,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "policy.device=cpu",
         "set cluster.",
     ),
+    "run_dir=": ("run_dir is empty; set it to a directory of its own",),
     "run_dir=/proc/x": ("run_dir=/proc/x: cannot write there", "set run_dir to a writable directory"),
 }
 
@@ -216,7 +217,7 @@ TEXTS: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "code": ("+seed: !!python/object/apply:os.getcwd []\n", ("line 8, column 7: could not determine",)),
     "bytes": ("+seed: !!binary aGVsbG8=\n", ("seed=b'hello': expected a valid integer",)),
     "a number as key": ("+3: x\n", ("unknown key '3'; expected a name",)),
-    "an empty key": ('+"": x\n', ("unknown key ''; known keys here: seed, run_dir, ",)),
+    "an empty key": ('+"": x\n', ("unknown key ''; known keys here: ",)),
     "a list as key": ("+[a]: 3\n", ("line 8, column 1: found unhashable key",)),
     "a dotted key": ("+policy.optimizer.lr: 1\n", ("keys nest in YAML: policy: {optimizer: {lr: ...}}",)),
     "NUL": (f'{BASE}seed: "\0"\n'.encode(), ("#x0000: control characters are not allowed",)),

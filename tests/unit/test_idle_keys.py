@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from headrace.cli import app
 from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
+from headrace.utils.algorithm_presets import PRESETS
 from headrace.utils.idle_keys import EFFECTS, idle_lines
 from headrace.utils.recipe import dump_recipe, load_recipe
 
@@ -57,6 +58,7 @@ SAID = {
     "policy.tokenizer.characters=abc": ("", "policy.tokenizer.builder=characters"),
     "policy.model.cache_dir=/tmp/x": ("", "policy.model.gguf_package=x policy.model.config=null"),
     "policy.router_replay.max_missing_share=0.5": ("", "policy.router_replay.enabled=true"),
+    "policy.router_replay.min_exact_share=0.5": ("", "policy.router_replay.enabled=true"),
     "policy.router_replay.on_excess=mask": ("", "policy.router_replay.enabled=true"),
     "policy.router_replay.trace=true": ("", "policy.router_replay.enabled=true"),
     "grpo.advantage.leave_one_out=true": ("grpo.advantage.estimator=rloo", ""),
@@ -66,7 +68,8 @@ SAID = {
     "grpo.reward.kl_kind=k3": ("", "grpo.reward.kl_coefficient=0.1"),
     "grpo.dynamic_sampling.max_refills=3": ("", "grpo.dynamic_sampling.enabled=true"),
     "grpo.max_rollout_turns=3": ("", None),
-    "loss.kl_kind=k1": ("", "loss.kl_coefficient=0.1"),
+    "loss.kl_gradient=score_function": ("", "loss.kl_coefficient=0.1"),
+    "loss.kl_kind=k2": ("", "loss.kl_coefficient=0.1"),
     "loss.clip_low=0.1": ("loss.force_on_policy_ratio=true", ""),
     "loss.clip_high=0.1": ("loss.force_on_policy_ratio=true", ""),
     "loss.dual_clip=3.0": ("loss.force_on_policy_ratio=true", ""),
@@ -89,6 +92,7 @@ SAID = {
     "cluster.startup_timeout_s=9.0": ("", f"{REMOTE} policy.parallel.launcher=ray"),
     "cluster.autoscales=true": (f"{REMOTE} policy.workers=1", f"{REMOTE} policy.workers=2"),
     "resume=false": ("overwrite=true", ""),
+    "allow_changes=true": ("resume=false", ""),
 }
 REFUSED = {
     "policy.tokenizer.path=/x": ("policy.tokenizer.builder=characters", ""),
@@ -147,6 +151,11 @@ def test_a_shipped_recipe_and_its_resolved_form_have_no_key_without_effect(name:
     resolved = tmp_path / "config.yaml"
     resolved.write_text(dump_recipe(loaded))
     assert idle_lines(load_recipe(resolved)) == []
+
+
+@pytest.mark.parametrize("algorithm", PRESETS)
+def test_what_a_named_algorithm_sets_is_no_key_without_effect(recipe: Path, algorithm: str) -> None:
+    assert idle_lines(load_recipe(recipe, [f"algorithm={algorithm}"])) == []
 
 
 def test_a_recipe_turns_an_inherited_feature_off_by_one_key_and_the_run_says_what_waits(recipe: Path) -> None:

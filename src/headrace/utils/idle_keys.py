@@ -1,6 +1,7 @@
 """Keys of a recipe that have no effect beside its other keys.
 
-A key counts as set if its value is not the default. One that is set and has no effect never passes without a word:
+A key counts as set if its value is not the default and no named algorithm sets it. One that is set and has no effect
+never passes without a word:
 
 - It is refused where the run would train otherwise than the recipe says: a bound that the chosen correction does not
   have, an option of another estimator.
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
+
+from headrace.utils.algorithm_presets import PRESETS
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Effect:
         """Return the keys that are set without effect, as `key=value, key=value`; none: an empty text."""
         if any(all(need.holds(recipe) for need in needs) for needs in self.alternatives):
             return ""
-        values = {key: _value(recipe, key) for key in self.keys}
+        given = _preset_keys(recipe)
+        values = {key: _value(recipe, key) for key in self.keys if key not in given}
         idle = {key: value for key, value in values.items() if value != _default(recipe, key)}
         return ", ".join(f"{key}={_written(value)}" for key, value in idle.items())
 
@@ -81,6 +85,12 @@ def _value(recipe: BaseModel, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value
+
+
+def _preset_keys(recipe: BaseModel) -> set[str]:
+    """Return the keys that a named algorithm sets: it is complete, so that some wait by design."""
+    preset = PRESETS.get(str(getattr(recipe, "algorithm", None)))
+    return set() if preset is None else {*preset.meaning, *preset.values}
 
 
 def _default(recipe: BaseModel, key: str) -> Any:
@@ -157,23 +167,17 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("policy.tokenizer.characters",), ((_is("policy.tokenizer.builder", "characters"),),)),
     Effect(("policy.model.cache_dir",), ((_given("policy.model.gguf_package"),),)),
     Effect(
-        _keys("policy.router_replay", "max_missing_share on_excess trace"),
+        _keys("policy.router_replay", "max_missing_share min_exact_share on_excess trace"),
         ((_is("policy.router_replay.enabled", True),),),
     ),
-    Effect(
-        ("grpo.advantage.leave_one_out",), ((_is("grpo.advantage.estimator", "grpo", "rloo"),),), refused=True
-    ),
-    Effect(
-        ("grpo.advantage.leave_one_out",),
-        ((_is("grpo.advantage.estimator", "grpo", "reinforce_plus_plus"),),),
-    ),
+    Effect(("grpo.advantage.leave_one_out",), ((_is("grpo.advantage.estimator", "grpo"),),)),
     Effect(("grpo.advantage.normalize_std",), ((_DIVIDES,),)),
     Effect(("grpo.advantage.epsilon",), ((_is("grpo.advantage.normalize_std", True), _DIVIDES),)),
     Effect(("grpo.reward.overlong_buffer_tokens",), ((_above("grpo.reward.overlong_penalty", 0),),)),
     Effect(("grpo.reward.kl_kind",), ((_above("grpo.reward.kl_coefficient", 0),),)),
     Effect(("grpo.dynamic_sampling.max_refills",), ((_is("grpo.dynamic_sampling.enabled", True),),)),
     Effect(("grpo.max_rollout_turns",), ((_other_than("env.kind", "reasoning_gym", "math", "dataset"),),)),
-    Effect(("loss.kl_kind",), ((_above("loss.kl_coefficient", 0),),)),
+    Effect(_keys("loss", "kl_kind kl_gradient"), ((_above("loss.kl_coefficient", 0),),)),
     Effect(_keys("loss", "clip_low clip_high dual_clip"), ((_is("loss.force_on_policy_ratio", False),),)),
     Effect(("loss.importance_low",), ((_is(_CORRECTION, "none", "icepop", "sequence_mask"),),), refused=True),
     Effect(
@@ -199,5 +203,6 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("cluster.rollout",), tuple((*needs, _STORE) for needs in _ON_RAY)),
     Effect(_keys("cluster", "startup_timeout_s autoscales"), _ON_RAY),
     Effect(("resume",), ((_is("overwrite", False),),)),
+    Effect(("allow_changes",), ((_is("overwrite", False), _is("resume", True)),)),
 )
 """When each key has an effect; a key that is not here always has one."""

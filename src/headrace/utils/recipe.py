@@ -220,7 +220,8 @@ def _culprit(overrides: Sequence[_Override], key: str, message: str) -> _Overrid
         ):
             return override
         named = override.key.removeprefix(f"{key}.") if key else override.key
-        if (not key or named != override.key) and re.search(rf"(?<![\w.]){re.escape(named)}(?!\w)", message):
+        mention = rf"(?<![\w.])({re.escape(key)}\.)?{re.escape(named)}(?!\w)"
+        if (not key or named != override.key) and re.search(mention, message):
             return override
     return None
 
