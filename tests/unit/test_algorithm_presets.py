@@ -124,7 +124,7 @@ def test_a_file_takes_an_algorithm_and_the_resolved_recipe_shows_its_keys(tmp_pa
     path = tmp_path / "recipe.yaml"
     path.write_text(dump_recipe(bare_recipe(None)))
     with pytest.raises(
-        ConfigError, match=r"recipe.yaml: algorithm=gspo contradicts .*loss.ratio_level=token"
+        ConfigError, match=r"^override 'algorithm=gspo': algorithm=gspo contradicts .*loss.ratio_level=token"
     ):
         load_recipe(path, ["algorithm=gspo"])
     path.write_text(
