@@ -111,13 +111,14 @@ LOCAL_IMPORTS = {
     ("models/policy/launch.py", "headrace.distributed.worker_groups.ray_group"),
 }
 
-# Where a process answers another one and goes on, whatever the error: (file, function).
+# Where a process answers another one and goes on, whatever the error, or looks at what may be broken: (file, function).
 BROAD_EXCEPTS = {
     ("data_plane/adapters/transfer_queue_channel.py", "_reply"),
     ("distributed/collectives.py", "from_first_rank"),
     ("distributed/worker_groups/rank.py", "consume"),
     ("distributed/worker_groups/rank.py", "serve"),
     ("distributed/worker_groups/rank.py", "start"),
+    ("doctor.py", "_check"),
 }
 
 MAX_FILE_LINES = 600

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Literal, Self
+from types import ModuleType
+from typing import Literal
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -118,26 +118,12 @@ Finding = tuple[State, str, str]
 """State, detail and remedy of a check."""
 
 
-class _Unforeseen:
-    """Keeps whatever error ends its block: a broken library may raise anything when it is looked at."""
-
-    error: Exception | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self.error = error if isinstance(error, Exception) else None
-        return self.error is not None
-
-
 def _check(section: str, name: str, look: Callable[[], Finding]) -> Check:
-    with _Unforeseen() as unforeseen:
+    try:
         return Check(section, name, *look())
-    reason = " ".join(f"{type(unforeseen.error).__name__}: {unforeseen.error}".split())
-    return Check(section, name, "warning", f"cannot be told ({reason})", "mend what the message names")
+    except Exception as error:  # a broken library may raise anything when it is looked at
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return Check(section, name, "warning", f"cannot be told ({reason})", "mend what the message names")
 
 
 def _ok(detail: str) -> Finding:
@@ -158,10 +144,10 @@ def _software() -> Iterator[Check]:
 def _devices() -> Iterator[Check]:
     section = "devices"
     yield _check(section, "memory", _memory)
-    with _Unforeseen() as unforeseen:
+    try:
         yield from _devices_by_torch()
-    if unforeseen.error is not None:
-        reason = " ".join(str(unforeseen.error).split())
+    except (OSError, RuntimeError, TypeError, ValueError, subprocess.SubprocessError) as error:
+        reason = " ".join(str(error).split())
         yield Check(section, "torch", "warning", f"cannot be looked at ({reason})", "pip install torch")
 
 
