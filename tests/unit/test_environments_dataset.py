@@ -112,8 +112,8 @@ def test_a_surrogate_pair_and_an_escaped_backslash_are_text_like_any_other(tmp_p
 
 
 def test_all_rows_of_a_file_train_unless_train_size_says_fewer(tmp_path: Path) -> None:
-    rows = [{"question": f"q{i}", "answer": "x"} for i in range(2300)]
-    assert len(build(write(tmp_path / "many.jsonl", rows), DataConfig()).prompts("train")) == 2300 - 256
+    rows = [{"question": f"q{i}", "answer": "x"} for i in range(2400)]
+    assert len(build(write(tmp_path / "many.jsonl", rows), DataConfig()).prompts("train")) == 2400 - 256
 
 
 def test_a_number_of_a_saved_dataset_that_is_none_is_refused_by_row(tmp_path: Path) -> None:
