@@ -10,12 +10,11 @@ from headrace.algorithms.loss import PolicyGradientLoss
 from headrace.config import GenerationConfig, LossConfig, PolicyConfig
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
-from headrace.models.tokenizers import build_character_tokenizer
+from headrace.models.tokenizers import SPECIAL_TOKENS, build_character_tokenizer
 from training.batch import BETAS, CLIP, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Batch, Case
 
 Kind = Literal["padded", "dynamic", "packed"]
 _SECTIONS = {"dynamic": "dynamic_batching", "packed": "sequence_packing"}
-_CHARACTERS = "abcdefgh"
 
 
 class Ours:
@@ -27,7 +26,7 @@ class Ours:
         self._worker = AutomodelPolicyWorker(
             _policy(case, directory, kind),
             GenerationConfig(max_new_tokens=8),
-            tokenizer=build_character_tokenizer(_CHARACTERS),
+            tokenizer=build_character_tokenizer(_characters(case)),
             seed=0,
         )
 
@@ -63,6 +62,11 @@ class Ours:
         return copy.copy(parts[0]), inverse
 
 
+def _characters(case: Case) -> str:
+    # As many as the vocabulary has room for: ids without a token have no share of the softmax.
+    return "".join(map(chr, range(0x10000, 0x10000 + case.vocabulary - len(SPECIAL_TOKENS))))
+
+
 def _policy(case: Case, directory: Path, kind: Kind) -> PolicyConfig:
     budget = {
         "enabled": True,
@@ -72,7 +76,7 @@ def _policy(case: Case, directory: Path, kind: Kind) -> PolicyConfig:
     return PolicyConfig.model_validate(
         {
             "model": {"path": str(directory)},
-            "tokenizer": {"builder": "characters", "characters": _CHARACTERS},
+            "tokenizer": {"builder": "characters", "characters": _characters(case)},
             "precision": "bfloat16",
             "device": case.device.type,
             "max_total_sequence_length": case.longest,

@@ -286,7 +286,9 @@ def test_a_second_bootstrap_of_a_store_that_is_open_is_refused(
     client: DataPlaneClient, config: dict[str, Any]
 ) -> None:
     put_numbers(client, ["a"], x=1)
-    with pytest.raises(DataPlaneError, match="is open already; attach to it, close it first, or set another"):
+    with pytest.raises(
+        DataPlaneError, match=r"is open already.*attach to it.* or set another data_plane\.store_name"
+    ):
         build_data_plane_client(config, bootstrap=True)
     attached = build_data_plane_client(config, bootstrap=False)
     assert numbers(attached, ["a"], "x") == [1]

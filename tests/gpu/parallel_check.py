@@ -163,7 +163,9 @@ def all_rows(logprobs: torch.Tensor, worker: AutomodelPolicyWorker) -> torch.Ten
         gathered: list[Any] = [None] * worker.dp_size
         dist.all_gather_object(gathered, logprobs, group=worker.dp_group)
         parts = gathered
-    rows: torch.Tensor = merge_rows(parts, "logprobs", shards(worker.dp_size)[1])["logprobs"]
+    rows: torch.Tensor = merge_rows([{"logprobs": part} for part in parts], shards(worker.dp_size)[1])[
+        "logprobs"
+    ]
     return rows
 
 

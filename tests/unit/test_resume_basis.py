@@ -118,12 +118,13 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 def test_a_reference_that_is_switched_on_later_is_the_model_before_training(tmp_path: Path) -> None:
     write_data(tmp_path, WORDS)
-    run(tmp_path, 1)
-    second = run(tmp_path, 2, loss={"kl_coefficient": 0.1})
+    learns = {"grpo": {"reward": {"overlong_penalty": 1.0, "overlong_buffer_tokens": 4}}}
+    run(tmp_path, 1, **learns)
+    second = run(tmp_path, 2, loss={"kl_coefficient": 0.1}, **learns)
     assert second.steps[0].metrics["train/kl"] > 0
     (tmp_path / "from_the_start").mkdir()
     write_data(tmp_path / "from_the_start", WORDS)
-    run(tmp_path / "from_the_start", 1, loss={"kl_coefficient": 0.1})
+    run(tmp_path / "from_the_start", 1, loss={"kl_coefficient": 0.1}, **learns)
     fresh = weights(tmp_path / "from_the_start" / "run" / "reference")
     reference = weights(tmp_path / "run" / "reference")
     trained = weights(tmp_path / "run" / "checkpoints" / "step_000001" / "policy" / "model")

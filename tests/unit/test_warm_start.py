@@ -33,6 +33,7 @@ def steps_done(session: Session, prompts: Any, on_non_finite: Any = "stop") -> i
         seed=0,
         first=0,
         on_non_finite=on_non_finite,
+        filtered=False,
         on_progress=lambda *_: None,
         should_stop=lambda: False,
     )

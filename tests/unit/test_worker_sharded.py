@@ -253,7 +253,7 @@ def ranks(folder: Path) -> dict[int, list[dict[Any, Any]]]:
 
 def _in_order(results: list[dict[str, Any]]) -> torch.Tensor:
     inverse = results[0]["inverse"]
-    return merge_rows([r["logprobs"] for r in results], "logprobs", inverse)["logprobs"]
+    return merge_rows([{"logprobs": r["logprobs"]} for r in results], inverse)["logprobs"]
 
 
 def _gap(results: list[dict[str, Any]]) -> dict[str, float]:
