@@ -31,7 +31,7 @@ demo: $(TRAIN)  ## train a small MoE model with GRPO (SEED=0 RUN_DIR=runs/demo_m
 	$(BIN)/headrace train configs/demo_moe.yaml seed=$(SEED) run_dir=$(RUN_DIR) overwrite=true
 
 test: $(DEV)  ## the test suite (no GPU, under 15 minutes on two cores)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-slow: $(DEV)  ## the tests marked slow
 	$(BIN)/python -m pytest -m slow

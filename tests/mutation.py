@@ -43,9 +43,17 @@ UNITS = {
     ),
     "loss": Unit(
         ("algorithms/loss/*.py",),
-        ("unit/test_loss*.py", "unit/test_train_mismatch.py", "unit/test_sample_stats.py"),
+        (
+            "unit/test_loss*.py",
+            "unit/test_paper_vectors.py",
+            "unit/test_filtered_kl.py",
+            "unit/test_train_mismatch.py",
+            "unit/test_sample_stats.py",
+        ),
     ),
-    "advantages": Unit(("algorithms/advantages.py",), ("unit/test_advantages*.py", "unit/test_loss*.py")),
+    "advantages": Unit(
+        ("algorithms/advantages.py",), ("unit/test_advantages*.py", "unit/test_paper_vectors.py")
+    ),
     "packing": Unit(
         ("distributed/packing.py",),
         ("unit/test_packing*.py", "unit/test_preshard.py", "unit/test_automodel_data.py"),
@@ -73,7 +81,7 @@ UNITS = {
             "data_plane/adapters/local_partition.py",
             "data_plane/adapters/local_store.py",
             "data_plane/adapters/local_column.py",
-            "data_plane/adapters/partition_lengths.py",
+            "data_plane/adapters/partition_*.py",
         ),
         (
             "unit/test_local*.py",
@@ -81,7 +89,9 @@ UNITS = {
             "contract/test_by_key.py",
             "contract/test_claims.py",
             "contract/test_columns.py",
+            "contract/test_groups.py",
             "contract/test_lengths.py",
+            "contract/test_partitions.py",
         ),
     ),
 }

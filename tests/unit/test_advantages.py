@@ -172,6 +172,19 @@ def test_metrics_count_groups_of_equal_rewards():
     assert metrics["group/std_mean"] == pytest.approx(math.sqrt(0.5) / 3)
 
 
+def test_metrics_sum_up_the_advantages_of_valid_samples():
+    cfg = AdvantageConfig(normalize_std=False, leave_one_out=True)
+    result = compute([1.0, -1.0, 5.0, 4.0], [0, 0, 1, 1], cfg)
+    assert result.advantages.tolist() == [2.0, -2.0, 1.0, -1.0]
+    mean = {"advantage/mean": 0.0, "advantage/abs_max": 2.0, "advantage/std": math.sqrt(2.5)}
+    assert {name: result.metrics[name] for name in mean} == pytest.approx(mean)
+    by_token = AdvantageConfig(estimator="reinforce_plus_plus", normalize_std=False)
+    # The mean of tokens is 1/4.
+    result = compute([1.0, 0.0], [0, 0], by_token, tokens=[1, 3])
+    assert result.advantages.tolist() == [0.75, -0.25]
+    assert result.metrics["advantage/mean"] == pytest.approx(0.25)
+
+
 @pytest.mark.parametrize("cfg", CONFIGS, ids=repr)
 @settings(max_examples=40, deadline=None)
 @given(

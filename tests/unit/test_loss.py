@@ -237,6 +237,7 @@ def test_only_what_the_config_uses_is_required():
     assert build_loss(LossConfig(force_on_policy_ratio=True)).required_columns == base
     with_kl = build_loss(LossConfig(kl_coefficient=0.1))
     assert with_kl.required_columns == base | {"prev_logprobs", "reference_policy_logprobs"}
+    assert NLLLoss().required_columns == {"token_mask", "sample_mask"}
 
 
 def test_a_column_of_another_shape_is_refused_by_name():
