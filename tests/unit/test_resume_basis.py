@@ -110,6 +110,9 @@ def test_an_empty_state_is_refused_before_anything_is_trained(tmp_path: Path) ->
     file.write_text(json.dumps({"step": 1, "metrics": {}, "state": {}}))
     with pytest.raises(ConfigError, match=r"checkpoint.json: damaged, state.progress: Field required"):
         run(tmp_path, 2)
+    file.write_text(json.dumps({"step": 1, "metrics": {}, "state": {"step": 1, "prompt_position": 4}}))
+    with pytest.raises(ConfigError, match=r"checkpoint.json: of an earlier version of headrace"):
+        run(tmp_path, 2)
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:

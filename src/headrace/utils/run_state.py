@@ -113,6 +113,11 @@ def read_state(info: CheckpointInfo) -> RunState:
         ConfigError: something is missing there, of another type, or of another step than the checkpoint's.
     """
     remedy = f"remove the directory {info.path} to go on from an earlier one, or set overwrite=true"
+    if "progress" not in info.state and "prompt_position" in info.state:
+        raise ConfigError(
+            f"{info.path / META_FILE}: of an earlier version of headrace, without the prompts and the recipe that a "
+            "resume is held to; go on with that version, or set overwrite=true or another run_dir"
+        )
     try:
         state = RunState.model_validate(info.state)
     except ValidationError as error:
