@@ -31,13 +31,13 @@ demo: $(TRAIN)  ## train a small MoE model with GRPO (SEED=0 RUN_DIR=runs/demo_m
 	$(BIN)/headrace train configs/demo_moe.yaml seed=$(SEED) run_dir=$(RUN_DIR) overwrite=true
 
 test: $(DEV)  ## the test suite (no GPU, under 15 minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(DEV)  ## the tests marked slow
 	$(BIN)/python -m pytest -m slow
 
 mutants: $(DEV)  ## change the code at 100 random places per unit (UNITS=...): do tests notice?
-	for unit in $(UNITS); do $(BIN)/python tests/mutation.py $$unit --floor 0.9 || exit 1; done
+	for unit in $(UNITS); do $(BIN)/python tests/mutation.py $$unit --floor 0.85 || exit 1; done
 
 check: $(DEV)  ## lint, format, types, layers
 	$(BIN)/ruff check $(CODE)
