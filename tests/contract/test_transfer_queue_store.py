@@ -39,7 +39,8 @@ def client(store: dict[str, Any]) -> Iterator[Any]:
 
 
 def becomes(value: int, read: Callable[[], int]) -> bool:
-    deadline = time.monotonic() + 10
+    # Garbage that a client was given and did not come to drop goes to another after a minute.
+    deadline = time.monotonic() + 75
     while read() != value and time.monotonic() < deadline:
         time.sleep(0.05)
     return read() == value
