@@ -40,7 +40,6 @@ from scale_model import (
 )
 
 from headrace.data_plane import KVBatchMeta, pack_columns
-from headrace.data_plane.adapters.local_chunks import chunk_from_leaf
 from headrace.data_plane.adapters.transfer_queue_index import Call, Indexes, Put
 from headrace.data_plane.checks import checked_leaves
 from headrace.data_plane.packed_payload import PackedColumns, pack
@@ -53,6 +52,7 @@ from headrace.data_plane.schema import (
     ROLLOUT_FIELDS,
     Kind,
 )
+from headrace.data_plane.store.chunks import chunk_from_leaf
 from headrace.distributed.topology import policy_sharding
 from headrace.distributed.worker_groups.rank import Reply
 from headrace.distributed.worker_groups.ray_group import RayWorkerGroup

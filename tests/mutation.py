@@ -86,9 +86,9 @@ UNITS = {
     ),
     "books": Unit(
         (
-            "data_plane/adapters/local_partition.py",
-            "data_plane/adapters/local_store.py",
-            "data_plane/adapters/local_column.py",
+            "data_plane/store/partition.py",
+            "data_plane/store/sample_store.py",
+            "data_plane/store/column.py",
             "data_plane/adapters/partition_*.py",
         ),
         (

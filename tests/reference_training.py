@@ -68,7 +68,7 @@ class PolicyGradient:
         count = global_valid_toks if self.loss_type == LossType.TOKEN_LEVEL else global_valid_seqs
         terms = -(logprobs * data["advantages"] * weight)[:, 1:]
         valid = logprobs.detach()[weight > 0]
-        metrics = {"tokens_share": float(weight[:, 1:].sum() / global_valid_toks)}
+        metrics = {"tokens_fraction": float(weight[:, 1:].sum() / global_valid_toks)}
         if len(valid):
             metrics |= {"logprob_min": float(valid.min()), "logprob_max": float(valid.max())}
         return terms.sum() / count, metrics

@@ -52,7 +52,6 @@ def find_benchmarks() -> Path:
 
 
 def benchmark_names(folder: Path) -> list[str]:
-    """Return the names of all benchmarks in the folder."""
     return sorted(file.stem for file in folder.glob("*.py") if file.stem not in _SHARED)
 
 
@@ -76,7 +75,6 @@ def choose(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def left_out(folder: Path) -> dict[str, str]:
-    """Return the benchmarks that cannot run here, and what they need."""
     needs = {name: _missing(name) for name in benchmark_names(folder)}
     return {name: need for name, need in needs.items() if need}
 

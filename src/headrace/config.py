@@ -118,7 +118,6 @@ class GenerationConfig(Section):
 
     @property
     def filters(self) -> bool:
-        """Whether top-p or top-k may leave tokens out."""
         return self.top_k is not None or self.top_p != 1
 
 
@@ -496,7 +495,6 @@ class RecipeConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any term uses the reference policy's logprobs."""
         return self.loss.kl_coefficient > 0 or self.grpo.reward.kl_coefficient > 0
 
     @model_validator(mode="before")

@@ -156,12 +156,12 @@ class RouterReplayConfig(Section):
 
     enabled: bool = False
     """Record the experts in the rollout and replay them in training."""
-    max_missing_share: Fraction = 0.0
+    max_missing_fraction: Fraction = 0.0
     """Share of a sample's (token, layer) rows that may lack a record and be routed by the trainer itself. The last
     token of a sample never has one and does not count: nothing is scored from it."""
     on_excess: Literal["refuse", "mask"] = "refuse"
     """Beyond that share: stop the run, or leave the sample out of the loss."""
-    min_exact_share: Fraction = 0.8
+    min_exact_fraction: Fraction = 0.8
     """Least share of recorded (token, layer) choices that the trainer's own routers make too, with the weights of the
     rollout: in scoring, or, without it, in the training forwards before the first update. In any one layer, half of it.
     Below it the capture is taken to be wrong, and the run stops before weights change; 0 never stops."""

@@ -96,7 +96,6 @@ def run_checks() -> list[Check]:
 
 
 def doctor_table(checks: list[Check]) -> RenderableType:
-    """Return the checks as a table per section."""
     sections = dict.fromkeys(check.section for check in checks)
     return Group(*(_section_table(name, [c for c in checks if c.section == name]) for name in sections))
 

@@ -111,11 +111,9 @@ class ConsoleObserver(RunObserver):
         """Nothing to show: samples are too long for a display."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """Print where it is."""
         self._say(f"checkpoint of step {step}: {path}")
 
     def on_notice(self, step: int, message: str) -> None:
-        """Print it."""
         self._say(f"step {step}: {message}")
 
     def on_finish(self, summary: dict[str, Any]) -> None:
@@ -192,7 +190,6 @@ def make_console(mode: Mode = "auto") -> Console:
 
 
 def print_line(console: Console, line: str) -> None:
-    """Print one line of text as it is, however long."""
     console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -257,7 +254,6 @@ class FileObserver(RunObserver):
         """Nothing to write: a stage's time comes with the step."""
 
     def on_phase_progress(self, name: str, done: int, metrics: dict[str, float]) -> None:
-        """Write a metrics line."""
         self._write("phase", done, {f"{name}/{key}": value for key, value in metrics.items()}, phase=name)
 
     def on_step(self, record: StepRecord) -> None:
@@ -269,11 +265,9 @@ class FileObserver(RunObserver):
         self._write(kind, record.step, values, phase=record.phase)
 
     def on_validation(self, step: int, metrics: dict[str, float]) -> None:
-        """Write a metrics line."""
         self._write("validation", step, metrics)
 
     def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None:
-        """Write a line per sample."""
         for sample in samples:
             self._run.append_sample({"step": step, "split": split, **sample})
 
@@ -284,7 +278,6 @@ class FileObserver(RunObserver):
         """Nothing to write: the metrics show it."""
 
     def on_finish(self, summary: dict[str, Any]) -> None:
-        """Write the summary."""
         self._run.write_summary(summary)
 
     def _write(self, kind: str, step: int, values: Mapping[str, float], phase: str | None = None) -> None:
@@ -331,51 +324,41 @@ class CompositeObserver(RunObserver):
         self._observers = tuple(observers)
 
     def on_start(self, *, total_steps: int, first_step: int, info: dict[str, str]) -> None:
-        """Pass the event on."""
         for observer in self._observers:
             observer.on_start(total_steps=total_steps, first_step=first_step, info=info)
 
     def on_phase(self, name: str, total: int) -> None:
-        """Pass the event on."""
         for observer in self._observers:
             observer.on_phase(name, total)
 
     def on_phase_progress(self, name: str, done: int, metrics: dict[str, float]) -> None:
-        """Pass the event on."""
         for observer in self._observers:
             observer.on_phase_progress(name, done, metrics)
 
     def on_stage(self, step: int, stage: str) -> None:
-        """Pass the event on."""
         for observer in self._observers:
             observer.on_stage(step, stage)
 
     def on_step(self, record: StepRecord) -> None:
-        """Pass the event on."""
         for observer in self._observers:
             observer.on_step(record)
 
     def on_validation(self, step: int, metrics: dict[str, float]) -> None:
-        """Pass the event on."""
         for observer in self._observers:
             observer.on_validation(step, metrics)
 
     def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None:
-        """Pass the event on."""
         for observer in self._observers:
             observer.on_samples(step, split, samples)
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        """Pass the event on."""
         for observer in self._observers:
             observer.on_checkpoint(step, path)
 
     def on_notice(self, step: int, message: str) -> None:
-        """Pass the event on."""
         for observer in self._observers:
             observer.on_notice(step, message)
 
     def on_finish(self, summary: dict[str, Any]) -> None:
-        """Pass the event on."""
         for observer in self._observers:
             observer.on_finish(summary)

@@ -48,12 +48,10 @@ class RunTotals:
             self.column_bytes[column] += size
 
     def stages(self) -> list[str]:
-        """Return the stages that ran, in the order of a step."""
         return in_step_order(self.seconds)
 
 
 def in_step_order(stages: Mapping[str, object]) -> list[str]:
-    """Return the names of stages in the order of a step, unknown ones last."""
     known = [stage for stage in STAGES if stage in stages]
     return known + sorted(set(stages) - set(known))
 
@@ -71,7 +69,7 @@ def _stage_table(totals: RunTotals) -> Table:
     everything = sum(totals.seconds.values())
     for stage in totals.stages():
         seconds, runs = totals.seconds[stage], totals.runs[stage]
-        share = _share(seconds, everything)
+        share = _fraction(seconds, everything)
         table.add_row(stage, format_seconds(seconds), format_seconds(seconds / runs), str(runs), share)
     mean = everything / totals.steps if totals.steps else 0.0
     table.add_row(
@@ -85,7 +83,7 @@ def _column_table(totals: RunTotals) -> Table:
     everything = sum(totals.column_bytes.values())
     largest_first = sorted(totals.column_bytes.items(), key=lambda item: (-item[1], item[0]))
     for column, size in largest_first:
-        table.add_row(*_column_cells(column, size, totals), _share(size, everything))
+        table.add_row(*_column_cells(column, size, totals), _fraction(size, everything))
     table.add_row(*_column_cells("all", everything, totals), "", style="bold")
     return table
 
@@ -213,5 +211,5 @@ def format_clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _share(part: float, whole: float) -> str:
+def _fraction(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "-"

@@ -23,7 +23,7 @@ from headrace.report import read_metrics
 from headrace.utils.recipe import load_recipe
 from headrace.utils.run_directory import RunDirectory
 
-DEFAULT_FLOOR = RouterReplayConfig().min_exact_share
+DEFAULT_FLOOR = RouterReplayConfig().min_exact_fraction
 
 _MOST_CANDIDATES = 64
 _MOST_STEPS = 8
@@ -80,7 +80,7 @@ def _floor(run: RunDirectory) -> float:
     """Return the run's share of exact choices, and the default where it has none or never stops."""
     if not run.config_path.exists():
         return DEFAULT_FLOOR
-    return load_recipe(run.config_path).policy.router_replay.min_exact_share or DEFAULT_FLOOR
+    return load_recipe(run.config_path).policy.router_replay.min_exact_fraction or DEFAULT_FLOOR
 
 
 def _check_complete(run: RunDirectory, steps: Collection[int]) -> None:

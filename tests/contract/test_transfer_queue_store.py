@@ -13,9 +13,9 @@ import torch
 from contract_batches import numbers, put_numbers, tokens, wire
 
 from headrace.data_plane import build_data_plane_client
-from headrace.data_plane.adapters.local_chunks import chunk_from_leaf
 from headrace.data_plane.adapters.transfer_queue_index import Call
 from headrace.data_plane.packed_payload import BlockError, pack
+from headrace.data_plane.store.chunks import chunk_from_leaf
 from headrace.errors import CapacityExceeded, ConfigError, DataPlaneError, SchemaError, TransportError
 from ray_session import MOONCAKE, SIMPLE, fresh_store
 
@@ -166,10 +166,10 @@ def test_sixty_thousand_short_rows_take_seconds_at_most(client: Any) -> None:
 
 @pytest.mark.slow
 def test_a_hundred_and_twenty_eight_connections_at_once_all_work(client: Any) -> None:
-    from headrace.data_plane.adapters.local_chunks import chunk_from_leaf
     from headrace.data_plane.adapters.transfer_queue_cluster import find_lost
     from headrace.data_plane.adapters.transfer_queue_payloads import PayloadClient
     from headrace.data_plane.packed_payload import pack
+    from headrace.data_plane.store.chunks import chunk_from_leaf
 
     def work(worker: int) -> bool:
         mine = PayloadClient(client._connection, 120, find_lost)

@@ -116,7 +116,7 @@ def policy_config(family: str, precision: str, device: str, **changes: Any) -> P
             "max_total_sequence_length": 32,
             "train_global_batch_size": len(LENGTHS),
             "train_micro_batch_size": 1,
-            "router_replay": {"enabled": True, "min_exact_share": 0},
+            "router_replay": {"enabled": True, "min_exact_fraction": 0},
             **changes,
         }
     )

@@ -131,19 +131,19 @@ def test_a_wrong_capture_is_refused_by_name_before_weights_change(
 ) -> None:
     recorder, error, untouched = run(recipe(tmp_path, on_policy=on_policy), fault)
     stage = "train" if on_policy else "prev_logprobs"
-    with pytest.raises(ReplayError, match=rf"stage '{stage}': .*min_exact_share=80\.0%; .*{name}"):
+    with pytest.raises(ReplayError, match=rf"stage '{stage}': .*min_exact_fraction=80\.0%; .*{name}"):
         raise error or AssertionError("the run went on")
     assert len(recorder.steps) == (fault is of_the_step_before)
     assert untouched
 
 
 def test_a_share_of_zero_lets_the_run_go_on_and_its_trace_is_not_called_sound(tmp_path: Path) -> None:
-    recorder, error, _ = run(recipe(tmp_path, min_exact_share=0, trace=True), late_by_one)
+    recorder, error, _ = run(recipe(tmp_path, min_exact_fraction=0, trace=True), late_by_one)
     assert error is None
     for record in recorder.steps:
         assert record.metrics["router_replay/prev_logprobs/route_exact"] < 0.6
     with pytest.raises(
-        ReplayError, match=r"step 1, stage 'prev_logprobs': .*min_exact_share=80\.0%; .*a lag of 1 token"
+        ReplayError, match=r"step 1, stage 'prev_logprobs': .*min_exact_fraction=80\.0%; .*a lag of 1 token"
     ):
         check_run(tmp_path)
 

@@ -189,12 +189,12 @@ def test_samples_that_lack_more_rows_than_the_budget_stop_the_run_or_do_not_coun
         memory = made.data_plane.model_copy(update={"enabled": False})
         return made.model_copy(update={"data_plane": memory})
 
-    with pytest.raises(ReplayError, match=r"4 of 16 samples lack the routes.*max_missing_share=0\.0%"):
+    with pytest.raises(ReplayError, match=r"4 of 16 samples lack the routes.*max_missing_fraction=0\.0%"):
         run_with_lost_rows(recipe())
     masked = run_with_lost_rows(recipe(on_excess="mask")).metrics
-    kept = run_with_lost_rows(recipe(max_missing_share=0.9)).metrics
+    kept = run_with_lost_rows(recipe(max_missing_fraction=0.9)).metrics
     assert (masked["router_replay/masked_samples"], kept["router_replay/masked_samples"]) == (4, 0)
-    assert masked["router_replay/missing_share"] == kept["router_replay/missing_share"] > 0
+    assert masked["router_replay/missing_fraction"] == kept["router_replay/missing_fraction"] > 0
     for metrics in (masked, kept):
         for stage in ("prev_logprobs", "train"):
             # Two tokens of four samples, in two layers.

@@ -43,7 +43,7 @@ def test_microbatches_add_up_to_the_loss_and_gradient_of_the_whole_batch(mbs: in
 def test_metrics_are_summed_or_are_extremes_by_their_names() -> None:
     whole = _accumulate(tiny_model("llama"), 8).result().metrics
     parts = _accumulate(tiny_model("llama"), 2).result().metrics
-    assert parts["tokens_share"] == pytest.approx(1.0)
+    assert parts["tokens_fraction"] == pytest.approx(1.0)
     for name in ("logprob_min", "logprob_max", "entropy"):
         assert parts[name] == pytest.approx(whole[name], rel=1e-5)
     assert parts["logprob_min"] < parts["logprob_max"] < 0 < parts["entropy"]

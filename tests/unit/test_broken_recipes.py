@@ -94,8 +94,8 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "policy.optimizer.lr=1e400": ("policy.optimizer.lr=inf: expected a finite number",),
     "policy.optimizer.betas=[0.9,1.0]": ("policy.optimizer.betas.1=1.0: expected less than 1",),
     "policy.max_grad_norm=0": ("policy.max_grad_norm=0: expected greater than 0",),
-    "policy.router_replay.max_missing_share=1.5": (
-        "max_missing_share=1.5: expected less than or equal to 1",
+    "policy.router_replay.max_missing_fraction=1.5": (
+        "max_missing_fraction=1.5: expected less than or equal to 1",
     ),
     "generation.temperature=0": ("generation.temperature=0: expected greater than 0",),
     "generation.top_p=1.1": ("generation.top_p=1.1: expected less than or equal to 1",),

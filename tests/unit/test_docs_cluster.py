@@ -12,10 +12,10 @@ import yaml
 
 from headrace.config import RecipeConfig
 from headrace.data_plane import pack_columns
-from headrace.data_plane.adapters.local_chunks import chunk_from_leaf
 from headrace.data_plane.checks import checked_leaves
 from headrace.data_plane.packed_payload import MAX_BLOCK_BYTES, pack
 from headrace.data_plane.schema import FIELDS, Kind
+from headrace.data_plane.store.chunks import chunk_from_leaf
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text()

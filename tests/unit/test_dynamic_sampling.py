@@ -62,7 +62,7 @@ class Counting(BigramGenerator):
     ) -> GenerationOutput:
         output = super().generate(prompts, params, seed=seed)
         output.metrics |= {"made_tokens": float(sum(map(len, output.token_ids))), "busy_s": 2.0}
-        output.metrics["finished_share"] = sum(output.finished) / len(output.finished)
+        output.metrics["finished_fraction"] = sum(output.finished) / len(output.finished)
         self.outputs.append(output)
         return output
 
@@ -103,15 +103,15 @@ def test_metrics_are_of_all_samples_drawn_and_the_kept_ones_have_a_name_of_their
     assert metrics["generation/prompt_tokens"] == sum(len(row) for call in generator.calls for row in call)
     assert metrics["generator/busy_s"] == 8.0
     assert metrics["generator/rows_max"] == 16
-    assert metrics["generator/finished_share"] == pytest.approx(sum(ended) / 64)
-    assert metrics["rollout/cut_share"] == pytest.approx(1 - sum(ended) / 64)
+    assert metrics["generator/finished_fraction"] == pytest.approx(sum(ended) / 64)
+    assert metrics["rollout/cut_fraction"] == pytest.approx(1 - sum(ended) / 64)
     assert metrics["rollout/response_tokens_max"] == max(made)
     assert metrics["rollout/response_tokens_mean"] == pytest.approx(sum(made) / 64)
     assert metrics["rollout/accuracy"] == 0.0
     sizes = [r.metrics["size"] for r in judge.given if r.metrics]
     assert metrics["environment/size"] == pytest.approx(sum(sizes) / len(sizes))
     assert metrics["dynamic_sampling/rounds"] == 4
-    assert metrics["dynamic_sampling/varied_share"] == metrics["dynamic_sampling/useful_share"] == 0.25
+    assert metrics["dynamic_sampling/varied_fraction"] == metrics["dynamic_sampling/useful_fraction"] == 0.25
     kept = score(recipe, step.table, {}, step.weights).metrics
     assert "reward/mean" not in kept
     assert kept["reward/kept_mean"] == kept["reward/shaped_mean"] == 0.25
@@ -131,14 +131,14 @@ def test_a_refill_draws_what_the_share_of_useful_groups_asks_for(tmp_path: Path)
     rewards = [VARIED, VARIED, EQUAL, EQUAL, EQUAL, EQUAL, VARIED, EQUAL, EQUAL, VARIED, EQUAL]
     _, step, _, generator = collected(tmp_path, rewards)
     assert [len(call) // GROUP for call in generator.calls] == [4, 4, 3]
-    assert step.metrics["dynamic_sampling/useful_share"] == pytest.approx(4 / 11)
+    assert step.metrics["dynamic_sampling/useful_fraction"] == pytest.approx(4 / 11)
 
 
 def test_without_a_useful_group_a_whole_round_is_drawn_again(tmp_path: Path) -> None:
     _, step, _, generator = collected(tmp_path, [EQUAL], max_refills=3)
     assert [len(call) // GROUP for call in generator.calls] == [4, 4, 4]
     assert not step.weights.any()
-    assert step.metrics["dynamic_sampling/varied_share"] == 0.0
+    assert step.metrics["dynamic_sampling/varied_fraction"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_metrics_count_what_was_generated():
     output = generator_of().generate(PROMPTS, SamplingParams(9), seed=0)
     tokens = sum(len(ids) for ids in output.token_ids)
     assert output.metrics["generated_tokens"] == tokens
-    assert output.metrics["finished_share"] == pytest.approx(sum(output.finished) / len(PROMPTS))
+    assert output.metrics["finished_fraction"] == pytest.approx(sum(output.finished) / len(PROMPTS))
     assert output.metrics["tokens_per_s"] == pytest.approx(tokens / output.metrics["generate_s"])
 
 

@@ -7,12 +7,12 @@ from tensordict import TensorDict
 
 from headrace.data_plane import build_data_plane_client
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
-from headrace.data_plane.adapters.local_chunks import chunk_from_leaf, read_rows
 from headrace.data_plane.adapters.noop import NoOpDataPlaneClient
 from headrace.data_plane.codec import nest
 from headrace.data_plane.leaves import as_leaf, place_of
 from headrace.data_plane.object_codec import object_array
 from headrace.data_plane.sharing import flat_rows
+from headrace.data_plane.store.chunks import chunk_from_leaf, read_rows
 from headrace.errors import ConfigError, DataPlaneError
 
 

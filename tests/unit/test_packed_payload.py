@@ -10,13 +10,13 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from headrace.data_plane.adapters.local_chunks import Chunk, chunk_from_leaf, read_rows
 from headrace.data_plane.adapters.transfer_queue_index import Call, Indexes, Put, SampleIndex
 from headrace.data_plane.checks import checked_leaves
 from headrace.data_plane.codec import nest
 from headrace.data_plane.object_codec import object_array
 from headrace.data_plane.packed_payload import BlockError, PackedColumns, pack, select_rows, unpack
 from headrace.data_plane.requests import Registration
+from headrace.data_plane.store.chunks import Chunk, chunk_from_leaf, read_rows
 from headrace.errors import CapacityExceeded, DataPlaneError, SampleNotFound, SchemaError, TransportError
 from reference import rows_of, same_bits, same_rows
 

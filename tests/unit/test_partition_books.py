@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.data_plane.adapters.local_chunks import chunk_from_leaf
-from headrace.data_plane.adapters.local_partition import Partition
-from headrace.data_plane.adapters.local_store import LocalStore
 from headrace.data_plane.codec import nest
 from headrace.data_plane.leaves import as_leaf
 from headrace.data_plane.requests import ClaimRequest, Registration
+from headrace.data_plane.store.chunks import chunk_from_leaf
+from headrace.data_plane.store.partition import Partition
+from headrace.data_plane.store.sample_store import LocalStore
 from headrace.errors import DataPlaneError, SchemaError
 
 

@@ -441,7 +441,7 @@ def test_metrics_are_those_of_the_samples() -> None:
     assert batch.metrics["rollout/reward_min"] == min(rewards)
     assert batch.metrics["rollout/reward_max"] == max(rewards)
     assert batch.metrics["rollout/accuracy"] == sum(bool(r.correct) for r in batch.rollouts) / 12
-    assert batch.metrics["rollout/cut_share"] == sum(not r.finished for r in batch.rollouts) / 12
+    assert batch.metrics["rollout/cut_fraction"] == sum(not r.finished for r in batch.rollouts) / 12
     assert batch.metrics["rollout/turns_mean"] == sum(r.turns for r in batch.rollouts) / 12
     right = [r for r in batch.rollouts if r.correct]
     lengths = [len(r.messages[-1].content) for r in right]

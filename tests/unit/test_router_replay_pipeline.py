@@ -65,7 +65,7 @@ def digests_of(data: BatchedDataDict) -> torch.Tensor:
 
 
 def worker(**changes: Any) -> AutomodelPolicyWorker:
-    settings = {"router_replay": {"enabled": True, "trace": True, "min_exact_share": 0}, **changes}
+    settings = {"router_replay": {"enabled": True, "trace": True, "min_exact_fraction": 0}, **changes}
     cfg = tiny_policy_config(
         "qwen3_moe", train_global_batch_size=4, train_micro_batch_size=2, logprob_batch_size=2, **settings
     )
@@ -438,7 +438,7 @@ def test_a_step_that_is_aborted_leaves_no_proof_behind() -> None:
 
 def test_samples_over_the_budget_are_refused_by_name_or_masked() -> None:
     missing = torch.tensor([0.0, 0.3, 0.05, 0.5])
-    cfg = RouterReplayConfig(enabled=True, max_missing_share=0.1)
+    cfg = RouterReplayConfig(enabled=True, max_missing_fraction=0.1)
     with pytest.raises(ReplayError, match=r"2 of 4 samples.*'s3' 50.0%, 's1' 30.0%"):
         budget_mask(cfg, missing, NAMES)
     masking = cfg.model_copy(update={"on_excess": "mask"})

@@ -56,7 +56,7 @@ def refuse_an_update_together(policy: Policy) -> None:
     """Train without scoring; over data ranks, only the second has rows to compare, and nobody may wait for it."""
     data = batch()
     data["routed_experts"][:2] = 255
-    with pytest.raises(ReplayError, match=r"'train': .*min_exact_share=80\.0%"):
+    with pytest.raises(ReplayError, match=r"'train': .*min_exact_fraction=80\.0%"):
         policy.train(data, NLLLoss(), gbs=4)
     assert policy.weight_version == 1
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
-from headrace.data_plane.adapters.local_store import LocalStore
 from headrace.data_plane.column_io import read_columns
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.schema import DP_TRAIN_FIELDS, ROLLOUT_FIELDS
+from headrace.data_plane.store.sample_store import LocalStore
 from headrace.environments.interfaces import StepResult
 from headrace.errors import (
     CapacityExceeded,

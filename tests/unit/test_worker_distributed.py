@@ -126,7 +126,7 @@ def test_ranks_agree_on_the_updates_that_are_left_out(ranks: list[dict[str, Any]
 
 def test_metrics_are_shares_of_the_global_batch(ranks: list[dict[str, Any]]) -> None:
     metrics = [r["fixed"]["metrics"][0] for r in ranks]
-    assert sum(m["tokens_share"] for m in metrics) == pytest.approx(1.0)
+    assert sum(m["tokens_fraction"] for m in metrics) == pytest.approx(1.0)
     assert sum(m["lr"] for m in metrics) == pytest.approx(1e-2)
 
 

@@ -34,7 +34,6 @@ class Selection:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the kept groups fill the batch."""
         return self.missing_groups == 0
 
 

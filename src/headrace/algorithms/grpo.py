@@ -82,7 +82,6 @@ class InMemoryRows:
         return MemoryBatch([rows.rollouts[i] for i in indices])
 
     def join(self, parts: Sequence[MemoryBatch]) -> MemoryBatch:
-        """Return the samples of all parts."""
         return MemoryBatch([r for part in parts for r in part.rollouts])
 
     def prev_logprobs(self, rows: MemoryBatch, *, unfiltered: bool) -> None:
@@ -105,12 +104,10 @@ class InMemoryRows:
         reduce_fn: Callable[..., Mapping[str, torch.Tensor]],
         fields: Sequence[str],
     ) -> dict[str, torch.Tensor]:
-        """Reduce the columns that are there."""
         columns = self._columns(rows)
         return dict(reduce_fn(BatchedDataDict({f: columns[f] for f in fields if f in columns})))
 
     def write(self, rows: MemoryBatch, columns: Mapping[str, torch.Tensor]) -> None:
-        """Add the columns."""
         self._columns(rows).update(columns)
 
     def derive(
@@ -123,28 +120,22 @@ class InMemoryRows:
         self.write(rows, self.reduce(rows, make, fields))
 
     def train(self, rows: MemoryBatch, loss_fn: LossFn) -> dict[str, Any]:
-        """Train on the rows."""
         return self._policy.train(self._columns(rows), loss_fn)
 
     def conversations(self, rows: MemoryBatch, count: int) -> list[list[dict[str, str]]]:
-        """Return the messages of a few samples."""
         return list(self._columns(rows)["message_log"][:count])
 
     def finish(self, rows: MemoryBatch) -> None:
-        """Let go of the columns."""
         rows.columns = None
 
     def replay_proofs(self) -> dict[str, ReplayProof]:
-        """Ask the policy."""
         return self._policy.take_replay_proofs()
 
     def columns(self, rows: MemoryBatch, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        """Return columns as the policy gets them."""
         columns = self._columns(rows)
         return {name: columns[name] for name in names}
 
     def traffic(self) -> Traffic:
-        """Nothing goes through a data plane."""
         return Traffic()
 
     def _columns(self, rows: MemoryBatch) -> BatchedDataDict:

@@ -75,11 +75,9 @@ class DataPlaneRows:
         return parts[0].concat(*parts[1:])
 
     def prev_logprobs(self, rows: KVBatchMeta, *, unfiltered: bool) -> None:
-        """Have the workers fetch, score and write back."""
         self._policy.get_logprobs_from_meta(rows, unfiltered=unfiltered)
 
     def reference_logprobs(self, rows: KVBatchMeta) -> None:
-        """Have the workers fetch, score with the reference and write back."""
         self._policy.get_reference_policy_logprobs_from_meta(rows)
 
     def reduce(
@@ -88,11 +86,9 @@ class DataPlaneRows:
         reduce_fn: Callable[..., Mapping[str, torch.Tensor]],
         fields: Sequence[str],
     ) -> dict[str, torch.Tensor]:
-        """Have the workers reduce their rows to a few numbers each."""
         return self._policy.reduce_rows_from_meta(rows, reduce_fn, select_fields=fields)
 
     def write(self, rows: KVBatchMeta, columns: Mapping[str, torch.Tensor]) -> None:
-        """Put one number per sample and column."""
         self._policy.write_to_dataplane(rows, columns)
 
     def derive(
@@ -101,15 +97,12 @@ class DataPlaneRows:
         make: Callable[..., Mapping[str, torch.Tensor]],
         fields: Sequence[str],
     ) -> None:
-        """Have the workers fetch their rows, make the columns and write them back."""
         self._policy.derive_columns_from_meta(rows, make, select_fields=fields)
 
     def train(self, rows: KVBatchMeta, loss_fn: LossFn) -> dict[str, Any]:
-        """Have the workers fetch the rows and train."""
         return self._policy.train_from_meta(rows, loss_fn)
 
     def conversations(self, rows: KVBatchMeta, count: int) -> list[list[dict[str, str]]]:
-        """Read the message column of a few rows."""
         few = self._policy.read_from_dataplane(rows.slice(0, count), select_fields=["message_log"])
         return list(few["message_log"])
 
@@ -128,11 +121,9 @@ class DataPlaneRows:
             )
 
     def replay_proofs(self) -> dict[str, ReplayProof]:
-        """Ask the policy."""
         return self._policy.take_replay_proofs()
 
     def columns(self, rows: KVBatchMeta, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        """Read columns from the store."""
         return self._policy.read_from_dataplane(rows, select_fields=names)
 
     def traffic(self) -> Traffic:

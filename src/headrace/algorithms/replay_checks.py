@@ -28,14 +28,14 @@ def budget_mask(cfg: RouterReplayConfig, missing: torch.Tensor, sample_ids: Sequ
     """
     if not cfg.enabled:
         return torch.ones(len(missing))
-    over = missing > cfg.max_missing_share
+    over = missing > cfg.max_missing_fraction
     if cfg.on_excess == "refuse" and bool(over.any()):
         worst = missing.argsort(descending=True)[: min(_SHOWN, int(over.sum()))].tolist()
         shown = ", ".join(f"'{sample_ids[i]}' {float(missing[i]):.1%}" for i in worst)
         raise ReplayError(
             f"{int(over.sum())} of {len(missing)} samples lack the routes of more than "
-            f"policy.router_replay.max_missing_share={cfg.max_missing_share:.1%} of their rows: {shown}. The engine "
-            "did not record them; raise the share, or set policy.router_replay.on_excess=mask"
+            f"policy.router_replay.max_missing_fraction={cfg.max_missing_fraction:.1%} of their rows: {shown}. The "
+            "engine did not record them; raise the fraction, or set policy.router_replay.on_excess=mask"
         )
     return 1.0 - over.float()
 
@@ -124,7 +124,7 @@ class ReplayWatch:
         """Return (N,) float32, 0 for samples beyond the fall-back budget; see `budget_mask`."""
         mask = budget_mask(self._cfg, self._missing, self._sample_ids)
         if self._cfg.enabled:
-            self.metrics["router_replay/missing_share"] = float(self._missing.mean())
+            self.metrics["router_replay/missing_fraction"] = float(self._missing.mean())
             self.metrics["router_replay/masked_samples"] = float((1 - mask).sum())
         return mask
 
@@ -148,5 +148,5 @@ class ReplayWatch:
             write_trace(self._trace_dir, trace)
             self.metrics[TRACED_SAMPLES] = float(len(self._sample_ids))
         check_stage(stage, proof, digests=self._digests, total_tokens=self._total_tokens)
-        check_choices(stage, proof.agreement, self._cfg.min_exact_share, proof.evidence)
+        check_choices(stage, proof.agreement, self._cfg.min_exact_fraction, proof.evidence)
         self.metrics |= stage_metrics(stage, proof)

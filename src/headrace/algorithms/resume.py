@@ -29,9 +29,7 @@ class Resumable(Protocol):
     prompts: PromptStream
 
     @property
-    def prompts_state(self) -> PromptsState:
-        """What a checkpoint remembers of the prompts."""
-        ...
+    def prompts_state(self) -> PromptsState: ...
 
 
 def prompts_state(environment: Environment) -> PromptsState:

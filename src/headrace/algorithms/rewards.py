@@ -74,7 +74,7 @@ def shape_rewards(
     """
     shaped = _scaled(rewards, cfg)
     if cfg.overlong_penalty:
-        share = _overlong_share(turn_tokens, finished, cfg, max_new_tokens)
+        share = _overlong_fraction(turn_tokens, finished, cfg, max_new_tokens)
         shaped = shaped - cfg.overlong_penalty * share
     return require_finite(
         shaped, sample_ids, "shaped rewards", "lower grpo.reward.scale and overlong_penalty, or set clip"
@@ -166,7 +166,7 @@ def _label(sample_ids: Sequence[str] | None, row: int) -> str:
     return f"'{sample_ids[row]}'" if sample_ids else f"row {row}"
 
 
-def _overlong_share(
+def _overlong_fraction(
     turn_tokens: torch.Tensor, finished: torch.Tensor, cfg: RewardConfig, max_new_tokens: int
 ) -> torch.Tensor:
     buffer = cfg.overlong_buffer_tokens

@@ -46,18 +46,12 @@ class Rollouts(Protocol):
         """Return accuracy and mean reward on held-out prompts; see `Validator`."""
         ...
 
-    def refresh(self, policy: Policy) -> None:
-        """Take the policy's weights of now."""
-        ...
+    def refresh(self, policy: Policy) -> None: ...
 
-    def moved_bytes(self) -> dict[str, int]:
-        """Return the bytes that another process than the driver has put and got so far, by column."""
-        ...
+    def moved_bytes(self) -> dict[str, int]: ...
 
     @property
-    def crossed_bytes(self) -> int:
-        """Bytes between the driver and another process so far."""
-        ...
+    def crossed_bytes(self) -> int: ...
 
     def shutdown(self) -> None:
         """Let go of everything; may be called twice."""
@@ -138,19 +132,15 @@ class RolloutWorker:
         return self._prompts
 
     def validate(self, seed: int) -> dict[str, float]:
-        """Return accuracy and mean reward on held-out prompts."""
         return self._validator.run(seed=seed)
 
     def refresh(self, policy: Policy) -> None:
-        """Take the policy's weights of now."""
         policy.refresh_generator(self.generator)
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Copy new weights into the generator."""
         self.generator.update_weights(named_tensors, version)
 
     def moved_bytes(self) -> dict[str, int]:
-        """Return the bytes put and got by this worker's own client, by column."""
         return bytes_moved(self._dp_client) if self._dp_client is not None else {}
 
     def shutdown(self) -> None:
@@ -202,22 +192,18 @@ class RemoteRollouts:
         return rolled_out
 
     def validate(self, seed: int) -> dict[str, float]:
-        """Have the actor validate."""
         metrics: dict[str, float] = self._group.run_all("validate", seed)[0]
         return metrics
 
     def refresh(self, policy: Policy) -> None:
-        """Have the policy's first actor send its weights to the rollout actor."""
         policy.workers.stream_to(self._group, "named_weights", "update_weights", policy.weight_version)
 
     def moved_bytes(self) -> dict[str, int]:
-        """Return the bytes put and got by the actor, by column."""
         moved: dict[str, int] = self._group.run_all("moved_bytes")[0]
         return moved
 
     @property
     def crossed_bytes(self) -> int:
-        """Bytes between the driver and the actor so far."""
         return self._group.crossed_bytes
 
     def shutdown(self) -> None:

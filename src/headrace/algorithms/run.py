@@ -49,9 +49,7 @@ logger = logging.getLogger(__name__)
 class Stopper(Protocol):
     """Whether the user has asked to stop."""
 
-    def is_set(self) -> bool:
-        """Return True from the first signal on."""
-        ...
+    def is_set(self) -> bool: ...
 
     def at_once(self) -> AbstractContextManager[None]:
         """Return a context in which the first signal raises KeyboardInterrupt."""
@@ -70,20 +68,16 @@ class Session:
     rows: Rows[Any]
 
     def refresh(self) -> None:
-        """Give the side that makes samples the policy's weights of now."""
         self.rollouts.refresh(self.policy)
 
     def validate(self) -> Metrics:
-        """Return accuracy and mean reward on held-out prompts."""
         return self.rollouts.validate(self.recipe.seed)
 
     @cached_property
     def prompts_state(self) -> PromptsState:
-        """What a checkpoint remembers of the prompts."""
         return prompts_state(self.environment)
 
     def close(self) -> None:
-        """End rollouts, workers and store."""
         self.rollouts.shutdown()
         self.policy.shutdown()
 

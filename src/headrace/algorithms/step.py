@@ -80,7 +80,7 @@ class Traffic:
             return {}
         return {
             "data_plane/driver_bytes": float(self.driver_bytes),
-            "data_plane/driver_share": self.driver_bytes / total,
+            "data_plane/driver_fraction": self.driver_bytes / total,
         }
 
 
@@ -105,9 +105,7 @@ class Rows(Protocol, Generic[H]):
         """Return the rows at `indices`, in that order, and let go of the others."""
         ...
 
-    def join(self, parts: Sequence[H]) -> H:
-        """Return all parts as one set of rows."""
-        ...
+    def join(self, parts: Sequence[H]) -> H: ...
 
     def prev_logprobs(self, rows: H, *, unfiltered: bool) -> None:
         """Add the column `prev_logprobs` and, if `unfiltered`, `prev_unfiltered_logprobs`."""
@@ -119,37 +117,27 @@ class Rows(Protocol, Generic[H]):
 
     def reduce(
         self, rows: H, reduce_fn: Callable[..., Mapping[str, torch.Tensor]], fields: Sequence[str]
-    ) -> dict[str, torch.Tensor]:
-        """Return a few numbers per row, computed where the rows are."""
-        ...
+    ) -> dict[str, torch.Tensor]: ...
 
-    def write(self, rows: H, columns: Mapping[str, torch.Tensor]) -> None:
-        """Add or replace columns of one number per sample."""
-        ...
+    def write(self, rows: H, columns: Mapping[str, torch.Tensor]) -> None: ...
 
-    def derive(self, rows: H, make: Callable[..., Mapping[str, torch.Tensor]], fields: Sequence[str]) -> None:
-        """Add or replace columns per token, made of others where the rows are."""
-        ...
+    def derive(
+        self, rows: H, make: Callable[..., Mapping[str, torch.Tensor]], fields: Sequence[str]
+    ) -> None: ...
 
-    def train(self, rows: H, loss_fn: LossFn) -> dict[str, Any]:
-        """Take the step's optimizer steps."""
-        ...
+    def train(self, rows: H, loss_fn: LossFn) -> dict[str, Any]: ...
 
     def conversations(self, rows: H, count: int) -> list[list[dict[str, str]]]:
         """Return the messages of the first `count` rows, for the samples file."""
         ...
 
-    def finish(self, rows: H) -> None:
-        """Let go of the step's rows, and check that no other is left."""
-        ...
+    def finish(self, rows: H) -> None: ...
 
     def replay_proofs(self) -> dict[str, ReplayProof]:
         """Return what router replay did, by stage, since the last call; empty where it is off."""
         ...
 
-    def columns(self, rows: H, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        """Return padded columns of the rows, for a trace."""
-        ...
+    def columns(self, rows: H, names: Sequence[str]) -> Mapping[str, torch.Tensor]: ...
 
     def traffic(self) -> Traffic:
         """Return what went through the data plane since the last call; nothing in memory."""
@@ -332,8 +320,8 @@ def _collect_filtered(ctx: StepContext[H], step: int) -> Collected[H]:
         **SampleTable.join(drawn).drawn_metrics(),
         **combine_calls(all_calls),
         "dynamic_sampling/rounds": float(len(drawn)),
-        "dynamic_sampling/varied_share": counts["useful"] / counts["drawn"],
-        "dynamic_sampling/useful_share": (needed - chosen.missing_groups) / counts["drawn"],
+        "dynamic_sampling/varied_fraction": counts["useful"] / counts["drawn"],
+        "dynamic_sampling/useful_fraction": (needed - chosen.missing_groups) / counts["drawn"],
     }
     return Collected(
         ctx.rows.keep(rows, batch.rows), table.select(batch.rows), torch.tensor(batch.weights), metrics
@@ -345,7 +333,7 @@ def _compared(recipe: RecipeConfig, table: SampleTable) -> dict[str, Any]:
     reward, replay = recipe.grpo.reward, recipe.policy.router_replay
     valid = overlong_mask(table.finished, reward).bool()
     if replay.enabled and replay.on_excess == "mask":
-        valid &= table.routes_missing <= replay.max_missing_share
+        valid &= table.routes_missing <= replay.max_missing_fraction
     rewards = scaled_rewards(table.rewards, reward, table.sample_ids)
     return {"rewards": rewards.tolist(), "group_keys": table.uids, "valid": valid.tolist()}
 

@@ -86,7 +86,6 @@ def checked_tags(tags: Sequence[Mapping[str, Any]] | None, rows: int) -> list[di
 
 
 def copied_tags(tags: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return copies of tags that share no value with them."""
     return [copied_tag(tag, row) for row, tag in enumerate(tags)]
 
 

@@ -78,7 +78,6 @@ class KVBatchMeta:
 
     @property
     def size(self) -> int:
-        """Number of rows."""
         return len(self.sample_ids)
 
     def __len__(self) -> int:
@@ -393,7 +392,6 @@ class DataPlaneClient(ABC):
     # For leak reports. A store that cannot say raises DataPlaneError.
 
     def partition_ids(self) -> list[str]:
-        """Return the partitions that are registered or hold rows."""
         raise self._cannot("list its partitions")
 
     def sample_ids(self, partition_id: str) -> list[str]:
@@ -401,7 +399,6 @@ class DataPlaneClient(ABC):
         raise self._cannot(f"list the samples of partition '{partition_id}'")
 
     def stored_bytes(self, partition_id: str | None = None) -> int:
-        """Return the bytes that a partition's columns take, or those of all partitions."""
         raise self._cannot("count its bytes")
 
     def _cannot(self, what: str) -> DataPlaneError:

@@ -32,7 +32,6 @@ class Ragged:
     device_offsets: torch.Tensor | None = None
 
     def nested(self) -> torch.Tensor:
-        """Return the rows as a jagged nested tensor."""
         offsets = self.offsets if self.device_offsets is None else self.device_offsets
         return nested_from_ragged(self.values, offsets, self.ragged_dim, self.offsets)
 

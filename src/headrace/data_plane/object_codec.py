@@ -80,7 +80,6 @@ def copied_tag(tag: Mapping[str, object], row: int) -> dict[str, Any]:
 
 
 def decode_column(messages: Iterable[bytes]) -> ObjectArray:
-    """Return the values of the messages as an object array."""
     return object_array([decode(message) for message in messages])
 
 
@@ -103,7 +102,6 @@ def encode(value: object) -> bytes:
 
 
 def decode(message: bytes) -> Any:
-    """Return the value of a message."""
     return _decoder.decode(message)
 
 

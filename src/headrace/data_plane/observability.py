@@ -46,7 +46,6 @@ class DataPlaneEvent:
 
     @property
     def bytes(self) -> int:
-        """Bytes moved, over all columns."""
         return sum(self.columns.values())
 
 

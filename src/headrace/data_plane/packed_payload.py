@@ -21,8 +21,8 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
-from headrace.data_plane.adapters.local_chunks import Buffers, Chunk, Form, chunk_from_buffers
-from headrace.data_plane.adapters.partition_lengths import Lengths, said_lengths
+from headrace.data_plane.store.chunks import Buffers, Chunk, Form, chunk_from_buffers
+from headrace.data_plane.store.lengths import Lengths, said_lengths
 from headrace.distributed.ragged import gather_spans, offsets_from_lengths
 from headrace.distributed.ragged_cpu import Bytes, Ints
 from headrace.errors import TransportError
@@ -56,7 +56,6 @@ class BlockInfo(NamedTuple):
 
     @property
     def flat_bytes(self) -> int:
-        """Bytes of the block as one piece."""
         return _padded(self.nbytes)
 
 
@@ -91,12 +90,10 @@ class PackedColumns:
 
     @property
     def blocks(self) -> list[BlockInfo]:
-        """All blocks, in the order of their bytes."""
         return [block for blocks in self.columns.values() for block in blocks]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
         return sum(block.nbytes for block in self.blocks)
 
     @cached_property
@@ -213,11 +210,9 @@ class _Head(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the head."""
         return _padded(_HEADER.size) + (_padded(8 * (self.rows + 1)) if self.has_offsets else 0)
 
     def offsets(self, data: torch.Tensor) -> torch.Tensor | None:
-        """Return the row offsets in tokens."""
         start = _padded(_HEADER.size)
         return data[start : start + 8 * (self.rows + 1)].view(torch.int64) if self.has_offsets else None
 
@@ -261,11 +256,9 @@ class _Part(NamedTuple):
 
     @property
     def values(self) -> torch.Tensor:
-        """Return the part's bytes, sharing memory."""
         return self.source.values[slice(*self.span)]
 
     def head(self, number: int) -> torch.Tensor:
-        """Return the head of the part's block."""
         start, stop = self.span
         return torch.from_numpy(_head(self.rows, stop - start, number, self.source.unit, self.offsets))
 

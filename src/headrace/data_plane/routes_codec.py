@@ -42,7 +42,6 @@ class RouteShape:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype on the wire."""
         return wire_dtype(self.num_experts, self.top_k)
 
 

@@ -78,7 +78,6 @@ class TQWorkerMixin:
     def setup_data_plane(
         self, cfg: DataPlaneConfig | Mapping[str, Any], columns: Sequence[FieldSpec] = ()
     ) -> None:
-        """Attach to the store that the driver has started, with the columns that it declares there."""
         declare(*columns)
         self._dp_client = build_data_plane_client(cfg, bootstrap=False)
 

@@ -88,7 +88,6 @@ class BatchedDataDict(UserDict[str, Any]):
         return size
 
     def get_dict(self) -> dict[str, Any]:
-        """Return the columns themselves, as a plain dict that shares them."""
         return self.data
 
     def get_multimodal_dict(
@@ -326,7 +325,6 @@ class BatchedDataDict(UserDict[str, Any]):
         return microbatches()
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        """Return the number of planned microbatches, fillers included."""
         return len(self._single_plan()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> "Iterator[SlicedDataDict]":
@@ -342,7 +340,6 @@ class BatchedDataDict(UserDict[str, Any]):
         )
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        """Return the number of planned microbatches, fillers included, and the largest packed length."""
         pairs, lengths = self._single_plan()
         return len(pairs), max(lengths, default=0)
 

@@ -24,7 +24,6 @@ class Placements:
         self._moves = array("q")
 
     def add(self, first: int, rows: int, bin_: int, per_bin: int) -> None:
-        """Record one move."""
         self._moves.extend((first, rows, bin_, per_bin))
 
     def bin_of_position(self, positions: int) -> IntArray:

@@ -70,7 +70,6 @@ def modified_first_fit(runs: Sequence[Run], capacity: int, out: Placements) -> i
 
 
 def _first_at_most(stock: _Stock, capacity: int, parts: int) -> int:
-    """Return the first index whose length is at most capacity / parts."""
     return stock.index_below(capacity // parts)
 
 

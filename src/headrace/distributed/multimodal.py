@@ -68,7 +68,6 @@ class PackedTensor:
         return PackedTensor([row for row in self.tensors for _ in range(repeats)], self.dim_to_pack)
 
     def to(self, device: torch.device | str) -> "PackedTensor":
-        """Return the column on a device."""
         return PackedTensor([None if t is None else t.to(device) for t in self.tensors], self.dim_to_pack)
 
     def as_tensor(self, device: torch.device | str | None = None) -> torch.Tensor | None:

@@ -39,27 +39,22 @@ class NamedSharding:
 
     @property
     def names(self) -> list[str]:
-        """Axis names, outermost first."""
         return list(self._names)
 
     @property
     def shape(self) -> dict[str, int]:
-        """Size of each axis by name."""
         return dict(zip(self._names, self._layout.shape))
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
         return self._layout.ndim
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self._layout.size
 
     @property
     def layout(self) -> npt.NDArray[np.int64]:
-        """A copy of the rank numbers."""
         return self._layout.copy()
 
     def get_axis_index(self, name: str) -> int:

@@ -66,7 +66,6 @@ class SequencePacker(ABC):
         return {"tokens": float(tokens), "bins": float(bins), "fill": fill}
 
     def reset_metrics(self) -> None:
-        """Forget what earlier calls packed."""
         self._packed.clear()
 
     @abstractmethod

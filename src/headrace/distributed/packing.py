@@ -84,7 +84,6 @@ class MicrobatchPlan:
 
     @property
     def ranks(self) -> int:
-        """R."""
         return len(self.rows_per_batch)
 
     @property
@@ -94,7 +93,6 @@ class MicrobatchPlan:
         return order
 
     def rank_rows(self, rank: int) -> IntArray:
-        """Return the row indices of one rank, in processing order."""
         stops = np.cumsum(self.rows_per_batch.sum(axis=1))
         return self.row_order[stops[rank] - self.rows_per_batch[rank].sum() : stops[rank]]
 
@@ -106,11 +104,9 @@ class MicrobatchPlan:
         ]
 
     def micro_batch_lengths(self, rank: int) -> list[list[int]]:
-        """Return, per global batch, the packed total or padded row length of each microbatch."""
         return [lengths.tolist() for lengths in self._by_batch(self.microbatch_lengths[rank])]
 
     def elem_counts_per_gb(self, rank: int) -> list[int]:
-        """Return the rank's rows per global batch."""
         counts: list[int] = self.rows_per_batch[rank].tolist()
         return counts
 

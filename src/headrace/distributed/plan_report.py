@@ -36,13 +36,13 @@ def _totals(plan: "MicrobatchPlan") -> list[str]:
         lines += [
             f"microbatches per rank and global batch: {_span(plan.microbatches_per_batch)}, at most "
             f"{plan.budget_tokens:,} tokens each; {_count(fillers, 'filler')} in all",
-            f"fill {_share(computed, used.size * plan.budget_tokens)} of the budget, "
-            f"padding {_share(computed - int(plan.lengths.sum()), computed)} of the tokens computed",
+            f"fill {_fraction(computed, used.size * plan.budget_tokens)} of the budget, "
+            f"padding {_fraction(computed - int(plan.lengths.sum()), computed)} of the tokens computed",
         ]
     loads = _loads(plan)
     lines.append(
         f"tokens per rank: mean {loads.mean():,.0f}, least {loads.min():,}, most {loads.max():,}; "
-        f"imbalance (most - least) / mean {_share(int(loads.max() - loads.min()), float(loads.mean()))}"
+        f"imbalance (most - least) / mean {_fraction(int(loads.max() - loads.min()), float(loads.mean()))}"
     )
     return lines
 
@@ -126,5 +126,5 @@ def _span(values: IntArray) -> str:
     return f"{low:,}" if low == high else f"{low:,}-{high:,}"
 
 
-def _share(part: float, whole: float) -> str:
+def _fraction(part: float, whole: float) -> str:
     return f"{100 * part / whole:.2f} %" if whole else "0.00 %"

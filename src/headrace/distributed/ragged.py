@@ -134,7 +134,6 @@ class RowLayout:
         return self._on_device[device]
 
     def has(self, offsets: torch.Tensor) -> bool:
-        """Return whether the rows have these offsets, given on the CPU."""
         return self._on_device.get(offsets.device) is offsets or torch.equal(self.offsets, offsets)
 
     def keep(self, *equal: torch.Tensor | None) -> None:
@@ -358,7 +357,6 @@ def wants_grad(tensor: torch.Tensor) -> bool:
 
 
 def wraps(nested: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> bool:
-    """Return whether a jagged tensor lies around these very objects."""
     return isinstance(nested, NestedTensor) and nested._values is values and nested._offsets is offsets
 
 

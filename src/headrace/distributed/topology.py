@@ -49,22 +49,18 @@ class Topology:
 
     @property
     def data_size(self) -> int:
-        """Number of replicas."""
         return self.sharding.get_axis_size(DATA)
 
     @property
     def context_size(self) -> int:
-        """Ranks that split a sequence."""
         return self.sharding.get_axis_size(CONTEXT)
 
     @property
     def tensor_size(self) -> int:
-        """Ranks that split matrices."""
         return self.sharding.get_axis_size(TENSOR)
 
     @property
     def replica_size(self) -> int:
-        """Ranks that see the same rows."""
         return self.context_size * self.tensor_size
 
 

@@ -71,7 +71,7 @@ class RayVirtualCluster:
         ready = False
         try:
             if cpus_per_worker is None:
-                cpus_per_worker = _cpu_share(self.workers_per_node, num_nodes, gpus_per_node, autoscales)
+                cpus_per_worker = _cpu_fraction(self.workers_per_node, num_nodes, gpus_per_node, autoscales)
             self.cpus_per_worker = cpus_per_worker
             if not autoscales:
                 _check_gpus(workers if gpus_per_node else 0, gpus_beside)
@@ -149,7 +149,7 @@ def _check_gpus(for_workers: int, beside: int) -> None:
         )
 
 
-def _cpu_share(workers_per_node: int, num_nodes: int, gpus_per_node: int, autoscales: bool) -> float:
+def _cpu_fraction(workers_per_node: int, num_nodes: int, gpus_per_node: int, autoscales: bool) -> float:
     """Return the CPUs that each worker may reserve on the nodes that have room for it, or will come."""
     gpus_needed = workers_per_node if gpus_per_node else 0
     nodes = [node["Resources"] for node in ray.nodes() if node.get("Alive")]

@@ -56,6 +56,5 @@ def _load(task: str, config: bytes) -> TaskScorer:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names of everything from outside that a function's code uses."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return {*code.co_names}.union(*map(_names, inner))

@@ -38,23 +38,17 @@ class ChatTokenizer(Protocol):
         """Tokenise one text, or a list of them; `split_special_tokens`: none of it is a special token."""
         ...
 
-    def __len__(self) -> int:
-        """Return how many tokens there are."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __hash__(self) -> int:
-        """Return what tells tokenizers apart."""
-        ...
+    def __hash__(self) -> int: ...
 
     def batch_decode(
         self, sequences: Any, *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
-    ) -> list[str]:
-        """Return the text of each list of ids."""
-        ...
+    ) -> list[str]: ...
 
-    def apply_chat_template(self, conversation: Any, *, add_generation_prompt: bool, tokenize: bool) -> Any:
-        """Render messages as the template's text."""
-        ...
+    def apply_chat_template(
+        self, conversation: Any, *, add_generation_prompt: bool, tokenize: bool
+    ) -> Any: ...
 
 
 def render_prompt(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> list[int]:
@@ -181,7 +175,6 @@ def _ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
 
 
 def _quoted(tokenizer: ChatTokenizer, text: str) -> str:
-    """Return a text with a stand-in for every control token that it spells."""
     control = _control_tokens(tokenizer, len(tokenizer))
     return control.sub(lambda match: f"qzxquoted{match[0].encode().hex()}xzq", text)
 

@@ -27,7 +27,7 @@ def rollout_metrics(values: Mapping[str, Any]) -> dict[str, float]:
         "rollout/reward_max": float(rewards.max()),
         "rollout/response_tokens_mean": float(lengths.mean()),
         "rollout/response_tokens_max": float(lengths.max()),
-        "rollout/cut_share": float(np.mean([not finished for finished in values["finished"]])),
+        "rollout/cut_fraction": float(np.mean([not finished for finished in values["finished"]])),
         "rollout/turns_mean": float(np.array(values["turns"]).mean()),
     }
     verdicts = [correct for correct in values["correct"] if correct is not None]

@@ -23,13 +23,11 @@ class FittingPrompts:
     left_out: dict[str, list[Prompt]]
 
     def prompts(self, split: str) -> list[Prompt]:
-        """Return the prompts of a split that leave room for an answer."""
         return list(self.kept[split])
 
     def step(
         self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], finished: Sequence[bool]
     ) -> list[StepResult]:
-        """Judge as the environment does."""
         return self.environment.step(prompts, conversations, finished)
 
     def notice(self) -> str | None:

@@ -59,7 +59,6 @@ class Rollout:
 
     @property
     def response_tokens(self) -> int:
-        """Generated tokens over all turns."""
         return sum(self.token_mask)
 
     @property

@@ -84,7 +84,6 @@ def unknown_ids(tokenizer: Any, vocabulary: int) -> torch.Tensor | None:
 
 
 def vocabulary_of(model: Any) -> int:
-    """Return how many ids a causal LM has scores for."""
     head = getattr(model.get_output_embeddings(), "weight", None)
     return int(model.config.get_text_config().vocab_size if head is None else head.shape[0])
 

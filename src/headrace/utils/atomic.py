@@ -147,7 +147,6 @@ def sync_tree(directory: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush a directory's list of names to disk."""
     _sync(directory, os.O_RDONLY | os.O_DIRECTORY)
 
 

@@ -110,15 +110,12 @@ class CheckpointManager:
         return info
 
     def latest(self) -> CheckpointInfo | None:
-        """Return the checkpoint with the highest step."""
         return max(self.list(), key=lambda info: info.step, default=None)
 
     def best(self) -> CheckpointInfo | None:
-        """Return the checkpoint with the best metric."""
         return next(iter(self._ranked(self.list())), None)
 
     def list(self) -> Sequence[CheckpointInfo]:
-        """Return the whole checkpoints, by step."""
         return list_checkpoints(self._directory)
 
     def _path(self, step: int) -> Path:

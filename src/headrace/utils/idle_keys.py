@@ -30,7 +30,6 @@ class Need:
     test: Callable[[Any], bool]
 
     def holds(self, recipe: BaseModel) -> bool:
-        """Return whether the recipe's value is so."""
         return self.test(_value(recipe, self.key))
 
 
@@ -48,7 +47,6 @@ class Effect:
 
     @property
     def needs(self) -> str:
-        """What the keys need, in words."""
         return ", or ".join(" and ".join(need.text for need in needs) for needs in self.alternatives)
 
     def idle(self, recipe: BaseModel) -> str:
@@ -75,7 +73,6 @@ def refuse_idle_keys(recipe: BaseModel) -> None:
 
 
 def idle_lines(recipe: BaseModel) -> list[str]:
-    """Return a line for each reason why keys of the recipe have no effect."""
     found = ((effect.idle(recipe), effect.needs) for effect in EFFECTS)
     return [f"no effect: {idle} (needs {needs})" for idle, needs in found if idle]
 
@@ -167,7 +164,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("policy.tokenizer.characters",), ((_is("policy.tokenizer.builder", "characters"),),)),
     Effect(("policy.model.cache_dir",), ((_given("policy.model.gguf_package"),),)),
     Effect(
-        _keys("policy.router_replay", "max_missing_share min_exact_share on_excess trace"),
+        _keys("policy.router_replay", "max_missing_fraction min_exact_fraction on_excess trace"),
         ((_is("policy.router_replay.enabled", True),),),
     ),
     Effect(("grpo.advantage.leave_one_out",), ((_is("grpo.advantage.estimator", "grpo"),),)),

@@ -26,7 +26,6 @@ def held_back(signals: Collection[signal.Signals]) -> Iterator[None]:
 
 
 def tell_stderr(message: str) -> None:
-    """Write one line to standard error by a plain system call, which is safe inside a signal handler."""
     with suppress(OSError):  # there may be nobody left to read it
         os.write(2, f"headrace: {message}\n".encode())
 
@@ -59,11 +58,9 @@ class InterruptFlag:
         self._terminals: tuple[int, ...] = ()
 
     def is_set(self) -> bool:
-        """Return whether the loop should stop at its next safe point."""
         return self._set
 
     def set(self) -> None:
-        """Ask the loop to stop, as a signal would."""
         self._set = True
 
     @contextmanager

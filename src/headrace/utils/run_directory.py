@@ -176,7 +176,6 @@ class RunDirectory:
             path.unlink(missing_ok=True)
 
     def append_metrics(self, record: dict[str, Any]) -> None:
-        """Add one line to metrics.jsonl."""
         atomic.append_line(self.metrics_path, json.dumps(record, allow_nan=False))
 
     def append_sample(self, record: dict[str, Any]) -> None:
@@ -186,7 +185,6 @@ class RunDirectory:
         )
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json, the sign of a finished run."""
         atomic.write_text(self.summary_path, json.dumps(summary, indent=2, default=str) + "\n")
 
     def close(self) -> None:

@@ -44,15 +44,12 @@ class Timer:
             self.stop(label)
 
     def totals(self) -> dict[str, float]:
-        """Return the summed seconds of every label."""
         return {label: sum(spans) for label, spans in self._spans.items()}
 
     def get_elapsed(self, label: str) -> list[float]:
-        """Return the seconds of each span of a label."""
         return list(self._spans[label]) if label in self._spans else []
 
     def get_timing_metrics(self) -> dict[str, float]:
-        """Return the summed seconds of every label."""
         return self.totals()
 
     def reset(self, label: str | None = None) -> None:

@@ -13,13 +13,13 @@ import torch
 from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
-from headrace.data_plane.adapters.local_chunks import OwnOffsets, chunk_from_leaf
-from headrace.data_plane.adapters.local_store import LocalStore, RowFacts
-from headrace.data_plane.adapters.partition_lengths import said_lengths
 from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags, column_names, id_list
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, meta_of_checked
 from headrace.data_plane.leaves import wire_tensordict
 from headrace.data_plane.requests import ClaimRequest, Registration, waiting_time
+from headrace.data_plane.store.chunks import OwnOffsets, chunk_from_leaf
+from headrace.data_plane.store.lengths import said_lengths
+from headrace.data_plane.store.sample_store import LocalStore, RowFacts
 from headrace.errors import DataPlaneError
 from headrace.utils.arguments import texts
 
@@ -87,7 +87,6 @@ class LocalDataPlaneClient(DataPlaneClient):
         *,
         group_tag: str | None = None,
     ) -> None:
-        """Open a partition, or empty and re-open one of the same id."""
         asked = (partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, group_tag)
         self._open().register(Registration.of(*asked))
 
@@ -121,7 +120,6 @@ class LocalDataPlaneClient(DataPlaneClient):
         return self.get_samples(meta.sample_ids, meta.partition_id, names)
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """Return whether all registered rows have come, and each task has claimed them."""
         return self._open().is_consumed(partition_id, texts("task_names", task_names))
 
     def put_samples(
@@ -170,15 +168,12 @@ class LocalDataPlaneClient(DataPlaneClient):
                 del _owners[self._name]
 
     def partition_ids(self) -> list[str]:
-        """Return the partitions that are registered or hold rows."""
         return list(self._open().sample_ids())
 
     def sample_ids(self, partition_id: str) -> list[str]:
-        """Return the ids that a partition holds, in the order of their first puts."""
         return self._open().sample_ids().get(partition_id, [])
 
     def stored_bytes(self, partition_id: str | None = None) -> int:
-        """Return the bytes that a partition's columns take, or those of all partitions."""
         by_partition = self._open().stored_bytes()
         return sum(by_partition.values()) if partition_id is None else by_partition.get(partition_id, 0)
 

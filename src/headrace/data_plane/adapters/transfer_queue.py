@@ -22,15 +22,6 @@ from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters import transfer_queue_cluster as cluster
-from headrace.data_plane.adapters.local_chunks import (
-    Chunk,
-    Form,
-    Rows,
-    chunk_from_leaf,
-    empty_chunk,
-    read_rows,
-)
-from headrace.data_plane.adapters.local_store import RowFacts
 from headrace.data_plane.adapters.transfer_queue_channel import STARTUP_KNOB
 from headrace.data_plane.adapters.transfer_queue_cluster import Deadline, queue_partition
 from headrace.data_plane.adapters.transfer_queue_index import Garbage, Located, Put
@@ -47,6 +38,15 @@ from headrace.data_plane.packed_payload import (
     unpack,
 )
 from headrace.data_plane.requests import ClaimRequest, Registration, waiting_time
+from headrace.data_plane.store.chunks import (
+    Chunk,
+    Form,
+    Rows,
+    chunk_from_leaf,
+    empty_chunk,
+    read_rows,
+)
+from headrace.data_plane.store.sample_store import RowFacts
 from headrace.errors import ClaimTimeout, DataPlaneError, HeadraceError, TransportError
 from headrace.utils.arguments import texts
 
@@ -130,7 +130,6 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         *,
         group_tag: str | None = None,
     ) -> None:
-        """Open a partition, or empty and re-open one of the same id."""
         asked = (partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, group_tag)
         self._ask("register", Registration.of(*asked))
 
@@ -165,7 +164,6 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         return self.get_samples(meta.sample_ids, meta.partition_id, names)
 
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """Return whether all registered rows have come, and each task has claimed them."""
         is_consumed: bool = self._ask("is_consumed", partition_id, texts("task_names", task_names))
         return is_consumed
 
@@ -307,16 +305,13 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
             _log.info("%s: %s", what, error)
 
     def partition_ids(self) -> list[str]:
-        """Return the partitions that are registered or hold rows."""
         return list(self._ask("sample_ids"))
 
     def sample_ids(self, partition_id: str) -> list[str]:
-        """Return the ids that a partition holds, in the order of their first puts."""
         by_partition: dict[str, list[str]] = self._ask("sample_ids")
         return by_partition.get(partition_id, [])
 
     def stored_bytes(self, partition_id: str | None = None) -> int:
-        """Return the bytes of the blocks of a partition, or of all partitions."""
         by_partition: dict[str, int] = self._ask("stored_bytes")
         return sum(by_partition.values()) if partition_id is None else by_partition.get(partition_id, 0)
 

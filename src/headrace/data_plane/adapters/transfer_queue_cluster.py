@@ -50,7 +50,6 @@ class Deadline:
         return max(self._end - time.monotonic(), 0.001)
 
     def is_over(self) -> bool:
-        """Return whether it has passed."""
         return time.monotonic() >= self._end
 
 
@@ -182,7 +181,6 @@ class Engine:
         )
 
     def _named(self, part: str) -> dict[str, str]:
-        """Return the name of one of these processes as a Ray actor."""
         return {"name": f"headrace-{part}-{self._id}", "namespace": NAMESPACE}
 
     def _start_simple(self, deadline: Deadline) -> tuple[str, dict[str, Any], list[str]]:
@@ -232,7 +230,6 @@ class Engine:
 
     @property
     def actors(self) -> Sequence[Any]:
-        """The index, the controller, then the storage units."""
         return tuple(self._actors)
 
     def stop(self) -> None:
@@ -324,7 +321,6 @@ class Link(NamedTuple):
             self.call("", "forget", ([handle],), what, deadline.left())
 
     def close(self) -> None:
-        """Disconnect."""
         self.books.close()
         self.payloads.close()
 

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.data_plane.adapters.local_chunks import Form, RowBlock, Rows
-from headrace.data_plane.adapters.local_store import RowFacts, SampleStore
-from headrace.data_plane.adapters.partition_lengths import Said
 from headrace.data_plane.adapters.transfer_queue_leases import Leases
 from headrace.data_plane.packed_payload import BlockInfo, placed
 from headrace.data_plane.requests import ClaimRequest, Registration
+from headrace.data_plane.store.chunks import Form, RowBlock, Rows
+from headrace.data_plane.store.lengths import Said
+from headrace.data_plane.store.sample_store import RowFacts, SampleStore
 from headrace.errors import DataPlaneError, TransportError
 
 # A caller that has not dropped its garbage by then leaves it to another.
@@ -34,12 +34,10 @@ class StoredBlock(RowBlock):
 
     @property
     def form(self) -> Form:
-        """What the rows have in common."""
         return self.info.form
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block, header included."""
         return self.info.nbytes
 
     def __len__(self) -> int:
@@ -101,15 +99,12 @@ class SampleIndex:
         return Garbage(self._leases.grant(owner, keys, _DROP_S), keys) if keys else None
 
     def end(self, tickets: Sequence[int]) -> None:
-        """Note that garbage has been dropped."""
         self._leases.end(tickets)
 
     def give_back(self, tickets: Sequence[int]) -> None:
-        """Take back garbage that a client did not come to drop."""
         self._garbage.extend(self._leases.end(tickets))
 
     def register(self, registration: Registration) -> None:
-        """Open a partition, in place of one of the same name."""
         self._store.register(registration)
 
     def begin_put(self, owner: bytes, put: Put, limit_s: float) -> int:
@@ -171,19 +166,15 @@ class SampleIndex:
         return self._store.claim(request)
 
     def claim_timeout(self, request: ClaimRequest) -> str:
-        """Return the message of a claim that has waited in vain."""
         return str(self._store.claim_timeout(request))
 
     def is_consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
-        """Return whether each task has claimed all rows, and they have all come."""
         return self._store.is_consumed(partition_id, tasks)
 
     def sample_ids(self) -> dict[str, list[str]]:
-        """Return the ids of every partition."""
         return self._store.sample_ids()
 
     def stored_bytes(self) -> dict[str, int]:
-        """Return the bytes of every partition."""
         return self._store.stored_bytes()
 
     def close(self) -> None:
@@ -249,7 +240,6 @@ class Indexes:
         self._connection: bytes | None = None
 
     def set_connection(self, connection: bytes) -> None:
-        """Publish how to reach TransferQueue."""
         self._connection = connection
 
     def connection(self) -> bytes | None:
@@ -297,7 +287,6 @@ class Indexes:
         return self._ended_of(name)
 
     def forget(self, handles: Sequence[str]) -> None:
-        """Note that the blocks of closed stores are dropped."""
         for handle in handles:
             self._ended.pop(handle, None)
 

@@ -37,7 +37,6 @@ class Leases:
         return ticket
 
     def get(self, ticket: int) -> Lease | None:
-        """Return a lease that is open."""
         return self._open.get(ticket)
 
     def end(self, tickets: Iterable[int]) -> list[str]:

@@ -27,10 +27,10 @@ from tensordict import TensorDict
 from transfer_queue.client import AsyncTransferQueueClient
 from transfer_queue.metadata import BatchMeta
 
-from headrace.data_plane.adapters.local_chunks import Rows
 from headrace.data_plane.adapters.transfer_queue_channel import KNOB, PATIENCE_S, STARTUP_KNOB, Endpoint
 from headrace.data_plane.adapters.transfer_queue_units import FIELD, StorageUnits
 from headrace.data_plane.packed_payload import BlockError, BlockInfo, Frames, PackedColumns
+from headrace.data_plane.store.chunks import Rows
 from headrace.distributed.ragged import nested_from_ragged, ragged_from_nested
 from headrace.errors import TransportError
 
@@ -252,7 +252,6 @@ class PayloadClient:
             await self._open().async_clear_partition(partition)
 
     def keys(self, partition: str, limit_s: float) -> list[str]:
-        """Return the keys of the blocks that TransferQueue lists in a partition."""
         listing = self._call("listing TransferQueue's blocks", limit_s, self._open().async_kv_list(partition))
         return list(listing.get(partition, {}))
 

@@ -23,9 +23,9 @@ from transfer_queue.utils.zmq_utils import (
     ZMQSocketPool,
 )
 
-from headrace.data_plane.adapters.local_chunks import Rows
 from headrace.data_plane.adapters.transfer_queue_channel import has_answer
 from headrace.data_plane.packed_payload import BlockError, BlockInfo, Frames, select_rows
+from headrace.data_plane.store.chunks import Rows
 
 FIELD = "block"
 
@@ -161,7 +161,6 @@ class StorageUnits:
         return answers
 
     def close(self) -> None:
-        """Disconnect."""
         self._pool.close()
         self._context.destroy(linger=0)
 

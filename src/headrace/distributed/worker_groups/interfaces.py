@@ -8,14 +8,10 @@ class WorkerGroup(Protocol):
     """Workers in replicas: each replica works on its own rows, the ranks inside it on the same ones."""
 
     @property
-    def dp_size(self) -> int:
-        """Number of replicas."""
-        ...
+    def dp_size(self) -> int: ...
 
     @property
-    def world_size(self) -> int:
-        """Number of workers."""
-        ...
+    def world_size(self) -> int: ...
 
     def run_sharded(self, method: str, shards: Sequence[Any], **common: Any) -> list[Any]:
         """Call `method(shard, **common)` on every rank, with the shard of its replica.
@@ -30,9 +26,7 @@ class WorkerGroup(Protocol):
         ...
 
     @property
-    def crossed_bytes(self) -> int:
-        """Bytes of calls and results that went through the calling process to or from another, so far."""
-        ...
+    def crossed_bytes(self) -> int: ...
 
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Call a generator method on every rank, and yield what the first rank's yields.
@@ -82,15 +76,12 @@ class LocalWorkerGroup:
         return [getattr(self.worker, method)(shards[0], **common)]
 
     def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the worker."""
         return [getattr(self.worker, method)(*args, **kwargs)]
 
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Yield what the worker's generator yields, not copied."""
         yield from getattr(self.worker, method)(*args, **kwargs)
 
     def stream_to(self, target: WorkerGroup, method: str, into: str, *args: Any) -> None:
-        """Give what the worker's generator yields to the target's worker."""
         target.run_all(into, list(self.stream(method)), *args)
 
     def shutdown(self) -> None:

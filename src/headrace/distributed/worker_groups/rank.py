@@ -58,13 +58,9 @@ class RankSettings:
 class Sink(Protocol):
     """Where a rank sends what it streams, if not to the driver. Errors there are raised here."""
 
-    def put(self, item: Payload) -> None:
-        """Send one item."""
-        ...
+    def put(self, item: Payload) -> None: ...
 
-    def finish(self) -> None:
-        """Say that this was all, and wait until the items have been used."""
-        ...
+    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,6 @@ class RayWorkerGroup(RemoteWorkerGroup):
 
     @property
     def actors(self) -> Sequence[Any]:
-        """The actor of each rank."""
         return tuple(self._actors)
 
     def _post(self, calls: Mapping[int, Call]) -> None:

@@ -69,17 +69,14 @@ class RemoteWorkerGroup(ABC):
 
     @property
     def dp_size(self) -> int:
-        """Number of replicas."""
         return len(self._replicas)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.sharding.size
 
     @property
     def crossed_bytes(self) -> int:
-        """Bytes of calls and results, each counted once for every rank that it goes to or comes from."""
         return self._crossed_bytes
 
     def run_sharded(self, method: str, shards: Sequence[Any], **common: Any) -> list[Any]:
@@ -109,7 +106,6 @@ class RemoteWorkerGroup(ABC):
                 pass
 
     def stream_to(self, target: WorkerGroup, method: str, into: str, *args: Any) -> None:
-        """Give what the first rank's generator yields to the target's worker, by way of this process."""
         target.run_all(into, list(self.stream(method)), *args)
 
     def feed(self, method: str, sink: Sink) -> None:

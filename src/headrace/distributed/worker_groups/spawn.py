@@ -57,7 +57,6 @@ class SpawnWorkerGroup(RemoteWorkerGroup):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank."""
         return [process.pid or 0 for process in self._processes]
 
     def _start(self, spec: WorkerSpec, settings: RankSettings) -> None:

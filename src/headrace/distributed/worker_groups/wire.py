@@ -29,7 +29,6 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """Size on the wire."""
         return len(self.head) + sum(b.nbytes for b in self.buffers)
 
 

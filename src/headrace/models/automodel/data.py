@@ -52,7 +52,6 @@ class ProcessedInputs:
 
     @property
     def has_context_parallel(self) -> bool:
-        """Whether the sequence is split over ranks."""
         return len(self.cp_buffers) > 0
 
     @property
@@ -62,7 +61,6 @@ class ProcessedInputs:
 
     @property
     def is_multimodal(self) -> bool:
-        """Whether images or other media go into the forward pass."""
         return len(self.vlm_kwargs) > 0
 
     def forward_kwargs(self) -> dict[str, Any]:

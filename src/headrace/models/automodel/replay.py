@@ -279,7 +279,6 @@ def _salts(data: BatchedDataDict) -> torch.Tensor:
 
 
 def _join_parts(parts: Sequence[ReplayProof]) -> ReplayProof:
-    """Return the proof of all tokens from those of consecutive parts of every microbatch's tokens."""
     total = sum(parts, ReplayProof())
     return replace(total, traced=_join_microbatches([p.traced for p in parts]))
 

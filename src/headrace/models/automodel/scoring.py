@@ -60,7 +60,6 @@ class Scoring:
 
     @property
     def filters(self) -> bool:
-        """Whether top-k or top-p may leave tokens out."""
         return self.top_k is not None or self.top_p != 1
 
     def unfiltered(self) -> "Scoring":
@@ -106,12 +105,10 @@ class Autocast:
         self._device, self._enabled = device, precision == "bfloat16"
 
     def __call__(self) -> AbstractContextManager[Any]:
-        """Return a new context."""
         return torch.autocast(self._device.type, torch.bfloat16) if self._enabled else nullcontext()
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of matrix products."""
         return torch.bfloat16 if self._enabled else torch.float32
 
 
@@ -143,7 +140,6 @@ class TokenScorer:
 
     @property
     def has_head(self) -> bool:
-        """Whether tokens are scored in chunks."""
         return self._head is not None
 
     def shard(self, sharded: ShardedModel, replica: Replica | None) -> None:
@@ -306,7 +302,6 @@ def _last_hidden(model: Any, kwargs: dict[str, Any], *, whole: bool) -> torch.Te
 
 
 def _trunk(model: Any) -> Any:
-    """Return the part of a causal LM whose output has hidden states."""
     # The base that some name is the whole model.
     return model.base_model if model.base_model is not model else model.model
 

@@ -129,7 +129,7 @@ def run_microbatches(
         step.scored.append(_Scored(loss.detach().float(), scores.logprobs.detach(), _telling(data)))
         step.metrics.append({n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in metrics.items()})
         if scores.entropy is not None and TOKEN_MASK in data:
-            step.entropies.append(_entropy_share(scores.entropy, data, step))
+            step.entropies.append(_entropy_fraction(scores.entropy, data, step))
 
 
 def apply_gradients(
@@ -188,6 +188,6 @@ def _fetched(*groups: Sequence[Metrics]) -> list[list[dict[str, float]]]:
     return [[fetch(metrics) for metrics in group] for group in groups]
 
 
-def _entropy_share(entropy: torch.Tensor, data: BatchedDataDict, step: TrainStep) -> torch.Tensor:
+def _entropy_fraction(entropy: torch.Tensor, data: BatchedDataDict, step: TrainStep) -> torch.Tensor:
     weights: torch.Tensor = data[TOKEN_MASK].float() * data[SAMPLE_MASK].float()[:, None]
     return (entropy[:, 1:] * weights[:, 1:]).sum() / step.global_valid_toks.clamp(min=1)

@@ -34,14 +34,10 @@ class RoutedModelSpec(Protocol):
     """What readers know of the model; the handle that `router_replay.install` returns is one."""
 
     @property
-    def shape(self) -> RouteShape:
-        """MoE layers, k and experts."""
-        ...
+    def shape(self) -> RouteShape: ...
 
     @property
-    def layer_map(self) -> LayerMap:
-        """Which decoder layers are mixtures of experts."""
-        ...
+    def layer_map(self) -> LayerMap: ...
 
 
 def read_vllm(

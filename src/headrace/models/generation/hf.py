@@ -72,7 +72,7 @@ class HFGenerator:
     ) -> GenerationOutput:
         """Answer every prompt (token ids, at least one each), in order.
 
-        Metrics: `generated_tokens`, `generate_s`, `tokens_per_s`, `finished_share`.
+        Metrics: `generated_tokens`, `generate_s`, `tokens_per_s`, `finished_fraction`.
 
         Raises:
             ConfigError: an empty prompt, an id outside the vocabulary, a prompt without room for an answer or whose
@@ -122,7 +122,6 @@ class HFGenerator:
             torch.cuda.empty_cache()
 
     def shutdown(self) -> None:
-        """Let go of the model."""
         self._model = None
         self.release()
 
@@ -345,5 +344,5 @@ def _metrics(output: GenerationOutput, seconds: float) -> dict[str, float]:
         "generated_tokens": float(tokens),
         "generate_s": seconds,
         "tokens_per_s": tokens / seconds,
-        "finished_share": sum(output.finished) / max(len(output.finished), 1),
+        "finished_fraction": sum(output.finished) / max(len(output.finished), 1),
     }

@@ -217,7 +217,6 @@ class MegatronRouterReplay:
             raise ReplayError(f"rows kept for recompute were not consumed (decoder layer: forwards): {left}")
 
     def clear(self) -> None:
-        """Forget all rows and records."""
         for router in self._routers.values():
             router.clear_indices()
 

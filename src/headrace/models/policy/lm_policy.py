@@ -184,7 +184,6 @@ class Policy:
     # Weights.
 
     def refresh_generator(self, generator: Generator) -> None:
-        """Give the generator the policy's weights of now."""
         generator.update_weights(self.named_weights(), self.weight_version)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -193,28 +192,22 @@ class Policy:
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights, tied ones once."""
         return int(self.workers.run_all("num_parameters")[0])
 
     @property
     def weight_version(self) -> int:
-        """Optimizer steps taken since the policy's first weights."""
         return int(self.workers.run_all("get_weight_version")[0])
 
     def snapshot_reference(self) -> None:
-        """Make the weights of now the reference policy."""
         self.workers.run_all("snapshot_reference")
 
     def save_reference(self, directory: Path) -> None:
-        """Write the reference as a Hugging Face model directory."""
         self.workers.run_all("save_reference", directory)
 
     def load_reference(self, directory: Path) -> None:
-        """Read the reference's weights back."""
         self.workers.run_all("load_reference", directory)
 
     def reset_optimizer(self, optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> None:
-        """Start optimizer and schedule anew, with other settings."""
         self.workers.run_all("reset_optimizer", optimizer, scheduler)
 
     def save_checkpoint(self, directory: Path, *, with_optimizer: bool = True) -> None:

@@ -39,7 +39,6 @@ class StepResult:
 
     @property
     def updated(self) -> bool:
-        """Whether the weights have changed."""
         return self.outcome == "updated"
 
 

@@ -76,7 +76,6 @@ class TQPolicy(Policy):
         self.dp_client.clear_samples(sample_ids, partition_id)
 
     def finish_step(self, meta: KVBatchMeta) -> None:
-        """Remove the step's rows."""
         self.discard_samples(meta.sample_ids, meta.partition_id)
 
     def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
@@ -94,7 +93,6 @@ class TQPolicy(Policy):
         select_fields: Sequence[str],
         pad_value_dict: Mapping[str, int | float] | None = None,
     ) -> BatchedDataDict:
-        """Read columns on the driver, padded as the workers pad them. For small columns and few rows."""
         pads = {**pad_values(self._pad_token_id), **(pad_value_dict or {})}
         return read_columns(self.dp_client, meta, select_fields, pad_value_dict=pads)
 
@@ -103,7 +101,6 @@ class TQPolicy(Policy):
         write_columns(self.dp_client, meta, fields)
 
     def moved_bytes(self) -> dict[str, int]:
-        """Return the bytes put and got so far by this client and the workers, by column."""
         parts = [bytes_moved(self.dp_client), *self.workers.run_all("moved_bytes")]
         return dict(sum((Counter(part) for part in parts), Counter()))
 

@@ -45,7 +45,7 @@ def explain_misfit(agreement: Agreement | None, floor: float, evidence: Evidence
         if cause is None
         else f"the rows are not those of their tokens: {cause.text} (so {cause.share:.1%} would fit)"
     )
-    return f"{misfit}, policy.router_replay.min_exact_share={floor:.1%}; {why}"
+    return f"{misfit}, policy.router_replay.min_exact_fraction={floor:.1%}; {why}"
 
 
 def check_choices(stage: str, agreement: Agreement | None, floor: float, evidence: Evidence) -> None:

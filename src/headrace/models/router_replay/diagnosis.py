@@ -39,7 +39,7 @@ def find_cause(samples: Sequence[Choices], earlier: Sequence[torch.Tensor] = ())
     sets = [Choices(_sets(s.given), _sets(s.native)) for s in _first(samples)]
     if not sets:
         return None
-    base = _share([(s.given, s.native) for s in sets])
+    base = _fraction([(s.given, s.native) for s in sets])
     given, native = (torch.cat(part) for part in zip(*((s.given, s.native) for s in sets)))
     causes = [
         *_lags(sets),
@@ -69,12 +69,11 @@ def _sets(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _exact(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
-    """Return how many rows are equal, and how many both sides have."""
     both = (left[..., 0] >= 0) & (right[..., 0] >= 0)
     return int(((left == right).all(-1) & both).sum()), int(both.sum())
 
 
-def _share(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+def _fraction(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
     counts = [_exact(left, right) for left, right in pairs]
     return float(sum(exact for exact, _ in counts) / max(sum(rows for _, rows in counts), 1))
 
@@ -86,8 +85,8 @@ def _lags(sets: Sequence[Choices]) -> list[Cause]:
         if not long:
             break
         tokens = f"{by} token{'s' * (by > 1)}"
-        late = _share([(s.given[by:], s.native[:-by]) for s in long])
-        early = _share([(s.given[:-by], s.native[by:]) for s in long])
+        late = _fraction([(s.given[by:], s.native[:-by]) for s in long])
+        early = _fraction([(s.given[:-by], s.native[by:]) for s in long])
         causes.append(Cause(late, f"a lag of {tokens}: every row is that of the token {by} before it"))
         causes.append(Cause(early, f"a lead of {tokens}: every row is that of the token {by} after it"))
     return causes
@@ -100,7 +99,7 @@ def _constant(given: torch.Tensor) -> Cause:
         rows, counts = torch.unique(layer, dim=0, return_counts=True)
         often.append(rows[counts.argmax()])
     constant = torch.stack(often)
-    share = _share([(given, constant.expand_as(given))])
+    share = _fraction([(given, constant.expand_as(given))])
     return Cause(share, f"constant rows: almost all are experts {constant[0].tolist()} in layer 0")
 
 
@@ -108,7 +107,7 @@ def _layers(given: torch.Tensor, native: torch.Tensor) -> list[Cause]:
     """Return the layer whose native rows fit best, for each layer of the recorded ones, if one has another's."""
     given, native = given[: 8 * _PAIR_TOKENS], native[: 8 * _PAIR_TOKENS]
     layers = range(given.shape[1])
-    fits = [[_share([(given[:, left], native[:, right])]) for right in layers] for left in layers]
+    fits = [[_fraction([(given[:, left], native[:, right])]) for right in layers] for left in layers]
     found = [row.index(max(row)) for row in fits]
     moved = [(left, right) for left, right in enumerate(found) if left != right]
     if not moved:
@@ -141,8 +140,8 @@ def _best_rows(sets: Sequence[Choices], others: Sequence[torch.Tensor], *, own: 
                 tail = slice(max(size - _PAIR_TOKENS, 0), size)
                 fits.append((sample.given[tail], rows[tail]))
         if fits:
-            pairs.append(max(fits, key=lambda pair: _share([pair])))
-    return _share(pairs) if pairs else 0.0
+            pairs.append(max(fits, key=lambda pair: _fraction([pair])))
+    return _fraction(pairs) if pairs else 0.0
 
 
 def _renaming(given: torch.Tensor, native: torch.Tensor) -> Cause:
@@ -159,5 +158,5 @@ def _renaming(given: torch.Tensor, native: torch.Tensor) -> Cause:
         if len(set(names[seen].tolist())) < int(seen.sum()):
             return Cause(0.0, "")
         renamed.append(torch.where(right >= 0, names[right.clamp(min=0)], right).sort(-1).values)
-    share = _share([(given, torch.stack(renamed, dim=1))])
+    share = _fraction([(given, torch.stack(renamed, dim=1))])
     return Cause(share, "renamed experts (physical in place of logical ids): one renaming per layer fits")

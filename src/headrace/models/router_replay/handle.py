@@ -18,25 +18,20 @@ class RouterReplay:
 
     @property
     def num_moe_layers(self) -> int:
-        """Size of the layer axis of routes."""
         return len(self.routers)
 
     @property
     def top_k(self) -> int:
-        """Experts per token and layer."""
         return self.routers[0].top_k
 
     @property
     def num_experts(self) -> int:
-        """Experts to choose from, in the layer that has most."""
         return max(r.num_experts for r in self.routers)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of recorded routes."""
         return self.shape.dtype
 
     @property
     def shape(self) -> RouteShape:
-        """What the model's routes look like on the wire."""
         return RouteShape(self.num_moe_layers, self.top_k, self.num_experts)

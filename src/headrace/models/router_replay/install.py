@@ -47,7 +47,6 @@ def install(model: torch.nn.Module) -> RouterReplay:
 
 
 def _installed(models: Mapping[str, PreTrainedModel]) -> RouterReplay | None:
-    """Return the handle that an earlier install on the model, or on a part of it, has made."""
     handles = [m._replay_handle for m in models.values() if isinstance(m, RoutedModel)]
     return handles[0] if handles else None
 

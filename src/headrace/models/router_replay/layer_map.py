@@ -26,7 +26,6 @@ class LayerMap:
 
     @property
     def has_one_router_per_layer(self) -> bool:
-        """Whether no layer has several routers, which a payload over all decoder layers cannot hold."""
         return len(set(self.moe_layers)) == len(self.moe_layers)
 
     def select(self, ids: torch.Tensor) -> torch.Tensor:

@@ -79,5 +79,4 @@ class ReplayProof:
 
     @property
     def tokens(self) -> int:
-        """Tokens that took part, last ones left out."""
         return self.receipt.tokens - self.receipt.padding

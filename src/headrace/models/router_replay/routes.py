@@ -97,7 +97,6 @@ class Routes:
 
     @property
     def consumed(self) -> bool:
-        """Whether a forward has used these routes."""
         return bool(self._calls)
 
     @property

@@ -81,7 +81,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         context = self.topology.context if self.topology is not None and split else None
         replay = self.cfg.router_replay
         return RouteReplayer(
-            self._replay_handle, trace=replay.trace, floor=replay.min_exact_share, context=context
+            self._replay_handle, trace=replay.trace, floor=replay.min_exact_fraction, context=context
         )
 
     def take_replay_proofs(self) -> dict[str, ReplayProof]:
@@ -97,7 +97,6 @@ class AutomodelPolicyWorker(TQWorkerMixin):
 
     @property
     def dp_size(self) -> int:
-        """Number of replicas."""
         return 1 if self.topology is None else self.topology.data_size
 
     @property
@@ -321,7 +320,6 @@ class AutomodelPolicyWorker(TQWorkerMixin):
     # Weights and checkpoints.
 
     def get_weight_version(self) -> int:
-        """Return the number of updates since the first weights."""
         return self.weight_version
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -388,7 +386,6 @@ class AutomodelPolicyWorker(TQWorkerMixin):
     # Size and speed.
 
     def num_parameters(self) -> int:
-        """Return the number of weights, tied ones once."""
         return sum(p.numel() for p in self.model.parameters())
 
     def training_flops(self, lengths: Iterable[int]) -> float:

@@ -9,13 +9,13 @@ from typing import Any, Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data_plane.adapters.local_chunks import Rows
-from headrace.data_plane.adapters.local_column import Block, Column, Selection
-from headrace.data_plane.adapters.partition_claims import Held, PartitionClaims
-from headrace.data_plane.adapters.partition_lengths import PartitionLengths, Said
 from headrace.data_plane.checks import check_same_axes, copied_tags, shown
 from headrace.data_plane.requests import ClaimRequest, Registration
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS
+from headrace.data_plane.store.chunks import Rows
+from headrace.data_plane.store.claims import Held, PartitionClaims
+from headrace.data_plane.store.column import Block, Column, Selection
+from headrace.data_plane.store.lengths import PartitionLengths, Said
 from headrace.errors import CapacityExceeded, SampleNotFound, SchemaError
 
 _FEW_SLOTS = 1024
@@ -50,11 +50,9 @@ class Partition(Generic[Block]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all columns."""
         return sum(column.nbytes for column in self._columns.values())
 
     def sample_ids(self) -> list[str]:
-        """Return the ids in the order of their first puts."""
         return list(self._ids if self._slots_by_id is None else self._slots_by_id)
 
     # Writing.
@@ -263,7 +261,6 @@ class Partition(Generic[Block]):
         return None
 
     def ids_of(self, slots: Rows) -> list[str]:
-        """Return the samples' ids."""
         return [self._ids[slot] for slot in slots.tolist()]
 
     # Claiming.
@@ -273,11 +270,9 @@ class Partition(Generic[Block]):
         return self._claims.claim(request, self._ids, self._held_by(request.fields))
 
     def describe_wait(self, request: ClaimRequest) -> str:
-        """Return what a claim is waiting for."""
         return self._claims.describe_wait(request.task, self._held_by(request.fields))
 
     def is_consumed(self, tasks: Sequence[str]) -> bool:
-        """Return whether each task has had all samples, and they have all come."""
         return self._claims.is_consumed(tasks)
 
     def _held_by(self, names: Sequence[str]) -> dict[str, Held]:

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple
 
-from headrace.data_plane.adapters.local_chunks import Chunk, OwnOffsets, Rows
-from headrace.data_plane.adapters.local_column import Block, Selection, read
-from headrace.data_plane.adapters.local_partition import Partition
-from headrace.data_plane.adapters.partition_lengths import Said
 from headrace.data_plane.checks import shown
 from headrace.data_plane.requests import ClaimRequest, Registration
+from headrace.data_plane.store.chunks import Chunk, OwnOffsets, Rows
+from headrace.data_plane.store.column import Block, Selection, read
+from headrace.data_plane.store.lengths import Said
+from headrace.data_plane.store.partition import Partition
 from headrace.errors import CapacityExceeded, ClaimTimeout, DataPlaneError, SampleNotFound
 
 _REMEMBERED = 1000
@@ -202,17 +202,14 @@ class SampleStore(Generic[Block]):
         )
 
     def is_consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
-        """Return whether each task has claimed all rows, and they have all come."""
         with self._changed:
             return self._registered(partition_id).is_consumed(tasks)
 
     def sample_ids(self) -> dict[str, list[str]]:
-        """Return the ids of every partition."""
         with self._changed:
             return {name: partition.sample_ids() for name, partition in self._partitions.items()}
 
     def stored_bytes(self) -> dict[str, int]:
-        """Return the bytes of every partition."""
         with self._changed:
             return {name: partition.nbytes for name, partition in self._partitions.items()}
 

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data_plane.adapters.local_chunks import Rows
-from headrace.data_plane.adapters.partition_groups import Groups
 from headrace.data_plane.checks import shown
 from headrace.data_plane.requests import ClaimRequest, Registration
+from headrace.data_plane.store.chunks import Rows
+from headrace.data_plane.store.groups import Groups
 from headrace.errors import DataPlaneError
 
 Mask = NDArray[np.bool_]
@@ -51,7 +51,6 @@ class PartitionClaims:
                 self._groups = Groups(name, registration.group_size, registration.group_tag)
 
     def check(self, ids: Sequence[str], slots: Rows | None, tags: Sequence[Mapping[str, Any]] | None) -> None:
-        """Refuse a put that does not fit the groups."""
         if self._groups is not None:
             self._groups.check(ids, slots, tags)
 
@@ -107,7 +106,6 @@ class PartitionClaims:
         return len(ready) == left and cursor.count + left >= self._expected
 
     def _left(self, cursor: _Cursor) -> int:
-        """Return how many samples the task has not had."""
         return int(np.count_nonzero(self.alive & ~cursor.taken))
 
     def _ready(self, cursor: _Cursor, held_by: Mapping[str, Held], limit: int) -> Rows:

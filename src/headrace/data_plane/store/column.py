@@ -6,7 +6,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data_plane.adapters.local_chunks import Chunk, Form, OwnOffsets, RowBlock, Rows, read_rows
+from headrace.data_plane.store.chunks import Chunk, Form, OwnOffsets, RowBlock, Rows, read_rows
 
 Block = TypeVar("Block", bound=RowBlock)
 
@@ -35,7 +35,6 @@ class Column(Generic[Block]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all chunks."""
         return sum(chunk.nbytes for chunk in self._chunks.values())
 
     def held(self, slots: Rows) -> NDArray[np.bool_]:
@@ -48,7 +47,6 @@ class Column(Generic[Block]):
         return held
 
     def holds_all(self, slots: Rows) -> bool:
-        """Return whether it has a row for every one of these slots."""
         return slots is self._whole or bool(self.held(slots).all())
 
     def holds_only(self, slots: Rows) -> bool:

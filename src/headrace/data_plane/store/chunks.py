@@ -93,7 +93,6 @@ class Chunk(RowBlock):
 
     @property
     def ragged_dim(self) -> int:
-        """Which dimension differs between the rows, as the form says."""
         return 1
 
     @abstractmethod
@@ -362,7 +361,6 @@ def chunk_from_buffers(form: Form, rows: int, values: torch.Tensor, offsets: tor
 
 
 def empty_chunk(form: Form) -> Chunk:
-    """Return a chunk of no rows."""
     offsets = None if form.kind == "dense" else torch.zeros(1, dtype=torch.int64)
     return chunk_from_buffers(form, 0, torch.empty(0, dtype=torch.uint8), offsets)
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.data_plane.adapters.local_chunks import Rows
 from headrace.data_plane.checks import shown
+from headrace.data_plane.store.chunks import Rows
 from headrace.errors import DataPlaneError, SchemaError
 
 _MARK = "_g"

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data_plane.adapters.local_chunks import Chunk, Form, Rows
 from headrace.data_plane.schema import INPUT_LENGTHS, PER_TOKEN_FIELDS
+from headrace.data_plane.store.chunks import Chunk, Form, Rows
 from headrace.errors import SchemaError
 
 Lengths = NDArray[np.int64] | NDArray[np.int32]

@@ -1,0 +1,1 @@
+"""What every store shares: partitions of rows, their columns, chunks, groups, lengths and claims."""
