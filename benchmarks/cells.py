@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from headrace.bench import digits_that_tell
+from runner import digits_that_tell
 
 RESULTS = Path(__file__).parent / "results"
 NONE = "-"

@@ -11,6 +11,7 @@ LAYERS = {
     "headrace": 0,  # only __version__
     "headrace.errors": 0,
     "headrace.config": 0,
+    "headrace.config_grpo": 0,
     "headrace.config_policy": 0,
     "headrace.utils": 0,
     "headrace.distributed": 1,
@@ -20,7 +21,6 @@ LAYERS = {
     "headrace.environments": 4,
     "headrace.algorithms": 5,
     "headrace.__main__": 6,
-    "headrace.bench": 6,
     "headrace.cli": 6,
     "headrace.compat": 6,
     "headrace.doctor": 6,
@@ -91,7 +91,6 @@ ONLY_IN = {
 
 # Factories that load something slow or optional: (file, module imported inside a function).
 LOCAL_IMPORTS = {
-    ("bench.py", "torch.cuda"),
     ("cli.py", "headrace.algorithms"),
     ("cli.py", "headrace.trace_check"),
     ("compat/nemo_rl.py", "?"),

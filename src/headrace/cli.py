@@ -5,8 +5,8 @@ with one line on standard error: exit code 2 for a bad config or command line, 1
 Ctrl-C.
 """
 
-import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,16 +22,6 @@ from typer.core import TyperGroup
 
 import headrace
 from headrace.algorithms.observer import BEST_BY
-from headrace.bench import (
-    bench_table,
-    choose,
-    find_benchmarks,
-    left_out,
-    missed,
-    run_benchmark,
-    save_report,
-    split_targets,
-)
 from headrace.config import RecipeConfig, SequencePackingConfig
 from headrace.distributed.bins import as_lengths, check_fits
 from headrace.distributed.packing import plan_microbatches
@@ -281,7 +271,8 @@ def evaluate(
       headrace eval configs/smollm2_135m.yaml
     """
     is_run = user_path(target, "RUN_OR_CONFIG").is_dir()
-    recipe = load_recipe(RunDirectory(target).config_path if is_run else target, overrides or ())
+    path = RunDirectory(target).config_path if is_run else target
+    recipe = load_recipe(path, overrides or (), of_a_run=is_run)
     run = RunDirectory(target if is_run else user_path(recipe.run_dir, "run_dir"))
     wanted = "best" if checkpoint is None and is_run else checkpoint
     found = None if wanted is None else _find_checkpoint(recipe, run, wanted)
@@ -440,24 +431,10 @@ def trace_check(
         typer.echo(line)
 
 
-@app.command()
-def bench(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAME", help="Benchmarks to run; none: all.", show_default=False),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
-    quick: Annotated[
-        bool, typer.Option(help="Small inputs, few rounds, to see that all runs; held to --target only.")
-    ] = False,
-    save: Annotated[bool, typer.Option(help="Write the reports into the folder of results.")] = False,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME.FIGURE=NUMBER", help="Hold a figure to another target.", show_default=False
-        ),
-    ] = None,
-) -> None:
+@app.command(
+    add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
+)
+def bench(ctx: typer.Context) -> None:
     """Measure this machine against the targets; exit code 1 if a figure misses its own. Needs a checkout.
 
     \b
@@ -466,30 +443,24 @@ def bench(
       headrace bench codec local_store --json
       headrace bench planner --target planner.seconds.1048576x1024=1
     """
-    if quick and save:
-        raise ConfigError(
-            "--quick and --save: quick figures are no results to keep; leave out one of the two"
-        )
-    folder = find_benchmarks()
-    chosen = choose(folder, names or ())
-    targets = split_targets(target or (), chosen)
-    progress = Console(stderr=True)
-    reports = []
-    for name, need in ({} if names else left_out(folder)).items():
-        print_line(progress, f"left out: {name} needs {need}")
-    if quick:
-        print_line(progress, "quick figures are not held to the targets, which are for larger inputs")
-    for name in chosen:
-        print_line(progress, f"running {name}")
-        reports.append(run_benchmark(folder, name, quick=quick, targets=targets[name]))
-        if save:
-            save_report(reports[-1], folder)
-    if as_json:
-        typer.echo(json.dumps(reports, indent=1))
-    else:
-        Console().print(bench_table(reports))
-    if misses := missed(reports):
-        _fail(f"error: not met: {'; '.join(misses)}", code=1)
+    runner = find_benchmarks() / "runner.py"
+    raise typer.Exit(subprocess.run([sys.executable, str(runner), *ctx.args], check=False).returncode)
+
+
+def find_benchmarks() -> Path:
+    """Return the folder of benchmarks: of the checkout that this package lies in, or below the working directory.
+
+    Raises:
+        ConfigError: there is none, as where the package is installed.
+    """
+    places = (Path(headrace.__file__).parents[2] / "benchmarks", Path.cwd() / "benchmarks")
+    for place in places:
+        if (place / "runner.py").is_file():
+            return place
+    raise ConfigError(
+        f"no benchmarks in {' or '.join(map(str, places))}; they are not part of an installed package: run "
+        "headrace bench in a checkout"
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partialmethod
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -106,9 +107,6 @@ class ConsoleObserver(RunObserver):
         with self._lock:
             self._state.validation = (step, dict(metrics))
         self._say(f"validation at step {step}: {_results(metrics)}")
-
-    def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None:
-        """Nothing to show: samples are too long for a display."""
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         self._say(f"checkpoint of step {step}: {path}")
@@ -247,12 +245,6 @@ class FileObserver(RunObserver):
         if first_step <= total_steps:
             self._run.summary_path.unlink(missing_ok=True)
 
-    def on_phase(self, name: str, total: int) -> None:
-        """Nothing to write yet."""
-
-    def on_stage(self, step: int, stage: str) -> None:
-        """Nothing to write: a stage's time comes with the step."""
-
     def on_phase_progress(self, name: str, done: int, metrics: dict[str, float]) -> None:
         self._write("phase", done, {f"{name}/{key}": value for key, value in metrics.items()}, phase=name)
 
@@ -270,12 +262,6 @@ class FileObserver(RunObserver):
     def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None:
         for sample in samples:
             self._run.append_sample({"step": step, "split": split, **sample})
-
-    def on_checkpoint(self, step: int, path: Path) -> None:
-        """Nothing to write: a checkpoint describes itself."""
-
-    def on_notice(self, step: int, message: str) -> None:
-        """Nothing to write: the metrics show it."""
 
     def on_finish(self, summary: dict[str, Any]) -> None:
         self._run.write_summary(summary)
@@ -323,42 +309,10 @@ class CompositeObserver(RunObserver):
     def __init__(self, observers: Sequence[RunObserver]) -> None:
         self._observers = tuple(observers)
 
-    def on_start(self, *, total_steps: int, first_step: int, info: dict[str, str]) -> None:
+    def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
         for observer in self._observers:
-            observer.on_start(total_steps=total_steps, first_step=first_step, info=info)
+            getattr(observer, event)(*args, **kwargs)
 
-    def on_phase(self, name: str, total: int) -> None:
-        for observer in self._observers:
-            observer.on_phase(name, total)
 
-    def on_phase_progress(self, name: str, done: int, metrics: dict[str, float]) -> None:
-        for observer in self._observers:
-            observer.on_phase_progress(name, done, metrics)
-
-    def on_stage(self, step: int, stage: str) -> None:
-        for observer in self._observers:
-            observer.on_stage(step, stage)
-
-    def on_step(self, record: StepRecord) -> None:
-        for observer in self._observers:
-            observer.on_step(record)
-
-    def on_validation(self, step: int, metrics: dict[str, float]) -> None:
-        for observer in self._observers:
-            observer.on_validation(step, metrics)
-
-    def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None:
-        for observer in self._observers:
-            observer.on_samples(step, split, samples)
-
-    def on_checkpoint(self, step: int, path: Path) -> None:
-        for observer in self._observers:
-            observer.on_checkpoint(step, path)
-
-    def on_notice(self, step: int, message: str) -> None:
-        for observer in self._observers:
-            observer.on_notice(step, message)
-
-    def on_finish(self, summary: dict[str, Any]) -> None:
-        for observer in self._observers:
-            observer.on_finish(summary)
+for _event in [name for name in vars(RunObserver) if name.startswith("on_")]:
+    setattr(CompositeObserver, _event, partialmethod(CompositeObserver._tell, _event))

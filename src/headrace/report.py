@@ -20,6 +20,7 @@ from headrace.algorithms.observer import (
 from headrace.errors import ConfigError
 from headrace.run_tables import RunTotals, in_step_order
 from headrace.utils import atomic
+from headrace.utils.renamed import with_new_metrics
 from headrace.utils.run_directory import RunDirectory, read_log
 
 Record = Mapping[str, Any]
@@ -66,7 +67,7 @@ def read_metrics(run_dir: Path) -> list[Record]:
                 raise ConfigError(
                     f"{path}, line {line.number}: {key} is {value!r:.40}, not a number; mend or remove the line"
                 )
-        records.append(line.value)
+        records.append(with_new_metrics(line.value))
     if not records:
         raise ConfigError(f"{path}: no step has been recorded yet; try again when the run has made one")
     return records

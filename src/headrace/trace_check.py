@@ -80,7 +80,9 @@ def _floor(run: RunDirectory) -> float:
     """Return the run's share of exact choices, and the default where it has none or never stops."""
     if not run.config_path.exists():
         return DEFAULT_FLOOR
-    return load_recipe(run.config_path).policy.router_replay.min_exact_fraction or DEFAULT_FLOOR
+    return (
+        load_recipe(run.config_path, of_a_run=True).policy.router_replay.min_exact_fraction or DEFAULT_FLOOR
+    )
 
 
 def _check_complete(run: RunDirectory, steps: Collection[int]) -> None:

@@ -10,19 +10,21 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.bench import (
+from headrace.cli import find_benchmarks
+from headrace.errors import ConfigError
+from headrace.run_tables import render_text
+
+sys.path.insert(0, str(find_benchmarks()))
+from runner import (
     bench_table,
     benchmark_names,
     choose,
-    find_benchmarks,
     left_out,
     missed,
     run_benchmark,
     save_report,
     split_targets,
 )
-from headrace.errors import ConfigError
-from headrace.run_tables import render_text
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -92,10 +94,20 @@ def test_a_figure_may_have_dots_in_its_name() -> None:
     assert split_targets(["planner.a.b=2"], ["planner"]) == {"planner": ["a.b=2"]}
 
 
-def test_an_unknown_benchmark_is_refused_with_those_there_are() -> None:
-    done = run("speed")
-    assert done.returncode == 2
-    assert "no benchmark speed; there are: codec, " in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--target"], "option '--target' requires an argument; see headrace bench --help"),
+        (["speed"], "no benchmark speed; there are: codec, "),
+        (["planner", "--target", "x"], "--target x: expected BENCHMARK.FIGURE=NUMBER, with one of planner"),
+        (["planner", "--quick", "--save"], "--quick and --save: quick figures are no results to keep; leave"),
+    ],
+)
+def test_a_command_line_that_cannot_be_right_is_one_line(arguments: list[str], expected: str) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"headrace: error: {expected}")
+    assert done.stderr.count("\n") == 1
 
 
 def test_without_a_checkout_one_line_says_where_to_run(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headrace.bench import find_benchmarks
+from headrace.cli import find_benchmarks
 
 
 def run(name: str, out: Path, *arguments: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.bench import find_benchmarks
+from headrace.cli import find_benchmarks
 
 _MARKED = re.compile(r"<!-- (?:table|figure) .*?<!-- end -->", re.DOTALL)
 Report = dict[str, Any]

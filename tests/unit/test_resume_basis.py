@@ -2,11 +2,13 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from full_disk import files_of_at_most
@@ -110,9 +112,28 @@ def test_an_empty_state_is_refused_before_anything_is_trained(tmp_path: Path) ->
     file.write_text(json.dumps({"step": 1, "metrics": {}, "state": {}}))
     with pytest.raises(ConfigError, match=r"checkpoint.json: damaged, state.progress: Field required"):
         run(tmp_path, 2)
-    file.write_text(json.dumps({"step": 1, "metrics": {}, "state": {"step": 1, "prompt_position": 4}}))
-    with pytest.raises(ConfigError, match=r"checkpoint.json: of an earlier version of headrace"):
-        run(tmp_path, 2)
+
+
+def test_a_run_directory_of_an_earlier_version_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_data(tmp_path, WORDS)
+    run(tmp_path, 1)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000001" / "checkpoint.json"
+    meta = json.loads(checkpoint.read_text())
+    recipe = meta["state"]["recipe"]
+    replay = recipe["policy"]["router_replay"]
+    replay["max_missing_share"] = replay.pop("max_missing_fraction")
+    checkpoint.write_text(json.dumps(meta))
+    assert [record.step for record in run(tmp_path, 2).steps] == [2]
+    # One of the first versions kept the progress alone; the recipe stood in the run's config.yaml.
+    progress = {key: value for key, value in meta["state"]["progress"].items() if not key.startswith("idle_")}
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000002")
+    checkpoint.write_text(json.dumps({"step": 1, "metrics": {}, "state": progress}))
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(recipe))
+    with caplog.at_level(logging.WARNING):
+        assert [record.step for record in run(tmp_path, 2).steps] == [2]
+    assert "kept no digest of its prompts" in caplog.text
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ reports look for stand here; a loop may report others.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 REWARD = "reward/mean"
 LOSS = "train/loss"
@@ -51,37 +51,35 @@ class StepRecord:
     phase: str = "grpo"
 
 
-class RunObserver(Protocol):
-    """Gets told what a run does, in the order in which it happens."""
+class RunObserver:
+    """Is told what a run does, in the order in which it happens; a subclass overrides what it wants to know."""
 
     def on_start(self, *, total_steps: int, first_step: int, info: dict[str, str]) -> None:
         """The loop is ready; `first_step` is the next to run, 1 for a fresh run; `info` describes the run."""
-        ...
 
     def on_phase(self, name: str, total: int) -> None:
         """A phase of `total` steps before the first step begins, for example `warm_start`."""
-        ...
 
     def on_phase_progress(self, name: str, done: int, metrics: dict[str, float]) -> None:
         """`done` steps of a phase are over."""
-        ...
 
-    def on_stage(self, step: int, stage: str) -> None: ...
+    def on_stage(self, step: int, stage: str) -> None:
+        """A stage of a step begins, one of `STAGES`."""
 
-    def on_step(self, record: StepRecord) -> None: ...
+    def on_step(self, record: StepRecord) -> None:
+        """A step is over."""
 
     def on_validation(self, step: int, metrics: dict[str, float]) -> None:
         """The model after `step` steps was validated; step 0 is the model before the first."""
-        ...
 
-    def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None: ...
+    def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None:
+        """Some samples of a step, as samples.jsonl has them."""
 
-    def on_checkpoint(self, step: int, path: Path) -> None: ...
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """A checkpoint is whole."""
 
     def on_notice(self, step: int, message: str) -> None:
         """Something of the run that a person should know, after `step` steps; the run goes on."""
-        ...
 
     def on_finish(self, summary: dict[str, Any]) -> None:
         """The run is over; not called for one that was interrupted."""
-        ...

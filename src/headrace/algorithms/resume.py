@@ -86,7 +86,13 @@ def keep_reference(policy: Policy, reference_dir: Path) -> None:
         policy.save_reference(draft)
 
 
-def _check_prompts(then: PromptsState, now: PromptsState, checkpoint: Path, *, allowed: bool) -> None:
+def _check_prompts(then: PromptsState | None, now: PromptsState, checkpoint: Path, *, allowed: bool) -> None:
+    if then is None:
+        logger.warning(
+            "%s: of an early version, which kept no digest of its prompts; they are taken to be these",
+            checkpoint,
+        )
+        return
     changes = prompt_changes(then, now)
     if changes is None:
         return

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from headrace.errors import ConfigError
+from headrace.utils.renamed import RECIPE_KEYS
 
 _LONGEST_VALUE = 60
 _MOST_OTHERS = 5
@@ -81,6 +82,13 @@ def text_kind(model: type[BaseModel], key: str) -> Literal["text", "optional"] |
     return None
 
 
+def default_values(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the dotted keys that have a default of one value (no section), with it as JSON has it."""
+    fields = [(k, f) for k, f in _all_fields(model) if not f.is_required() and _as_model(f) is None]
+    as_json = TypeAdapter(Any)
+    return {k: as_json.dump_python(f.get_default(call_default_factory=True), mode="json") for k, f in fields}
+
+
 def _is_union(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, UnionType)
 
@@ -96,7 +104,10 @@ def _describe_one(fault: Any, model: type[BaseModel]) -> str:
     if kind == "invalid_key":
         return f"unknown key '{key}'; expected a name"
     if kind == "extra_forbidden":
-        return f"unknown key '{key}'{_suggestion(parts, section, model)}"
+        new = RECIPE_KEYS.get(key)
+        return (
+            f"unknown key '{key}'{f'; it is called {new!r}' if new else _suggestion(parts, section, model)}"
+        )
     if kind == "missing" and isinstance(fault["loc"][-1], int):
         return f"{'.'.join(parts[:-1])}={value}: too few items, there is none at {parts[-1]}"
     if kind == "missing":

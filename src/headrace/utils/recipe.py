@@ -23,6 +23,7 @@ from yaml import MarkedYAMLError, YAMLError
 from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
 from headrace.utils.config_errors import describe, fault_key, kinds_of_sections, text_kind
+from headrace.utils.renamed import with_new_keys
 
 _LONGEST_OVERRIDE = 100
 _YAML_MARKS = "'\"|>!&*"
@@ -32,7 +33,7 @@ _LONGEST_KEY = 60
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RecipeConfig:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, of_a_run: bool = False) -> RecipeConfig:
     """Read a recipe, apply `key=value` overrides in order, and validate.
 
     `defaults` names recipes to start from, relative to the file; later ones win, and the file itself wins over
@@ -42,11 +43,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> RecipeConfig
     An override's value is YAML, but for a key whose type is text: that takes what was typed, `#`, quotes and spaces
     included (and `null` as no value, where the key may have none).
 
+    With `of_a_run`, the file is a run directory's config.yaml, and may have keys of an earlier version.
+
     Raises:
         ConfigError: a missing or malformed file, an unknown key, a wrong type, or sections that contradict; the
             message begins with the override that brought it about, if one did, else with the file.
     """
     merged = _load_yaml(Path(path), children=())
+    if of_a_run:
+        merged = OmegaConf.create(with_new_keys(_plain(merged)))
     parsed = [_parse_override(text) for text in overrides]
     if parsed:
         changes = [override.values for override in parsed]
@@ -73,7 +78,11 @@ def dump_recipe(recipe: RecipeConfig) -> str:
 
 def read_resolved(text: str) -> dict[str, Any]:
     """Return the values of what `dump_recipe` wrote."""
-    values = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+    return _plain(OmegaConf.create(text), resolve=True)
+
+
+def _plain(config: DictConfig | ListConfig, resolve: bool = False) -> dict[str, Any]:
+    values = OmegaConf.to_container(config, resolve=resolve)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
@@ -84,17 +93,18 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[s
     >>> changed_keys({"seed": 0, "grpo": {"max_num_steps": 80}}, {"seed": 0, "grpo": {"max_num_steps": 120}})
     [('grpo.max_num_steps', 80, 120)]
     """
-    before, after = dict(_leaves(dict(old))), dict(_leaves(dict(new)))
+    before, after = dict(leaves(dict(old))), dict(leaves(dict(new)))
     pairs = [(key, before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())]
     return [(key, one, other) for key, one, other in pairs if one != other]
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of nested dicts with their values."""
     if not isinstance(value, dict):
         yield prefix, value
         return
     for key, inner in value.items():
-        yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
+        yield from leaves(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _escaped(value: Any) -> Any:

@@ -3,6 +3,9 @@
 A recipe with an old key is refused with the new one named; a run directory of before is read as if it had the new ones.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 RECIPE_KEYS = {
     "policy.router_replay.max_missing_share": "policy.router_replay.max_missing_fraction",
     "policy.router_replay.min_exact_share": "policy.router_replay.min_exact_fraction",
@@ -16,3 +19,22 @@ METRICS = {
     "rollout/cut_share": "rollout/cut_fraction",
     "generator/finished_share": "generator/finished_fraction",
 }
+
+
+def with_new_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a resolved recipe in which keys of earlier versions have their new names."""
+
+    def renamed(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        result = {}
+        for name, value in values.items():
+            key = f"{prefix}{name}"
+            new = RECIPE_KEYS.get(key, key).rpartition(".")[2]
+            result[new] = renamed(value, f"{key}.") if isinstance(value, Mapping) else value
+        return result
+
+    return renamed(recipe, "")
+
+
+def with_new_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of metrics in which those of earlier versions have their new names."""
+    return {METRICS.get(name, name): value for name, value in record.items()}

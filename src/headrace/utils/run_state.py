@@ -6,9 +6,12 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, ValidationError
 
+from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
 from headrace.utils.checkpoints import META_FILE, CheckpointInfo
-from headrace.utils.recipe import changed_keys
+from headrace.utils.config_errors import default_values
+from headrace.utils.recipe import changed_keys, leaves, read_resolved
+from headrace.utils.renamed import with_new_keys
 
 # A checkpoint is of no use to a run that differs in one of these.
 _FIXED = (
@@ -85,10 +88,13 @@ class PromptsState(_State):
 
 
 class RunState(_State):
-    """The state in a checkpoint; `recipe` is the resolved one that the checkpoint was trained by."""
+    """The state in a checkpoint; `recipe` is the resolved one that the checkpoint was trained by.
+
+    Checkpoints of early versions do not know their `prompts`.
+    """
 
     progress: Progress
-    prompts: PromptsState
+    prompts: PromptsState | None
     recipe: dict[str, Any]
 
 
@@ -113,13 +119,8 @@ def read_state(info: CheckpointInfo) -> RunState:
         ConfigError: something is missing there, of another type, or of another step than the checkpoint's.
     """
     remedy = f"remove the directory {info.path} to go on from an earlier one, or set overwrite=true"
-    if "progress" not in info.state and "prompt_position" in info.state:
-        raise ConfigError(
-            f"{info.path / META_FILE}: of an earlier version of headrace, without the prompts and the recipe that a "
-            "resume is held to; go on with that version, or set overwrite=true or another run_dir"
-        )
     try:
-        state = RunState.model_validate(info.state)
+        state = RunState.model_validate(_in_todays_form(info))
     except ValidationError as error:
         fault = error.errors()[0]
         key = ".".join(map(str, ("state", *fault["loc"])))
@@ -132,6 +133,18 @@ def read_state(info: CheckpointInfo) -> RunState:
     return state
 
 
+def _in_todays_form(info: CheckpointInfo) -> dict[str, Any]:
+    """Return a checkpoint's state, also of a version that kept the progress alone; its run has the recipe."""
+    state: dict[str, Any] = dict(info.state)
+    if "progress" not in state and "prompt_position" in state:
+        config = info.path.parent.parent / "config.yaml"
+        recipe = read_resolved(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        state = {"progress": state, "prompts": None, "recipe": recipe}
+    if isinstance(state.get("recipe"), dict):
+        state["recipe"] = with_new_keys(state["recipe"])
+    return state
+
+
 def recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, allowed: bool) -> Sequence[Change]:
     """Return how a recipe differs from the checkpoint's, by key.
 
@@ -139,7 +152,10 @@ def recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, allowed: b
         ConfigError: the checkpoint is of no use to the new recipe, unless that is `allowed`.
     """
     changes = []
+    known, defaults = dict(leaves(dict(old))), default_values(RecipeConfig)
     for key, before, after in changed_keys(old, new):
+        if key not in known and key in defaults and after == defaults[key]:
+            continue  # the key came with a later version
         if not allowed and _within(key, _FIXED) and not _within(key, _IN_DIGEST):
             raise ConfigError(
                 f"{key} differs from that of the checkpoint ({_short(before)} -> {_short(after)}); put the old value "

@@ -1,7 +1,6 @@
-"""Runs the benchmarks of a checkout and holds their figures to their targets.
+"""`headrace bench`: runs the benchmarks in this folder and compares their figures with their targets.
 
-The benchmarks are files in the checkout's `benchmarks` folder, and stay there: an installed package has none. Each
-runs in a process of its own and leaves a report; `benchmarks/run.py` says what is in it.
+Each runs in a process of its own and leaves a report; `run.py` says what is in it.
 """
 
 import importlib.util
@@ -11,19 +10,22 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NoReturn
 
+import typer
 from rich import box
+from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-import headrace
 from headrace.errors import ConfigError
+from headrace.progress import print_line
 
 Report = dict[str, Any]
 
-_SHARED = ("run", "cells", "columns", "plot", "scale_model", "tables")
+FOLDER = Path(__file__).parent
+_SHARED = ("run", "runner", "cells", "columns", "plot", "scale_model", "tables")
 """Files in the folder that are no benchmarks."""
 _ON_RAY = ("ray", "transfer_queue")
 _NEEDS = {
@@ -33,22 +35,6 @@ _NEEDS = {
     "store_transfer_queue": _ON_RAY,
 }
 _NEED_GPU = ("codec_gpu", "train")
-
-
-def find_benchmarks() -> Path:
-    """Return the folder of benchmarks: of the checkout that this package lies in, or else below the working directory.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    places = (Path(headrace.__file__).parents[2] / "benchmarks", Path.cwd() / "benchmarks")
-    for place in places:
-        if (place / "run.py").is_file():
-            return place
-    raise ConfigError(
-        f"no benchmarks in {' or '.join(map(str, places))}; they are not part of an installed package: run "
-        "headrace bench in a checkout"
-    )
 
 
 def benchmark_names(folder: Path) -> list[str]:
@@ -241,3 +227,81 @@ def digits_that_tell(value: float, target: float | None, least: int) -> int:
 
 def _number(value: float, digits: int = 3) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def bench(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Benchmarks to run; none: all.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="Small inputs, few rounds, to see that all runs; held to --target only.")
+    ] = False,
+    save: Annotated[bool, typer.Option(help="Write the reports into the folder of results.")] = False,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME.FIGURE=NUMBER", help="Hold a figure to another target.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Measure this machine against the targets; exit code 1 if a figure misses its own. Needs a checkout.
+
+    \b
+    Examples:
+      headrace bench
+      headrace bench codec local_store --json
+      headrace bench planner --target planner.seconds.1048576x1024=1
+    """
+    if quick and save:
+        raise ConfigError(
+            "--quick and --save: quick figures are no results to keep; leave out one of the two"
+        )
+    folder = FOLDER
+    chosen = choose(folder, names or ())
+    targets = split_targets(target or (), chosen)
+    progress = Console(stderr=True)
+    reports = []
+    for name, need in ({} if names else left_out(folder)).items():
+        print_line(progress, f"left out: {name} needs {need}")
+    if quick:
+        print_line(progress, "quick figures are not held to the targets, which are for larger inputs")
+    for name in chosen:
+        print_line(progress, f"running {name}")
+        reports.append(run_benchmark(folder, name, quick=quick, targets=targets[name]))
+        if save:
+            save_report(reports[-1], folder)
+    if as_json:
+        typer.echo(json.dumps(reports, indent=1))
+    else:
+        Console().print(bench_table(reports))
+    if misses := missed(reports):
+        _fail(f"not met: {'; '.join(misses)}", code=1)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    typer.echo(f"headrace: error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """Run the command line, and end with one line if it is wrong."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(bench)
+    command = typer.main.get_command(app)
+    try:
+        sys.exit(command(prog_name="headrace bench", standalone_mode=False))
+    except ConfigError as error:
+        message, code = str(error), 2
+    except typer.BadParameter.__base__ as error:
+        message, code = error.format_message().rstrip("."), 2
+        message = f"{message[0].lower()}{message[1:]}; see headrace bench --help"
+    except typer.Abort:
+        message, code = "interrupted", 130
+    typer.echo(f"headrace: error: {' '.join(message.split())}", err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
