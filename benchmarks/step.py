@@ -22,9 +22,9 @@ import torch
 from columns import Batch, lognormal, make_batch
 from run import Bench, main
 
+from headrace.algorithms.grpo import StepContext, StepResult, run_step
 from headrace.algorithms.loss import build_loss
 from headrace.algorithms.run import Session, build_session
-from headrace.algorithms.step import StepContext, StepResult, run_step
 from headrace.data_plane import KVBatchMeta, kv_first_write, read_columns, write_columns
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.preshard import shard_meta_for_dp

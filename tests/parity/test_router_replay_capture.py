@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.algorithms.grpo import InMemoryRows
 from headrace.algorithms.rollout_worker import RolloutWorker
+from headrace.algorithms.rows_in_memory import InMemoryRows
 from headrace.algorithms.run import build_session, start_loop
 from headrace.config import RecipeConfig
 from headrace.errors import HeadraceError, ReplayError, SchemaError

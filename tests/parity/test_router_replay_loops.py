@@ -10,9 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from headrace.algorithms.grpo import InMemoryRows
 from headrace.algorithms.observer import StepRecord
 from headrace.algorithms.rollout_worker import RolloutWorker
+from headrace.algorithms.rows_in_memory import InMemoryRows
 from headrace.algorithms.run import build_session, start_loop, train
 from headrace.cli import app
 from headrace.config import DataPlaneConfig, RecipeConfig

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.algorithms.grpo import InMemoryRows
-from headrace.algorithms.prompt_stream import PromptStream
-from headrace.algorithms.step import Collected, StepContext, collect, score
+from headrace.algorithms.grpo import Collected, StepContext, collect, score
+from headrace.algorithms.prompt_loader import PromptLoader
+from headrace.algorithms.rows_in_memory import InMemoryRows
 from headrace.config import RecipeConfig
 from headrace.environments.interfaces import StepResult
 from headrace.experience.rollouts import RolloutSettings
@@ -77,7 +77,7 @@ def collected(
     settings = RolloutSettings.from_recipe(recipe)
     no_policy: Any = None
     rows = InMemoryRows(no_policy, generator, character_tokenizer(), judge, settings)
-    prompts = PromptStream(judge.prompts("train"), seed=0, shuffle=False)
+    prompts = PromptLoader(judge.prompts("train"), seed=0, shuffle=False)
     ctx = StepContext(recipe, rows, prompts, loss_fn=no_policy, on_stage=lambda *_: None)
     with rows.opened(32, GROUP):
         return recipe, collect(ctx, 1), judge, generator

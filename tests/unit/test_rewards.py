@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from headrace.algorithms.grpo import score
 from headrace.algorithms.rewards import check_rewards, overlong_mask, shape_rewards, subtract_kl
 from headrace.algorithms.sample_table import SampleTable
-from headrace.algorithms.step import score
 from headrace.config import RewardConfig
 from headrace.errors import ConfigError, RewardError
 from headrace.experience.flatten import per_sample_values

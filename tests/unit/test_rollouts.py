@@ -10,7 +10,7 @@ import torch
 
 from headrace.environments.interfaces import StepResult
 from headrace.errors import ConfigError, GenerationError, RewardError
-from headrace.experience.rollouts import RolloutBatch, RolloutSettings, group_uid, mint_uids, run_rollouts
+from headrace.experience.rollouts import RolloutBatch, RolloutSettings, group_ids, group_uid, run_rollouts
 from headrace.experience.types import Message, Prompt
 from headrace.models.interfaces import GenerationOutput, SamplingParams
 from headrace.utils.seeding import derive_seed
@@ -251,7 +251,7 @@ def test_a_prompt_drawn_twice_in_a_step_gives_two_groups() -> None:
     batch = play([prompts[0], prompts[1], prompts[0]], group_size=2, tag="5")
     assert len({r.sample_id for r in batch.rollouts}) == 6
     assert len({group_uid(r) for r in batch.rollouts}) == 3
-    assert mint_uids([prompts[0], prompts[0]], "5") == ["train0@5", "train0@5#2"]
+    assert group_ids([prompts[0], prompts[0]], "5") == ["train0@5", "train0@5#2"]
 
 
 def test_a_prompt_at_two_weight_versions_or_seeds_gets_different_ids() -> None:

@@ -1,147 +1,438 @@
-"""GRPO with rows in memory: the driver holds every tensor. The plain counterpart of `grpo_sync.py`.
+"""One GRPO step, written once for both loops.
 
-Rows are padded once, when all rollouts of a step are there, to the width that the data plane pads to.
+`Rows` says what a step asks of the place where its rows live: memory (`rows_in_memory.py`) or the data plane
+(`rows_in_store.py`). `run_step` is the same code for both, so the two give the same numbers bit for bit.
+
+    rollout -> (drop zero-variance groups, refill) -> previous and reference logprobs -> advantages -> train
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from headrace.algorithms.advantages import TokenKL, compute_advantages
+from headrace.algorithms.filtering import complete_batch, refill_groups, select_groups, zero_variance_rows
+from headrace.algorithms.loss.kl import KLKind
+from headrace.algorithms.prompt_loader import PromptLoader
+from headrace.algorithms.replay_checks import ReplayWatch
+from headrace.algorithms.rewards import (
+    check_rewards,
+    overlong_mask,
+    require_finite,
+    scaled_rewards,
+    shape_rewards,
+    subtract_kl,
+)
+from headrace.algorithms.sample_stats import (
+    MISMATCH,
+    kl_to_go_stats,
+    mismatch_stats,
+    mismatch_summary,
+    sample_stats,
+    stats_columns,
+    token_advantages,
+)
 from headrace.algorithms.sample_table import SampleTable
-from headrace.algorithms.step import Traffic
-from headrace.data_plane.schema import PREV_UNFILTERED_LOGPROBS, SAMPLE_ID, UNFILTERED_LOGPROBS, pad_values
-from headrace.distributed.batched_data_dict import BatchedDataDict
-from headrace.distributed.columns import object_array
-from headrace.environments.interfaces import Environment
-from headrace.experience.flatten import flatten, per_sample_values, to_padded_batch
-from headrace.experience.rollouts import RolloutSettings, run_rollouts
-from headrace.experience.types import Prompt, Rollout
-from headrace.models.interfaces import Generator, LossFn
-from headrace.models.policy.lm_policy import Policy
+from headrace.algorithms.train_mismatch import MismatchLoss
+from headrace.algorithms.updates import check_finite, update_metrics
+from headrace.config import RecipeConfig
+from headrace.data_plane.schema import MEAN_ADVANTAGES
+from headrace.errors import HeadraceError
+from headrace.experience.metrics import combine_calls
+from headrace.experience.types import Prompt
+from headrace.models.interfaces import LossFn
 from headrace.models.router_replay.proof import ReplayProof
-from headrace.utils.rounding import round_up
+from headrace.utils.seeding import derive_seed
+from headrace.utils.timer import Timer
+
+H = TypeVar("H")
 
 
-@dataclass
-class MemoryBatch:
-    """Rollouts, and their padded columns once a stage needs them."""
-
-    rollouts: list[Rollout]
-    columns: BatchedDataDict | None = None
+class StepInterrupted(HeadraceError):
+    """The user asked to stop, and the step ended at a point where no weight has changed."""
 
 
-class InMemoryRows:
-    """Rows as padded tensors in the driver's memory."""
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that rows cost.
 
-    def __init__(
-        self,
-        policy: Policy,
-        generator: Generator,
-        tokenizer: Any,
-        environment: Environment,
-        settings: RolloutSettings,
-    ) -> None:
-        self._policy = policy
-        self._generator = generator
-        self._tokenizer = tokenizer
-        self._environment = environment
-        self._settings = settings
-        self._group_size = 1
+    `by_column` went through the store, puts and gets together. `driver_bytes` went to and from the driver's process:
+    calls to workers and their answers, and what the driver itself puts and gets; 0 where no worker is in another
+    process.
+    """
 
-    @contextmanager
-    def opened(self, num_samples: int, group_size: int) -> Iterator[None]:
-        """Remember the group size; memory needs no opening."""
-        self._group_size = group_size
-        yield
+    by_column: Mapping[str, int] = field(default_factory=dict)
+    driver_bytes: int = 0
+
+    def __sub__(self, before: "Traffic") -> "Traffic":
+        columns = {name: n - before.by_column.get(name, 0) for name, n in self.by_column.items()}
+        return Traffic(columns, self.driver_bytes - before.driver_bytes)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the driver's part as metrics, where it is told from the whole."""
+        total = sum(self.by_column.values())
+        if not self.driver_bytes or not total:
+            return {}
+        return {
+            "data_plane/driver_bytes": float(self.driver_bytes),
+            "data_plane/driver_fraction": self.driver_bytes / total,
+        }
+
+
+class Rows(Protocol, Generic[H]):
+    """Where a step's rows live. `H` names a set of rows: a KVBatchMeta, or the tensors themselves."""
+
+    def opened(self, num_samples: int, group_size: int) -> AbstractContextManager[None]:
+        """Return a context in which rows may be made; when it ends, also by an exception, none is left."""
+        ...
 
     def rollout(
         self, prompts: Sequence[Prompt], *, tag: str, seed: int
-    ) -> tuple[MemoryBatch, SampleTable, dict[str, float]]:
-        """Roll out and keep the samples as they are."""
-        try:
-            batch = run_rollouts(
-                prompts,
-                generator=self._generator,
-                tokenizer=self._tokenizer,
-                environment=self._environment,
-                settings=self._settings,
-                group_size=self._group_size,
-                seed=seed,
-                tag=tag,
-            )
-        finally:
-            self._generator.release()
-        table = SampleTable.from_values(per_sample_values(batch.rollouts))
-        return MemoryBatch(batch.rollouts), table, batch.generation_metrics
+    ) -> tuple[H, SampleTable, dict[str, float]]:
+        """Sample `group_size` answers per prompt; `tag` makes the ids unique within the run.
 
-    def keep(self, rows: MemoryBatch, indices: Sequence[int]) -> MemoryBatch:
-        """Return the samples at `indices`."""
-        return MemoryBatch([rows.rollouts[i] for i in indices])
+        Returns:
+            The rows, what the driver knows of them, and what the generator's calls report.
+        """
+        ...
 
-    def join(self, parts: Sequence[MemoryBatch]) -> MemoryBatch:
-        return MemoryBatch([r for part in parts for r in part.rollouts])
+    def keep(self, rows: H, indices: Sequence[int]) -> H:
+        """Return the rows at `indices`, in that order, and let go of the others."""
+        ...
 
-    def prev_logprobs(self, rows: MemoryBatch, *, unfiltered: bool) -> None:
-        """Score the rows with the policy."""
-        columns = self._columns(rows)
-        scored = self._policy.get_logprobs(columns, unfiltered=unfiltered)
-        columns["prev_logprobs"] = scored["logprobs"]
-        if unfiltered:
-            columns[PREV_UNFILTERED_LOGPROBS] = scored[UNFILTERED_LOGPROBS]
+    def join(self, parts: Sequence[H]) -> H: ...
 
-    def reference_logprobs(self, rows: MemoryBatch) -> None:
-        """Score the rows with the reference."""
-        columns = self._columns(rows)
-        scored = self._policy.get_reference_policy_logprobs(columns)
-        columns["reference_policy_logprobs"] = scored["reference_logprobs"]
+    def prev_logprobs(self, rows: H, *, unfiltered: bool) -> None:
+        """Add the column `prev_logprobs` and, if `unfiltered`, `prev_unfiltered_logprobs`."""
+        ...
+
+    def reference_logprobs(self, rows: H) -> None:
+        """Add the column `reference_policy_logprobs`."""
+        ...
 
     def reduce(
-        self,
-        rows: MemoryBatch,
-        reduce_fn: Callable[..., Mapping[str, torch.Tensor]],
-        fields: Sequence[str],
-    ) -> dict[str, torch.Tensor]:
-        columns = self._columns(rows)
-        return dict(reduce_fn(BatchedDataDict({f: columns[f] for f in fields if f in columns})))
+        self, rows: H, reduce_fn: Callable[..., Mapping[str, torch.Tensor]], fields: Sequence[str]
+    ) -> dict[str, torch.Tensor]: ...
 
-    def write(self, rows: MemoryBatch, columns: Mapping[str, torch.Tensor]) -> None:
-        self._columns(rows).update(columns)
+    def write(self, rows: H, columns: Mapping[str, torch.Tensor]) -> None: ...
 
     def derive(
-        self,
-        rows: MemoryBatch,
-        make: Callable[..., Mapping[str, torch.Tensor]],
-        fields: Sequence[str],
-    ) -> None:
-        """Add what `make` gives."""
-        self.write(rows, self.reduce(rows, make, fields))
+        self, rows: H, make: Callable[..., Mapping[str, torch.Tensor]], fields: Sequence[str]
+    ) -> None: ...
 
-    def train(self, rows: MemoryBatch, loss_fn: LossFn) -> dict[str, Any]:
-        return self._policy.train(self._columns(rows), loss_fn)
+    def train(self, rows: H, loss_fn: LossFn) -> dict[str, Any]: ...
 
-    def conversations(self, rows: MemoryBatch, count: int) -> list[list[dict[str, str]]]:
-        return list(self._columns(rows)["message_log"][:count])
+    def conversations(self, rows: H, count: int) -> list[list[dict[str, str]]]:
+        """Return the messages of the first `count` rows, for the samples file."""
+        ...
 
-    def finish(self, rows: MemoryBatch) -> None:
-        rows.columns = None
+    def finish(self, rows: H) -> None: ...
 
     def replay_proofs(self) -> dict[str, ReplayProof]:
-        return self._policy.take_replay_proofs()
+        """Return what router replay did, by stage, since the last call; empty where it is off."""
+        ...
 
-    def columns(self, rows: MemoryBatch, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        columns = self._columns(rows)
-        return {name: columns[name] for name in names}
+    def columns(self, rows: H, names: Sequence[str]) -> Mapping[str, torch.Tensor]: ...
 
     def traffic(self) -> Traffic:
-        return Traffic()
+        """Return what went through the data plane since the last call; nothing in memory."""
+        ...
 
-    def _columns(self, rows: MemoryBatch) -> BatchedDataDict:
-        if rows.columns is None:
-            flat = flatten(rows.rollouts, route_shape=self._generator.route_shape)
-            width = round_up(int(flat.lengths.max()), self._settings.pad_to_multiple)
-            rows.columns = to_padded_batch(flat, pad_values(int(self._tokenizer.pad_token_id)), width)
-            rows.columns[SAMPLE_ID] = object_array(flat.sample_ids)
-        return rows.columns
+
+@dataclass
+class StepResult:
+    """What one step reports."""
+
+    metrics: dict[str, float]
+    tokens: int
+    bytes_by_column: dict[str, int]
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class StepContext(Generic[H]):
+    """What every step needs."""
+
+    recipe: RecipeConfig
+    rows: Rows[H]
+    prompts: PromptLoader
+    loss_fn: LossFn
+    on_stage: Callable[[int, str], None]
+    should_stop: Callable[[], bool] = lambda: False
+    trace_dir: Path | None = None
+    """Where the routes of every step are written, with `policy.router_replay.trace`."""
+
+
+def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
+    """Run step number `step` (from 1) and return its report; the weights have changed when it returns.
+
+    Raises:
+        StepInterrupted: `should_stop` turned true before training began; the prompt position is as before.
+        RewardError: a reward or advantage that is not finite, or beyond float32, with its sample.
+        HeadraceError: an update whose loss or gradient is not finite, with `loss.on_non_finite=stop`.
+        ReplayError: router replay without effect, with rows used twice or changed on the way, or over its budget.
+    """
+    recipe, rows = ctx.recipe, ctx.rows
+    position = ctx.prompts.position
+    stage = partial(_stage, ctx, step, timer, position)
+    with rows.opened(_expected_rows(recipe), recipe.grpo.num_generations_per_prompt):
+        with stage("rollout"):
+            collected = collect(ctx, step)
+        batch, table = collected.rows, collected.table
+        replay = _watch_replay(ctx, step, batch, table)
+        recorded = replay.budget()
+        if needs_prev_logprobs(recipe):
+            with stage("prev_logprobs"):
+                # The KL of the reward is of both policies without the generation's filters.
+                filters = recipe.generation.filters and recipe.grpo.reward.kl_coefficient > 0
+                rows.prev_logprobs(batch, unfiltered=filters)
+                replay.check(rows.replay_proofs(), "prev_logprobs")
+        if recipe.needs_reference:
+            with stage("reference_logprobs"):
+                rows.reference_logprobs(batch)
+        with stage("advantages"):
+            stats = _stats(recipe, rows, batch)
+            scored = score(recipe, table, stats, collected.weights * recorded)
+            _write_scores(recipe, rows, batch, scored)
+        with stage("train"):
+            # Without a sample that counts, an update would only apply momentum and weight decay.
+            trained = rows.train(batch, _loss(ctx)) if scored.sample_mask.any() else None
+            if trained is not None:
+                check_finite(trained, recipe.loss.on_non_finite, f"step {step}")
+                replay.check(rows.replay_proofs(), "train")
+        samples = _samples(rows, batch, table, scored, recipe.logging.samples_per_step)
+        rows.finish(batch)
+    traffic = rows.traffic()
+    updates = update_metrics(trained, recipe.samples_per_step // recipe.policy.train_global_batch_size)
+    metrics = {**collected.metrics, **scored.metrics, **updates, **replay.metrics}
+    tokens = int(table.total_tokens.sum())
+    return StepResult({**metrics, **traffic.metrics()}, tokens, dict(traffic.by_column), samples)
+
+
+def _watch_replay(ctx: StepContext[H], step: int, batch: H, table: SampleTable) -> ReplayWatch:
+    return ReplayWatch(
+        ctx.recipe.policy.router_replay,
+        step=step,
+        sample_ids=table.sample_ids,
+        total_tokens=table.total_tokens,
+        missing=table.routes_missing,
+        digests=table.routes_digest,
+        read=partial(ctx.rows.columns, batch),
+        trace_dir=ctx.trace_dir,
+    )
+
+
+def needs_prev_logprobs(recipe: RecipeConfig) -> bool:
+    """Return whether anything reads the previous policy's logprobs (the on-policy shortcut skips them)."""
+    return (
+        not recipe.loss.force_on_policy_ratio
+        or recipe.loss.max_sequence_logprob_error is not None
+        or recipe.grpo.reward.kl_coefficient > 0
+    )
+
+
+def _loss(ctx: StepContext[Any]) -> LossFn:
+    # Without previous logprobs, the training forward says how far the generator is from the trainer.
+    return ctx.loss_fn if needs_prev_logprobs(ctx.recipe) else MismatchLoss(ctx.loss_fn)
+
+
+class _stage(AbstractContextManager[None]):  # noqa: N801 - reads as a verb where it is used
+    """Announce, time, and offer a safe point to stop before a stage."""
+
+    def __init__(self, ctx: StepContext[Any], step: int, timer: Timer, position: int, name: str) -> None:
+        self._ctx, self._step, self._timer, self._position, self._name = ctx, step, timer, position, name
+
+    def __enter__(self) -> None:
+        if self._ctx.should_stop():
+            self._ctx.prompts.position = self._position
+            raise StepInterrupted(f"stopped before stage '{self._name}' of step {self._step}")
+        self._ctx.on_stage(self._step, self._name)
+        self._timer.start(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.stop(self._name)
+
+
+# Collecting rollouts.
+
+
+@dataclass
+class Collected(Generic[H]):
+    """A step's rows; `weights` (N,) is 0 for rows that only fill the batch."""
+
+    rows: H
+    table: SampleTable
+    weights: torch.Tensor
+    metrics: dict[str, float]
+
+
+def _expected_rows(recipe: RecipeConfig) -> int:
+    # With dynamic sampling, a new round's rows stand beside those held of earlier rounds.
+    return recipe.samples_per_step * (2 if recipe.grpo.dynamic_sampling.enabled else 1)
+
+
+def collect(ctx: StepContext[H], step: int) -> Collected[H]:
+    """Roll out until the step has its groups; without dynamic sampling that is one round."""
+    grpo = ctx.recipe.grpo
+    if not grpo.dynamic_sampling.enabled:
+        rows, table, calls = _round(ctx, step, 0, grpo.num_prompts_per_step)
+        return Collected(rows, table, torch.ones(len(table)), {**table.drawn_metrics(), **calls})
+    return _collect_filtered(ctx, step)
+
+
+def _round(
+    ctx: StepContext[H], step: int, number: int, prompts: int
+) -> tuple[H, SampleTable, dict[str, float]]:
+    seed = derive_seed(ctx.recipe.seed, "rollout", step, number)
+    rows, table, metrics = ctx.rows.rollout(ctx.prompts.take(prompts), tag=f"{step}.{number}", seed=seed)
+    check_rewards(table.rewards, table.sample_ids)
+    return rows, table, metrics
+
+
+def _collect_filtered(ctx: StepContext[H], step: int) -> Collected[H]:
+    """Dynamic sampling: after each round clear what does not train, then roll out what is likely to fill the batch.
+
+    After `max_refills` rounds the batch is filled with groups of equal rewards, of weight 0. Metrics are of all rounds.
+    """
+    grpo = ctx.recipe.grpo
+    needed = grpo.num_prompts_per_step
+    rows, table, calls = _round(ctx, step, 0, needed)
+    drawn, all_calls = [table], [calls]
+    while True:
+        chosen = select_groups(**_compared(ctx.recipe, table), needed=needed)
+        if chosen.is_complete or len(drawn) == grpo.dynamic_sampling.max_refills:
+            break
+        held = sorted([*chosen.keep, *chosen.spare])
+        rows, table = ctx.rows.keep(rows, held), table.select(held)
+        # Those held fill one batch at most, and the partition has room for another.
+        more = refill_groups(chosen.missing_groups, most=needed, **_counted(ctx.recipe, drawn))
+        new_rows, new_table, calls = _round(ctx, step, len(drawn), more)
+        drawn, all_calls = [*drawn, new_table], [*all_calls, calls]
+        rows, table = ctx.rows.join([rows, new_rows]), SampleTable.join([table, new_table])
+    batch = complete_batch(chosen.keep, chosen.spare, table.uids, needed=needed)
+    counts = _counted(ctx.recipe, drawn)
+    metrics = {
+        **SampleTable.join(drawn).drawn_metrics(),
+        **combine_calls(all_calls),
+        "dynamic_sampling/rounds": float(len(drawn)),
+        "dynamic_sampling/varied_fraction": counts["useful"] / counts["drawn"],
+        "dynamic_sampling/useful_fraction": (needed - chosen.missing_groups) / counts["drawn"],
+    }
+    return Collected(
+        ctx.rows.keep(rows, batch.rows), table.select(batch.rows), torch.tensor(batch.weights), metrics
+    )
+
+
+def _compared(recipe: RecipeConfig, table: SampleTable) -> dict[str, Any]:
+    """Return what tells useful groups from others: scaled and clipped rewards, and who counts in the loss."""
+    reward, replay = recipe.grpo.reward, recipe.policy.router_replay
+    valid = overlong_mask(table.finished, reward).bool()
+    if replay.enabled and replay.on_excess == "mask":
+        valid &= table.routes_missing <= replay.max_missing_fraction
+    rewards = scaled_rewards(table.rewards, reward, table.sample_ids)
+    return {"rewards": rewards.tolist(), "group_keys": table.uids, "valid": valid.tolist()}
+
+
+def _counted(recipe: RecipeConfig, drawn: Sequence[SampleTable]) -> dict[str, int]:
+    """Return how many groups were drawn, and how many of them have rewards that differ."""
+    group_size = recipe.grpo.num_generations_per_prompt
+    equal = [row for table in drawn for row in zero_variance_rows(**_compared(recipe, table))]
+    return {"useful": equal.count(False) // group_size, "drawn": len(equal) // group_size}
+
+
+# Scoring.
+
+
+@dataclass
+class Scored:
+    """Advantages and masks of N samples, (N,) float32 each; `kl_scale` as in `AdvantageResult`."""
+
+    advantages: torch.Tensor
+    sample_mask: torch.Tensor
+    rewards: torch.Tensor
+    metrics: dict[str, float]
+    kl_scale: float = 0.0
+
+
+def score(
+    recipe: RecipeConfig, table: SampleTable, stats: Mapping[str, torch.Tensor], weights: torch.Tensor
+) -> Scored:
+    """Turn rewards into advantages, and decide which samples count in the loss."""
+    grpo = recipe.grpo
+    shaped = shape_rewards(
+        table.rewards,
+        table.longest_turn_tokens,
+        table.finished,
+        grpo.reward,
+        max_new_tokens=recipe.generation.max_new_tokens,
+        sample_ids=table.sample_ids,
+    )
+    rewards = subtract_kl(shaped, stats.get("kl_sum"), grpo.reward, table.sample_ids)
+    mask = weights * overlong_mask(table.finished, grpo.reward)
+    limit = recipe.loss.max_sequence_logprob_error
+    if limit is not None:
+        mask = mask * (stats["logprob_error"] <= limit).float()
+    kl = _token_kl(recipe, stats)
+    result = compute_advantages(
+        rewards if kl is None else shaped, table.group_ids, mask, table.response_tokens, grpo.advantage, kl=kl
+    )
+    require_finite(result.advantages, table.sample_ids, "advantages", "lower grpo.reward.scale")
+    metrics = {"sample_mask/mean": float(mask.mean()), **result.metrics}
+    kept = weights > 0
+    if kept.any():
+        metrics["reward/kept_mean"] = float(table.rewards[kept].mean())
+        metrics["reward/shaped_mean"] = float(rewards[kept].mean())
+        if "logprob_error" in stats:
+            metrics["logprob_error/mean"] = float(stats["logprob_error"][kept].mean())
+    gaps = {n.removeprefix(MISMATCH): v for n, v in stats.items() if n.startswith(MISMATCH)}
+    metrics |= {f"{MISMATCH}{name}": value for name, value in mismatch_summary(gaps, mask).items()}
+    return Scored(result.advantages, mask, rewards, metrics, result.kl_scale)
+
+
+def _token_kl(recipe: RecipeConfig, stats: Mapping[str, torch.Tensor]) -> TokenKL | None:
+    if not recipe.has_token_kl:
+        return None
+    return TokenKL(recipe.grpo.reward.kl_coefficient, stats["kl_to_go_sum"], stats["kl_to_go_squares"])
+
+
+def _write_scores(recipe: RecipeConfig, rows: Rows[H], batch: H, scored: Scored) -> None:
+    by_token = recipe.has_token_kl
+    name = MEAN_ADVANTAGES if by_token else "advantages"
+    rows.write(batch, {name: scored.advantages, "sample_mask": scored.sample_mask})
+    if by_token:
+        kind = recipe.grpo.reward.kl_kind
+        make = partial(token_advantages, kl_kind=kind, kl_scale=scored.kl_scale)
+        rows.derive(batch, make, (MEAN_ADVANTAGES, *stats_columns(reference=True)))
+
+
+def _stats(recipe: RecipeConfig, rows: Rows[H], batch: H) -> dict[str, torch.Tensor]:
+    if not needs_prev_logprobs(recipe):
+        return {}
+    reduce_fn = partial(_row_stats, kl_kind=recipe.grpo.reward.kl_kind, by_token=recipe.has_token_kl)
+    return rows.reduce(batch, reduce_fn, stats_columns(reference=recipe.needs_reference))
+
+
+def _row_stats(data: Mapping[str, Any], *, kl_kind: KLKind, by_token: bool) -> dict[str, torch.Tensor]:
+    gaps = {f"{MISMATCH}{name}": values for name, values in mismatch_stats(data).items()}
+    token_kl = kl_to_go_stats(data, kl_kind=kl_kind) if by_token else {}
+    return {**sample_stats(data, kl_kind=kl_kind), **token_kl, **gaps}
+
+
+def _samples(rows: Rows[H], batch: H, table: SampleTable, scored: Scored, count: int) -> list[dict[str, Any]]:
+    count = min(count, len(table))
+    columns: Iterable[tuple[Any, ...]] = zip(
+        table.sample_ids,
+        rows.conversations(batch, count) if count else [],
+        table.rewards.tolist(),
+        scored.advantages.tolist(),
+        table.finished.tolist(),
+    )
+    return [
+        {"sample_id": i, "messages": m, "reward": r, "advantage": a, "finished": f}
+        for i, m, r, a, f in columns
+    ]

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.algorithms.grpo import StepContext, StepInterrupted, StepResult, run_step
 from headrace.algorithms.observer import RunObserver, StepRecord
-from headrace.algorithms.step import StepContext, StepInterrupted, StepResult, run_step
 from headrace.algorithms.updates import idle_reason
 from headrace.config import RecipeConfig
 from headrace.errors import ConfigError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from headrace.algorithms.prompt_stream import PromptStream
+from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.algorithms.warm_start import warm_start_optimizer
 from headrace.config import RecipeConfig
 from headrace.environments.interfaces import Environment
@@ -26,7 +26,7 @@ class Resumable(Protocol):
 
     recipe: RecipeConfig
     policy: Policy
-    prompts: PromptStream
+    prompts: PromptLoader
 
     @property
     def prompts_state(self) -> PromptsState: ...

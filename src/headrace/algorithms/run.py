@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import torch
 from transformers.utils import logging as hf_logging
 
-from headrace.algorithms.grpo import InMemoryRows
-from headrace.algorithms.grpo_sync import DataPlaneRows
+from headrace.algorithms.grpo import Rows, StepContext
 from headrace.algorithms.loop import Loop, save_checkpoint
 from headrace.algorithms.loss import build_loss
 from headrace.algorithms.observer import (
@@ -24,10 +23,11 @@ from headrace.algorithms.observer import (
     SAMPLED_REWARD,
     RunObserver,
 )
-from headrace.algorithms.prompt_stream import PromptStream
+from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.algorithms.resume import keep_reference, prompts_state, restore, warming_up
 from headrace.algorithms.rollout_worker import RemoteRollouts, Rollouts, RolloutWorker
-from headrace.algorithms.step import Rows, StepContext
+from headrace.algorithms.rows_in_memory import InMemoryRows
+from headrace.algorithms.rows_in_store import DataPlaneRows
 from headrace.algorithms.warm_start import check_demonstrations, warm_start, warm_start_optimizer
 from headrace.config import DataPlaneConfig, ObservabilityConfig, RecipeConfig
 from headrace.environments.interfaces import Environment
@@ -64,7 +64,7 @@ class Session:
     policy: Policy
     rollouts: Rollouts
     environment: Environment
-    prompts: PromptStream
+    prompts: PromptLoader
     rows: Rows[Any]
 
     def refresh(self) -> None:
@@ -98,7 +98,7 @@ def build_session(recipe: RecipeConfig) -> Session:
             recipe.warm_start,
             max_total_tokens=recipe.policy.max_total_sequence_length,
         )
-    prompts = PromptStream(
+    prompts = PromptLoader(
         train_prompts,
         seed=derive_seed(recipe.seed, "prompts"),
         shuffle=recipe.data.shuffle,

@@ -80,7 +80,7 @@ def run_rollouts(
     """Sample `group_size` answers per prompt and have the environment score them.
 
     The result is a function of the weights, the prompts, the settings and `seed`. `tag` goes into the sample
-    ids (see `mint_uids`); by default it is made of the weight version and the seed, which together name the
+    ids (see `group_ids`); by default it is made of the weight version and the seed, which together name the
     samples. An answer is cut where its sample reaches `settings.max_total_tokens`.
 
     Raises:
@@ -135,12 +135,12 @@ def _render_with_room(tokenizer: ChatTokenizer, prompt: Prompt, max_total_tokens
     return ids
 
 
-def mint_uids(prompts: Sequence[Prompt], tag: str) -> list[str]:
+def group_ids(prompts: Sequence[Prompt], tag: str) -> list[str]:
     """Return one uid per place in `prompts`, all different: `<prompt uid>@<tag>`, with `#2` for a second one.
 
     A uid names a group, so a prompt that is drawn twice in a step gives two groups.
 
-    >>> mint_uids([Prompt("a", ()), Prompt("b", ()), Prompt("a", ())], "7.0")
+    >>> group_ids([Prompt("a", ()), Prompt("b", ()), Prompt("a", ())], "7.0")
     ['a@7.0', 'b@7.0', 'a@7.0#2']
     """
     seen: dict[str, int] = {}
@@ -178,7 +178,7 @@ def _open_samples(
             "samples (grpo.num_generations_per_prompt)"
         )
     rollouts: list[Rollout] = []
-    for uid, prompt in zip(mint_uids(prompts, tag), prompts):
+    for uid, prompt in zip(group_ids(prompts, tag), prompts):
         ids = _render_with_room(tokenizer, prompt, settings.max_total_tokens)
         rollouts.extend(
             Rollout(

@@ -5,7 +5,7 @@
     driver            turns rewards into advantages, writes one number per sample
     TQPolicy          trains; then the rows are cleared
 
-`step.run_step` puts these in order; `grpo.py` is the same with rows in memory.
+`grpo.run_step` puts these in order; `rows_in_memory.py` is the same with rows in memory.
 """
 
 from collections import Counter
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from headrace.algorithms.grpo import Traffic
 from headrace.algorithms.rollout_worker import Rollouts
 from headrace.algorithms.sample_table import SampleTable
-from headrace.algorithms.step import Traffic
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.worker_mixin import bytes_moved
 from headrace.errors import DataPlaneError, HeadraceError

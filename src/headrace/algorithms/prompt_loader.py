@@ -9,7 +9,7 @@ from headrace.experience.types import Prompt
 from headrace.utils.seeding import derive_seed
 
 
-class PromptStream:
+class PromptLoader:
     """An endless stream over a list of prompts; the position alone decides what comes next.
 
     Example: with 3 prompts, `take(4)` gives one epoch of 3 and the first prompt of the next.
