@@ -29,7 +29,6 @@ LAYERS = {
     "headrace.progress": 6,
     "headrace.report": 6,
     "headrace.store_commands": 6,
-    "headrace.trace_check": 6,
     "headrace.run_tables": 6,
 }
 
@@ -92,7 +91,7 @@ ONLY_IN = {
 # Factories that load something slow or optional: (file, module imported inside a function).
 LOCAL_IMPORTS = {
     ("cli.py", "headrace.algorithms"),
-    ("cli.py", "headrace.trace_check"),
+    ("cli.py", "headrace.models.router_replay.trace"),
     ("compat/nemo_rl.py", "?"),
     ("doctor.py", "headrace.models.automodel.attention"),
     ("doctor.py", "torch"),

@@ -425,7 +425,7 @@ def trace_check(
     run = RunDirectory(run_dir)
     if not (run.config_path.is_file() or run.traces_dir.is_dir()):
         raise ConfigError(f"{run_dir}: no run there; give the directory of a run")
-    from headrace.trace_check import check_run  # noqa: PLC0415  (imports transformers: seconds)
+    from headrace.models.router_replay.trace import check_run  # noqa: PLC0415  (imports transformers: seconds)
 
     for line in check_run(run_dir):
         typer.echo(line)

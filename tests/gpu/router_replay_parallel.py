@@ -32,7 +32,6 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src"), str(ROOT / "benchmarks")
 from run import where
 
 from headrace.algorithms.loss.nll import NLLLoss
-from headrace.algorithms.replay_checks import check_stage
 from headrace.config import GenerationConfig, PolicyConfig
 from headrace.data_plane.route_binding import bound_digests
 from headrace.distributed.batched_data_dict import BatchedDataDict
@@ -41,8 +40,7 @@ from headrace.models.automodel.data import get_microbatch_iterator
 from headrace.models.automodel.scoring import Autocast
 from headrace.models.automodel.setup import enable_activation_checkpointing, load_model
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
-from headrace.models.router_replay import Receipt, RouterReplay, Routes, install
-from headrace.models.router_replay.proof import ReplayProof
+from headrace.models.router_replay import ReplayStats, RouterReplay, Routes, install
 from moe_families import tiny_sizes
 from tiny_models import CHARACTERS, tiny_tokenizer
 
@@ -389,7 +387,7 @@ def check_identity(subject: Subject) -> bool:
             replay = Routes.replay(record.ids, trace=True)
             same &= torch.equal(subject.score(index, replay), stock)
             same &= torch.equal(replay.ids, record.ids)
-            same &= sum(replay.receipt.native) == 0 < sum(replay.receipt.replayed)
+            same &= sum(replay.stats.native) == 0 < sum(replay.stats.replayed)
     return bool(same)
 
 
@@ -416,7 +414,7 @@ def check_replay(subject: Subject, truth: Truth) -> dict[str, Any]:
     with probing(subject) as probe:
         plain, used = gradients(subject)
     seen = probe.wrong_rows(truth, layers, runs=1)
-    receipt = sum((r.receipt for r in used), Receipt())
+    stats = sum((r.stats for r in used), ReplayStats())
     own_choice = torch.cat([(r.native != r.ids).any(-1).flatten() for r in used]).float().mean()
     routers = router_gradients(subject)
     subject.recompute()
@@ -426,12 +424,12 @@ def check_replay(subject: Subject, truth: Truth) -> dict[str, Any]:
     subject.model.zero_grad(set_to_none=True)
     sums = torch.stack([(a - b).float().norm() ** 2 for a, b in zip(plain, again, strict=True)]).sum()
     total = torch.stack([a.float().norm() ** 2 for a in plain]).sum()
-    tokens = receipt.tokens - receipt.padding
+    tokens = stats.tokens - stats.padding
     return {
         "seen": seen,
         "seen_with_recompute": recomputed,
         "tokens": tokens,
-        "complete": receipt.replayed == (tokens,) * layers and not sum(receipt.native),
+        "complete": stats.replayed == (tokens,) * layers and not sum(stats.native),
         "would_choose_otherwise": float(own_choice),
         "router_gradient": routers,
         "recompute_bit_identical": all(torch.equal(a, b) for a, b in zip(plain, again)),
@@ -462,15 +460,15 @@ def check_stages(subject: Worker, truth: Truth) -> dict[str, Any]:
     with probing(subject) as probe:
         norm = float(worker.train(subject.rows(), NLLLoss(), mbs=1)["grad_norm"][0])
     trained = probe.wrong_rows(truth, layers, runs=2)
-    proofs = worker.take_replay_proofs()
-    everyone: list[Any] = [proofs]
+    taken = worker.take_replay_stats()
+    everyone: list[Any] = [taken]
     if worker.dp_group is not None:
         everyone = [None] * dist.get_world_size(worker.dp_group)
-        dist.all_gather_object(everyone, proofs, group=worker.dp_group)
+        dist.all_gather_object(everyone, taken, group=worker.dp_group)
     lengths = torch.tensor(LENGTHS)
     for stage in ("prev_logprobs", "train"):
-        proof = sum((p[stage] for p in everyone), ReplayProof())
-        check_stage(stage, proof, digests=truth.digests, total_tokens=lengths)
+        stats = sum((part[stage] for part in everyone), ReplayStats())
+        stats.check(stage, digests=truth.digests, total_tokens=lengths)
     return {"seen_scoring": scored, "seen_training": trained, "stages_proven": True, "grad_norm": norm}
 
 

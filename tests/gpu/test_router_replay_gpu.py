@@ -59,7 +59,7 @@ def test_record_replay_and_the_stock_forward_are_bit_identical_on_the_gpu(family
         assert torch.equal(model(input_ids=ids, use_cache=False, routes=replayed).logits, stock)
     assert recorded.ids.is_cuda
     assert torch.equal(recorded.ids, replayed.ids)
-    replayed.receipt.require_effect()
+    replayed.stats.require_effect()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

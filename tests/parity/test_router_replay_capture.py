@@ -13,7 +13,7 @@ from headrace.algorithms.run import build_session, start_loop
 from headrace.config import RecipeConfig
 from headrace.errors import HeadraceError, ReplayError, SchemaError
 from headrace.models.interfaces import GenerationOutput, Generator
-from headrace.trace_check import check_run
+from headrace.models.router_replay.trace import check_run
 from headrace.utils.run_directory import RunDirectory
 from recorder import NeverStop, Recorder
 from tiny_recipe import MODEL, tiny_recipe

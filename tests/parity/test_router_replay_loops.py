@@ -19,7 +19,7 @@ from headrace.config import DataPlaneConfig, RecipeConfig
 from headrace.data_plane.routes_codec import missing_mark
 from headrace.errors import ConfigError, ReplayError
 from headrace.models.interfaces import GenerationOutput, Generator
-from headrace.trace_check import check_run
+from headrace.models.router_replay.trace import check_run
 from headrace.utils.run_directory import RunDirectory
 from ray_session import SIMPLE, fresh_store
 from recorder import NeverStop, Recorder

@@ -105,7 +105,7 @@ def test_recorded_routes_replay_the_same_logits_bit_for_bit() -> None:
         replayed = run(model)
     assert torch.equal(stock, recorded_logits)
     assert torch.equal(stock, replayed)
-    assert replay.receipt().totals() == {"replayed": 24, "native": 0, "never_reached": 0, "padding": 0}
+    assert replay.stats().totals() == {"replayed": 24, "native": 0, "never_reached": 0, "padding": 0}
 
 
 def test_other_routes_give_other_logits_and_the_router_keeps_its_gradient() -> None:
@@ -129,7 +129,7 @@ def test_missing_rows_are_routed_natively() -> None:
     given[3, 0] = given[5, 1] = 255
     with replay.forward(given):
         assert torch.equal(run(model), stock)
-    assert replay.receipt().native == (1, 1)
+    assert replay.stats().native == (1, 1)
 
 
 def test_two_models_in_one_process_do_not_see_each_other() -> None:
@@ -229,7 +229,7 @@ def test_a_virtual_pipeline_replays_one_chunk_at_a_time() -> None:
         if number:
             with replay.forward(given, chunk=number):
                 layer(hidden, attention_mask=MASK)
-            assert replay.receipt().totals() == {
+            assert replay.stats().totals() == {
                 "replayed": 12,
                 "native": 0,
                 "never_reached": 0,
@@ -257,7 +257,7 @@ def test_the_routers_of_multi_token_prediction_are_left_alone() -> None:
     assert replay.slots == (0, 1)
     with replay.forward(routes()):
         run(model)
-    assert replay.receipt().totals()["replayed"] == 24
+    assert replay.stats().totals()["replayed"] == 24
 
 
 def test_a_capacity_factor_is_refused_by_name() -> None:
@@ -277,9 +277,9 @@ def zeroed(ids: torch.Tensor, token: int, layer: int) -> torch.Tensor:
     return ids
 
 
-def test_a_receipt_before_a_forward_is_refused() -> None:
+def test_stats_before_a_forward_is_refused() -> None:
     with pytest.raises(ReplayError, match="no forward has replayed routes yet"):
-        MegatronRouterReplay([gpt()]).receipt()
+        MegatronRouterReplay([gpt()]).stats()
 
 
 def test_rows_kept_for_a_recompute_that_did_not_come_are_an_error() -> None:

@@ -1,4 +1,4 @@
-"""Routes of one model: the API, receipts, missing and padding rows, and what must never pass silently."""
+"""Routes of one model: the API, stats, missing and padding rows, and what must never pass silently."""
 
 import pickle
 import subprocess
@@ -17,7 +17,7 @@ from transformers.modeling_layers import MtpLayer
 from headrace.errors import ReplayError
 from headrace.models.router_replay import (
     LayerMap,
-    Receipt,
+    ReplayStats,
     Routes,
     align_padded,
     install,
@@ -101,7 +101,7 @@ def test_a_model_built_twice_has_two_sets_of_routers_that_do_not_mix() -> None:
     routes = Routes.replay(recorded(first), trace=True)
     forward(second, routes=routes)
     assert torch.equal(routes.ids, recorded(first))
-    assert routes.receipt.totals() == {"replayed": 2 * TOKENS, "native": 0, "never_reached": 0, "padding": 0}
+    assert routes.stats.totals() == {"replayed": 2 * TOKENS, "native": 0, "never_reached": 0, "padding": 0}
 
 
 def test_a_copy_of_an_installed_model_runs_its_own_layers(model: Any) -> None:
@@ -135,7 +135,7 @@ ids, expected = torch.load(sys.argv[2])
 routes = Routes.record()
 with torch.no_grad():
     assert torch.equal(model(input_ids=ids, use_cache=False, routes=routes).logits, expected)
-print(routes.receipt.totals()["native"])
+print(routes.stats.totals()["native"])
 """
 
 
@@ -279,7 +279,8 @@ def test_a_dense_first_layer_has_no_slot() -> None:
     assert recorded(model).shape == (TOKENS, 3, 2)
     with pytest.raises(ReplayError, match=r"shape \(18, 4, 2\).*takes \(18, 3, 2\)"):
         forward(model, routes=Routes.replay(torch.zeros(TOKENS, 4, 2, dtype=torch.uint8)))
-    everything = replay.layer_map.spread(recorded(model))
+    everything = torch.full((TOKENS, 4, 2), 255, dtype=torch.uint8)
+    everything[:, 1:] = recorded(model)
     assert torch.equal(
         forward(model, routes=Routes.replay(replay.layer_map.select(everything))), forward(model)
     )
@@ -295,8 +296,8 @@ def test_a_router_that_is_a_function_of_the_token_keeps_its_slot() -> None:
     routes = Routes.replay(random_routes(replay, TOKENS, seed=1), trace=True)
     forward(model, routes=routes)
     assert torch.equal(routes.ids[:, 0].long(), table)
-    assert routes.receipt.native == (TOKENS, 0)
-    assert routes.receipt.replayed == (0, TOKENS)
+    assert routes.stats.native == (TOKENS, 0)
+    assert routes.stats.replayed == (0, TOKENS)
 
 
 def test_the_routers_of_a_draft_have_no_slot_and_choose_for_themselves() -> None:
@@ -309,7 +310,7 @@ def test_the_routers_of_a_draft_have_no_slot_and_choose_for_themselves() -> None
     assert type(decoder.draft.mtp_block.mlp.gate) is stock
     routes = Routes.replay(random_routes(replay, TOKENS, seed=0), trace=True)
     forward(model, routes=routes)
-    assert routes.receipt.replayed == (TOKENS,) * 2
+    assert routes.stats.replayed == (TOKENS,) * 2
 
 
 def test_more_than_256_experts_take_two_bytes_and_replay() -> None:
@@ -324,7 +325,7 @@ def test_more_than_256_experts_take_two_bytes_and_replay() -> None:
     forward(model, routes=routes)
     kept = torch.arange(TOKENS) != 5
     assert torch.equal(routes.ids.long()[kept], given[kept])
-    assert routes.receipt.native == (1, 1)
+    assert routes.stats.native == (1, 1)
     assert torch.equal(forward(model, routes=Routes.replay(ids)), forward(model))
 
 
@@ -360,7 +361,7 @@ def test_several_forwards_append_their_rows_in_order(model: Any) -> None:
     forward(model, INPUTS.flip(0)[:, :4], routes=routes)
     assert torch.equal(routes.ids[:TOKENS], recorded(model))
     assert torch.equal(routes.ids[TOKENS:], recorded(model, INPUTS.flip(0)[:, :4]))
-    assert routes.receipt.native == (TOKENS + 8,) * 2
+    assert routes.stats.native == (TOKENS + 8,) * 2
 
 
 def test_generate_records_the_prefill_and_every_decode_step(model: Any) -> None:
@@ -387,16 +388,16 @@ def test_missing_rows_are_routed_by_the_model_and_the_rest_as_given(model: Any, 
     assert (routes.ids != 255).all()
     # Row 4 comes before what its own choice could change in layer 0.
     assert torch.equal(routes.ids[4, 0], recorded(model)[4, 0])
-    assert routes.receipt.native == (1, 2)
-    assert routes.receipt.replayed == (TOKENS - 1, TOKENS - 2)
+    assert routes.stats.native == (1, 2)
+    assert routes.stats.replayed == (TOKENS - 1, TOKENS - 2)
 
 
 def test_a_replay_of_missing_rows_only_is_the_stock_forward_and_has_no_effect(model: Any) -> None:
     routes = Routes.replay(torch.full((TOKENS, 2, 2), 255, dtype=torch.uint8))
     assert torch.equal(forward(model, routes=routes), forward(model))
-    assert routes.receipt.totals()["native"] == 2 * TOKENS
+    assert routes.stats.totals()["native"] == 2 * TOKENS
     with pytest.raises(ReplayError, match="no effect"):
-        routes.receipt.require_effect()
+        routes.stats.require_effect()
 
 
 def test_padding_rows_are_spread_and_not_counted(model: Any) -> None:
@@ -411,16 +412,16 @@ def test_padding_rows_are_spread_and_not_counted(model: Any) -> None:
     output = forward(model, routes=routes, attention_mask=mask)
     # Other experts for the padding change the shapes of the experts' products, and so the last bits.
     torch.testing.assert_close(output[mask.bool()], stock[mask.bool()])
-    assert routes.receipt == Receipt(
+    assert routes.stats == ReplayStats(
         tuple(r.name for r in replay.routers), TOKENS, 3, (TOKENS - 3,) * 2, (0, 0), (0, 0)
     )
 
 
-def test_receipts_of_microbatches_add_up(model: Any) -> None:
+def test_stats_of_microbatches_add_up(model: Any) -> None:
     routes = [Routes.replay(recorded(model)) for _ in range(3)]
     for part in routes:
         forward(model, routes=part)
-    total = sum((part.receipt for part in routes), Receipt())
+    total = sum((part.stats for part in routes), ReplayStats())
     assert total.tokens == 3 * TOKENS
     assert total.replayed == (3 * TOKENS,) * 2
     total.require_effect()
@@ -489,7 +490,7 @@ def test_recompute_is_not_a_second_consumption_and_leaves_the_record_alone(model
         other.model.layers[1].mlp.gate.weight.neg_()
     logits.sum().backward()
     assert torch.equal(routes.ids, before)
-    assert routes.receipt.totals() == {"replayed": 2 * TOKENS, "native": 0, "never_reached": 0, "padding": 0}
+    assert routes.stats.totals() == {"replayed": 2 * TOKENS, "native": 0, "never_reached": 0, "padding": 0}
 
 
 @pytest.mark.parametrize("wrapped_first", [True, False])
@@ -519,7 +520,7 @@ def test_what_a_recomputation_used_is_counted_beside_what_the_forward_used(wrapp
     given[0][3] = -1
     in_flight = [Routes.replay(ids, trace=True) for ids in given]
     losses = [model(input_ids=INPUTS, routes=routes).logits.sum() for routes in in_flight]
-    assert [routes.receipt.recomputed for routes in in_flight] == [(0, 0)] * 2
+    assert [routes.stats.recomputed for routes in in_flight] == [(0, 0)] * 2
 
     def stray(router: Any, _: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -532,15 +533,15 @@ def test_what_a_recomputation_used_is_counted_beside_what_the_forward_used(wrapp
     sound, strayed = in_flight[1], in_flight[0]
     first = 0 if wrapped else TOKENS
     for routes in in_flight:
-        assert routes.receipt.recomputed == (first, TOKENS)
+        assert routes.stats.recomputed == (first, TOKENS)
         assert routes.recomputed is not None
         assert torch.equal(routes.recomputed[:, 0] == routes.ids[:, 0], torch.full((TOKENS, 2), not wrapped))
-    assert sound.receipt.strayed == (0, 0)
-    sound.receipt.require_effect()
-    assert strayed.receipt.strayed[0] == 0
-    assert strayed.receipt.strayed[1] > TOKENS // 2
+    assert sound.stats.recompute_differs == (0, 0)
+    sound.stats.require_effect()
+    assert strayed.stats.recompute_differs[0] == 0
+    assert strayed.stats.recompute_differs[1] > TOKENS // 2
     with pytest.raises(ReplayError, match=r"other experts than the forward.*model\.layers\.1\.mlp\.gate"):
-        strayed.receipt.require_effect()
+        strayed.stats.require_effect()
 
 
 def test_gradient_accumulation_takes_fresh_routes_for_each_microbatch(model: Any) -> None:
@@ -584,7 +585,7 @@ def test_a_forward_that_failed_has_consumed_nothing(model: Any) -> None:
         forward(model, routes=routes)
     hook.remove()
     forward(model, routes=routes)
-    assert routes.receipt.replayed == (TOKENS,) * 2
+    assert routes.stats.replayed == (TOKENS,) * 2
 
 
 def test_a_layer_run_twice_in_one_forward_is_refused_by_name() -> None:
@@ -611,7 +612,7 @@ def test_rows_that_no_layer_takes_are_refused_and_counted() -> None:
     routes = Routes.replay(random_routes(replay, TOKENS, seed=0))
     with pytest.raises(ReplayError, match=r"never reached 1 of 2 routers: model\.layers\.1\.mlp\.gate"):
         forward(model, routes=routes)
-    assert routes.receipt.never_reached == (0, TOKENS)
+    assert routes.stats.never_reached == (0, TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.algorithms.loss.nll import NLLLoss
-from headrace.algorithms.replay_checks import ReplayWatch, budget_mask, check_stage
-from headrace.algorithms.route_trace import RouteTrace, read_trace, trace_of, write_trace
+from headrace.algorithms.replay_checks import ReplayWatch
 from headrace.config import RouterReplayConfig
 from headrace.data_plane.route_binding import bound_digests, sample_salts
 from headrace.distributed.batched_data_dict import BatchedDataDict
@@ -19,8 +18,15 @@ from headrace.models.automodel.data import ProcessedMicrobatch, process_microbat
 from headrace.models.automodel.replay import PREV_LOGPROBS, RouteReplayer, align_microbatch
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from headrace.models.router_replay import install
-from headrace.models.router_replay.proof import ReplayProof, TracedRows
-from headrace.trace_check import check_run, check_trace
+from headrace.models.router_replay.stats import ReplayStats, TracedRows
+from headrace.models.router_replay.trace import (
+    RouteTrace,
+    check_run,
+    check_trace,
+    read_trace,
+    trace_of,
+    write_trace,
+)
 from headrace.utils.run_directory import RunDirectory
 from tiny_models import tiny_batch, tiny_generation_config, tiny_model, tiny_policy_config, tiny_tokenizer
 
@@ -72,14 +78,14 @@ def worker(**changes: Any) -> AutomodelPolicyWorker:
     return AutomodelPolicyWorker(cfg, tiny_generation_config(), tokenizer=tiny_tokenizer(), seed=0)
 
 
-def prev_proof(data: BatchedDataDict, made: AutomodelPolicyWorker | None = None) -> ReplayProof:
+def prev_stats(data: BatchedDataDict, made: AutomodelPolicyWorker | None = None) -> ReplayStats:
     made = made or worker()
     made.get_logprobs(data)
-    return made.take_replay_proofs()["prev_logprobs"]
+    return made.take_replay_stats()["prev_logprobs"]
 
 
-def check(proof: ReplayProof, recorded: BatchedDataDict) -> None:
-    check_stage("prev_logprobs", proof, digests=digests_of(recorded), total_tokens=recorded["input_lengths"])
+def check(stats: ReplayStats, recorded: BatchedDataDict) -> None:
+    stats.check("prev_logprobs", digests=digests_of(recorded), total_tokens=recorded["input_lengths"])
 
 
 def planned(data: BatchedDataDict, changes: dict[str, Any]) -> BatchedDataDict:
@@ -106,17 +112,13 @@ def planned(data: BatchedDataDict, changes: dict[str, Any]) -> BatchedDataDict:
 @pytest.mark.parametrize("changes", [FIXED, PACKED], ids=["fixed", "packed"])
 def test_every_row_is_used_once_and_with_its_token(changes: dict[str, Any]) -> None:
     data, made = batch(), worker(**changes)
-    proof = prev_proof(planned(data, changes), made)
-    check(proof, data)
-    assert proof.receipt.totals()["replayed"] == LAYERS * sum(n - 1 for n in LENGTHS)
-    assert proof.receipt.totals()["native"] == 0
+    stats = prev_stats(planned(data, changes), made)
+    check(stats, data)
+    assert stats.totals()["replayed"] == LAYERS * sum(n - 1 for n in LENGTHS)
+    assert stats.totals()["native"] == 0
     made.train(planned(batch(), changes), NLLLoss())
-    check_stage(
-        "train",
-        made.take_replay_proofs()["train"],
-        digests=digests_of(data),
-        total_tokens=data["input_lengths"],
-    )
+    trained = made.take_replay_stats()["train"]
+    trained.check("train", digests=digests_of(data), total_tokens=data["input_lengths"])
 
 
 def test_replay_changes_the_logprobs_of_rows_whose_routes_differ() -> None:
@@ -131,7 +133,7 @@ def test_the_reference_scores_with_routes_of_its_own() -> None:
         cfg, tiny_generation_config(), tokenizer=tiny_tokenizer(), seed=0, with_reference=True
     )
     reference = made.get_reference_policy_logprobs(batch())["reference_logprobs"]
-    assert made.take_replay_proofs() == {}
+    assert made.take_replay_stats() == {}
     native = worker(router_replay={"enabled": False}).get_logprobs(batch())["logprobs"]
     assert torch.equal(reference, native)
     replayed = made.get_logprobs(batch())["logprobs"]
@@ -166,9 +168,9 @@ def test_routes_are_cut_with_the_same_indices_as_their_tokens(packed: bool) -> N
 def test_a_row_that_is_missing_is_routed_natively_and_counted() -> None:
     data = batch()
     data["routed_experts"][0, 2, 1] = 255
-    proof = prev_proof(data)
-    check(proof, data)
-    assert proof.receipt.totals()["native"] == 1
+    stats = prev_stats(data)
+    check(stats, data)
+    assert stats.totals()["native"] == 1
 
 
 # Faults in the rows that a worker gets.
@@ -205,27 +207,27 @@ def test_valid_rows_that_are_not_those_of_the_rollout_are_refused(fault: Any) ->
     recorded, data = batch(), batch()
     fault(data)
     with pytest.raises(ReplayError, match=r"fetched.*not what the rollout recorded"):
-        check(prev_proof(data), recorded)
+        check(prev_stats(data), recorded)
 
 
 def test_a_shift_over_equal_tokens_is_refused() -> None:
     recorded, data = batch(), batch()
     for rows in (recorded, data):
         rows["input_ids"].fill_(7)
-    check(prev_proof(data), recorded)
+    check(prev_stats(data), recorded)
     shift_by_one_token(data)
     with pytest.raises(ReplayError, match=r"\(fetched\).*not what the rollout recorded"):
-        check(prev_proof(data), recorded)
+        check(prev_stats(data), recorded)
 
 
 def test_rows_of_two_samples_with_the_same_tokens_cannot_be_exchanged() -> None:
     recorded, data = rows_of_equal_length(), rows_of_equal_length()
     for rows in (recorded, data):
         rows["input_ids"].fill_(7)
-    check(prev_proof(data), recorded)
+    check(prev_stats(data), recorded)
     data["routed_experts"] = data["routed_experts"].flip(0)
     with pytest.raises(ReplayError, match=r"\(fetched\).*not what the rollout recorded"):
-        check(prev_proof(data), recorded)
+        check(prev_stats(data), recorded)
 
 
 # Faults behind the fetch: what a worker got is what the rollout recorded.
@@ -233,10 +235,10 @@ def test_rows_of_two_samples_with_the_same_tokens_cannot_be_exchanged() -> None:
 
 @pytest.mark.parametrize("place", ["fetched", "sliced", "used"])
 def test_a_digest_that_differs_in_one_place_is_named(place: str) -> None:
-    proof = prev_proof(batch())
-    check(proof, batch())
+    stats = prev_stats(batch())
+    check(stats, batch())
     with pytest.raises(ReplayError, match=rf"digest is [0-9a-f]{{16}} \({place}\)"):
-        check(replace(proof, **{place: getattr(proof, place) ^ 1}), batch())
+        check(replace(stats, **{place: getattr(stats, place) ^ 1}), batch())
 
 
 def shift_the_tokens_by_one(data: BatchedDataDict) -> None:
@@ -248,7 +250,7 @@ def shift_the_tokens_by_one(data: BatchedDataDict) -> None:
 def test_a_microbatch_whose_routes_and_tokens_are_one_apart_is_refused_as_badly_cut(
     fault: Any, packed: bool
 ) -> None:
-    def proof_of(data: BatchedDataDict) -> ReplayProof:
+    def stats_of(data: BatchedDataDict) -> ReplayStats:
         model = tiny_model("qwen3_moe")
         replayer = RouteReplayer(install(model))
         replayer.begin(PREV_LOGPROBS, batch())
@@ -258,20 +260,20 @@ def test_a_microbatch_whose_routes_and_tokens_are_one_apart_is_refused_as_badly_
             model(input_ids=inputs.input_ids, routes=routes)
         return replayer.take()[PREV_LOGPROBS]
 
-    check(proof_of(batch()), batch())
+    check(stats_of(batch()), batch())
     shifted = batch()
     fault(shifted)
     with pytest.raises(ReplayError, match=r"\(sliced\).*not those that were fetched"):
-        check(proof_of(shifted), batch())
+        check(stats_of(shifted), batch())
 
 
 def test_a_plan_that_takes_a_row_twice_and_leaves_one_out_is_refused_though_tokens_add_up() -> None:
     data, made = planned(rows_of_equal_length(), PACKED), worker(**PACKED)
     data.micro_batch_indices, data.micro_batch_lengths = [[[0, 2], [2, 4]]], [[16, 16]]
-    check(prev_proof(data, made), rows_of_equal_length())
+    check(prev_stats(data, made), rows_of_equal_length())
     data.micro_batch_indices = [[[0, 2], [1, 3]]]
     with pytest.raises(ReplayError, match=r"\(sliced\).*rows taken twice"):
-        check(prev_proof(data, made), rows_of_equal_length())
+        check(prev_stats(data, made), rows_of_equal_length())
 
 
 def give_a_layer_other_rows(made: AutomodelPolicyWorker, layer: int) -> None:
@@ -291,13 +293,9 @@ def test_a_router_that_uses_other_experts_than_it_was_given_is_refused(layer: in
     give_a_layer_other_rows(made, layer)
     made.get_logprobs(data)
     made.train(batch(), NLLLoss(), eval_mode=True)
+    stats = made.take_replay_stats()[stage]
     with pytest.raises(ReplayError, match=rf"'{stage}'.*\(used\).*did not use the rows"):
-        check_stage(
-            stage,
-            made.take_replay_proofs()[stage],
-            digests=digests_of(data),
-            total_tokens=data["input_lengths"],
-        )
+        stats.check(stage, digests=digests_of(data), total_tokens=data["input_lengths"])
 
 
 def give_a_recomputation_other_rows(made: AutomodelPolicyWorker) -> None:
@@ -330,18 +328,18 @@ def test_gradients_of_routers_that_disobey_never_reach_the_weights(fault: Any, m
     with pytest.raises(ReplayError, match=message):
         made.train(batch(), NLLLoss())
     assert all(torch.equal(weight, before[name]) for name, weight in made.named_weights())
-    assert made.take_replay_proofs() == {}
+    assert made.take_replay_stats() == {}
 
 
 def test_a_recomputation_that_obeys_is_counted_row_by_row() -> None:
     made, data = worker(activation_checkpointing=True), batch()
     made.train(batch(), NLLLoss())
-    receipt = made.take_replay_proofs()["train"].receipt
+    stats = made.take_replay_stats()["train"]
     rows = int((data["input_lengths"] - 1).sum())
-    assert (receipt.recomputed, receipt.strayed) == ((rows,) * LAYERS, (0,) * LAYERS)
+    assert (stats.recomputed, stats.recompute_differs) == ((rows,) * LAYERS, (0,) * LAYERS)
     plain = worker()
     plain.train(batch(), NLLLoss())
-    assert plain.take_replay_proofs()["train"].receipt.recomputed == (0,) * LAYERS
+    assert plain.take_replay_stats()["train"].recomputed == (0,) * LAYERS
 
 
 @pytest.mark.parametrize(
@@ -387,7 +385,7 @@ def test_supervised_rows_need_no_routes() -> None:
         del data[name]
     made = worker()
     made.train(data, NLLLoss())
-    assert made.take_replay_proofs() == {}
+    assert made.take_replay_stats() == {}
 
 
 def test_rows_that_are_scored_twice_or_not_at_all_are_refused() -> None:
@@ -396,16 +394,16 @@ def test_rows_that_are_scored_twice_or_not_at_all_are_refused() -> None:
     twice.get_logprobs(batch())
     twice.get_logprobs(batch())
     with pytest.raises(ReplayError, match="consumed twice"):
-        check(twice.take_replay_proofs()["prev_logprobs"], data)
+        check(twice.take_replay_stats()["prev_logprobs"], data)
     with pytest.raises(ReplayError, match="never reached"):
-        check(prev_proof(batch().slice(0, 2)), data)
+        check(prev_stats(batch().slice(0, 2)), data)
 
 
 def test_a_replay_of_nothing_is_refused() -> None:
     data = batch()
     data["routed_experts"].fill_(255)
     with pytest.raises(ReplayError, match="no effect"):
-        check(prev_proof(data), data)
+        check(prev_stats(data), data)
 
 
 def test_a_dense_model_is_refused_before_any_step() -> None:
@@ -416,12 +414,12 @@ def test_a_dense_model_is_refused_before_any_step() -> None:
 
 def test_two_workers_of_one_process_have_their_own_routers() -> None:
     first, second = worker(), worker()
-    check(prev_proof(batch(), first), batch())
-    assert second.take_replay_proofs() == {}
-    check(prev_proof(batch(seed=1), second), batch(seed=1))
+    check(prev_stats(batch(), first), batch())
+    assert second.take_replay_stats() == {}
+    check(prev_stats(batch(seed=1), second), batch(seed=1))
 
 
-def test_a_step_that_is_aborted_leaves_no_proof_behind() -> None:
+def test_a_step_that_is_aborted_leaves_no_stats_behind() -> None:
     made = worker()
 
     class Fails(NLLLoss):
@@ -430,35 +428,39 @@ def test_a_step_that_is_aborted_leaves_no_proof_behind() -> None:
 
     with pytest.raises(SchemaError):
         made.train(batch(), Fails())
-    assert made.take_replay_proofs() == {}
+    assert made.take_replay_stats() == {}
 
 
-# The budget.
+# What a step checks.
+
+
+def watch(cfg: RouterReplayConfig, missing: torch.Tensor) -> ReplayWatch:
+    data = batch()
+    return ReplayWatch(
+        cfg,
+        step=1,
+        sample_ids=NAMES,
+        total_tokens=data["input_lengths"],
+        missing=missing,
+        digests=digests_of(data),
+        read=lambda names: {n: data[n] for n in names},
+    )
 
 
 def test_samples_over_the_budget_are_refused_by_name_or_masked() -> None:
     missing = torch.tensor([0.0, 0.3, 0.05, 0.5])
     cfg = RouterReplayConfig(enabled=True, max_missing_fraction=0.1)
     with pytest.raises(ReplayError, match=r"2 of 4 samples.*'s3' 50.0%, 's1' 30.0%"):
-        budget_mask(cfg, missing, NAMES)
-    masking = cfg.model_copy(update={"on_excess": "mask"})
-    assert budget_mask(masking, missing, NAMES).tolist() == [1.0, 0.0, 1.0, 0.0]
-    assert budget_mask(RouterReplayConfig(), missing, NAMES).tolist() == [1.0] * 4
+        watch(cfg, missing).budget()
+    masking = watch(cfg.model_copy(update={"on_excess": "mask"}), missing)
+    assert masking.budget().tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert masking.metrics["router_replay/masked_samples"] == 2
+    assert watch(RouterReplayConfig(), missing).budget().tolist() == [1.0] * 4
 
 
-def test_a_stage_without_proof_is_refused(tmp_path: Path) -> None:
-    data = batch()
-    watch = ReplayWatch(
-        RouterReplayConfig(enabled=True),
-        step=1,
-        sample_ids=NAMES,
-        total_tokens=data["input_lengths"],
-        missing=torch.zeros(4),
-        digests=digests_of(data),
-        read=lambda names: {n: data[n] for n in names},
-    )
+def test_a_stage_without_stats_is_refused() -> None:
     with pytest.raises(ReplayError, match="'train' ran without router replay"):
-        watch.check({}, "train")
+        watch(RouterReplayConfig(enabled=True), torch.zeros(4)).check({}, "train")
 
 
 # The trace.
@@ -471,12 +473,12 @@ def trace(change: Any = None, *, stored: Any = None) -> RouteTrace:
     for alter, data in ((stored, recorded), (stored, fetched), (change, fetched)):
         if alter is not None:
             alter(data)
-    return trace_of(3, NAMES, digests, recorded, {"prev_logprobs": not_compared(prev_proof(fetched))})
+    return trace_of(3, NAMES, digests, recorded, {"prev_logprobs": not_compared(prev_stats(fetched))})
 
 
-def not_compared(proof: ReplayProof) -> list[TracedRows]:
+def not_compared(stats: ReplayStats) -> list[TracedRows]:
     """The rows of a stage as one that compares nothing leaves them; the routes here are random."""
-    return [replace(rows, native=None) for rows in proof.traced]
+    return [replace(rows, native=None) for rows in stats.rows]
 
 
 def test_a_sound_trace_passes_and_survives_the_file(tmp_path: Path) -> None:
@@ -495,7 +497,7 @@ def test_a_sound_trace_passes_and_survives_the_file(tmp_path: Path) -> None:
     assert check_run(tmp_path) == [check_trace(read_trace(path))]
 
 
-def test_a_filler_microbatch_leaves_no_sample_in_the_trace() -> None:
+def test_a_dummy_microbatch_leaves_no_sample_in_the_trace() -> None:
     data, made = planned(batch(), PACKED), worker(**PACKED)
     plan, lengths = data.micro_batch_indices, data.micro_batch_lengths
     assert plan is not None
@@ -503,11 +505,11 @@ def test_a_filler_microbatch_leaves_no_sample_in_the_trace() -> None:
     plan[0].append([4, 4])
     lengths[0].append(1)
     made.get_logprobs(data)
-    proof = made.take_replay_proofs()["prev_logprobs"]
-    assert sum(len(rows.lengths) for rows in proof.traced) == len(LENGTHS) + 1
-    check(proof, batch())
+    stats = made.take_replay_stats()["prev_logprobs"]
+    assert sum(len(rows.lengths) for rows in stats.rows) == len(LENGTHS) + 1
+    check(stats, batch())
     said = check_trace(
-        trace_of(3, NAMES, digests_of(batch()), batch(), {"prev_logprobs": not_compared(proof)})
+        trace_of(3, NAMES, digests_of(batch()), batch(), {"prev_logprobs": not_compared(stats)})
     )
     assert said == "step 3: 4 samples as recorded; used as given: prev_logprobs 4"
 

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from headrace.algorithms.loss.nll import NLLLoss
-from headrace.algorithms.replay_checks import check_stage
-from headrace.algorithms.route_trace import trace_of
 from headrace.data_plane.route_binding import bound_digests, sample_salts
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.errors import ReplayError
 from headrace.models.policy.lm_policy import Policy
-from headrace.models.router_replay.proof import ReplayProof
-from headrace.trace_check import check_trace
+from headrace.models.router_replay.stats import ReplayStats
+from headrace.models.router_replay.trace import check_trace, trace_of
 from tiny_models import tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
 
 LENGTHS = [9, 4, 7, 12]
@@ -44,11 +42,11 @@ def run(workers: int, **parallel: Any) -> tuple[torch.Tensor, float]:
     try:
         logprobs = policy.get_logprobs(batch())["logprobs"]
         trained = policy.train(batch(), NLLLoss(), gbs=4)
-        proofs = policy.take_replay_proofs()
+        stats = policy.take_replay_stats()
         refuse_an_update_together(policy)
     finally:
         policy.shutdown()
-    check_proofs(proofs)
+    check_stats(stats)
     return logprobs, float(trained["grad_norm"])
 
 
@@ -61,7 +59,7 @@ def refuse_an_update_together(policy: Policy) -> None:
     assert policy.weight_version == 1
 
 
-def check_proofs(proofs: dict[str, ReplayProof]) -> None:
+def check_stats(stats: dict[str, ReplayStats]) -> None:
     data = batch()
     digests = torch.stack(
         [
@@ -75,16 +73,14 @@ def check_proofs(proofs: dict[str, ReplayProof]) -> None:
         ]
     )
     for stage in ("prev_logprobs", "train"):
-        check_stage(stage, proofs[stage], digests=digests, total_tokens=data["input_lengths"])
-    stages = {stage: proof.traced for stage, proof in proofs.items()}
+        stats[stage].check(stage, digests=digests, total_tokens=data["input_lengths"])
+    stages = {stage: found.rows for stage, found in stats.items()}
     said = check_trace(trace_of(1, NAMES, digests, data, stages), floor=0)
     assert said.startswith("step 1: 4 samples as recorded; used as given: prev_logprobs 4, train 4; ")
     # The routes are random, so what is needed to find out why comes along: from every sample, whole.
-    samples = [n for rows in proofs["prev_logprobs"].evidence.samples for n in rows.lengths.tolist()]
+    samples = [n for rows in stats["prev_logprobs"].rows for n in rows.lengths.tolist()]
     assert sorted(samples) == sorted(LENGTHS)
-    assert all(
-        len(rows.given) == int(rows.lengths.sum()) for rows in proofs["prev_logprobs"].evidence.samples
-    )
+    assert all(len(rows.given) == int(rows.lengths.sum()) for rows in stats["prev_logprobs"].rows)
 
 
 @pytest.fixture(scope="module")

@@ -8,17 +8,16 @@ from hypothesis import strategies as st
 from headrace.data_plane.routes_codec import check_routes
 from headrace.errors import ReplayError
 from headrace.models.router_replay import (
-    Agreement,
     AlignedRoutes,
     LayerMap,
+    ReplayStats,
     align_jagged,
     align_packed,
     align_padded,
     find_difference,
     route_agreement,
 )
-from headrace.models.router_replay.choices import describe_misfit
-from headrace.models.router_replay.diagnosis import Choices, find_cause
+from headrace.models.router_replay.diagnosis import find_cause
 
 EXPERTS, LAYERS, TOP_K = 8, 3, 2
 
@@ -92,12 +91,11 @@ def test_rows_that_do_not_fit_their_batch_are_refused() -> None:
         align_packed(routes(1), 2, num_experts=1)
 
 
-def test_a_layer_map_selects_and_spreads_the_mixture_layers() -> None:
+def test_a_layer_map_selects_the_mixture_layers() -> None:
     layers = LayerMap(5, (1, 2, 4))
     ids = routes(4)
-    everything = layers.spread(ids)
-    assert everything.shape == (4, 5, TOP_K)
-    assert (everything[:, [0, 3]] == 255).all()
+    everything = torch.full((4, 5, TOP_K), 255, dtype=torch.uint8)
+    everything[:, [1, 2, 4]] = ids
     assert torch.equal(layers.select(everything), ids)
     assert layers.payload_axis(3) == "moe"
     assert layers.payload_axis(5) == "all"
@@ -108,8 +106,6 @@ def test_a_layer_map_selects_and_spreads_the_mixture_layers() -> None:
 def test_a_layer_axis_that_does_not_fit_or_could_mean_two_things_is_refused() -> None:
     with pytest.raises(ReplayError, match="routes have 3 layers; expected all 5 decoder layers"):
         LayerMap(5, (1, 2, 4)).select(routes(4))
-    with pytest.raises(ReplayError, match="routes have 3 layers; expected the model's 2 routers"):
-        LayerMap(5, (1, 2)).spread(routes(4))
     with pytest.raises(
         ReplayError, match="4 layers is neither: the model has 5 decoder layers and 3 routers"
     ):
@@ -144,53 +140,58 @@ def test_agreement_is_what_sets_of_experts_say(tokens: int, seed: int) -> None:
         compared += seen
         differing += differs
     found = route_agreement(left, right, mask)
-    assert found.rows.tolist() == rows
-    assert found.exact.tolist() == exact
-    torch.testing.assert_close(found.iou, torch.tensor(iou, dtype=torch.float64), atol=1e-6, rtol=0)
-    assert (found.tokens, found.tokens_differing) == (compared, differing)
+    assert list(found.compared) == rows
+    assert list(found.exact) == exact
+    assert list(found.iou) == pytest.approx(iou, abs=1e-6)
+    assert (found.tokens_compared, found.tokens_differing) == (compared, differing)
     half = route_agreement(left[:5], right[:5], mask[:5]) + route_agreement(left[5:], right[5:], mask[5:])
-    assert half.metrics() == pytest.approx(found.metrics())
+    assert half.agreement() == pytest.approx(found.agreement())
 
 
 def test_agreement_metrics_are_shares() -> None:
     left = torch.tensor([[[1, 2], [3, 4]], [[1, 2], [3, 4]]])
     right = torch.tensor([[[2, 1], [3, 4]], [[1, 2], [3, 5]]])
     found = route_agreement(left, right)
-    assert found.metrics() == pytest.approx(
+    assert found.agreement() == pytest.approx(
         {"route_exact": 3 / 4, "route_iou": (3 + 1 / 3) / 4, "route_tokens_differing": 0.5}
     )
-    assert found.per_layer() == {"exact": [1.0, 0.5], "iou": pytest.approx([1.0, 2 / 3])}
-    assert route_agreement(left[:0], right[:0]).metrics() == {}
+    metrics = found.metrics("train")
+    assert [metrics[f"router_replay/exact_layer_{layer}"] for layer in (0, 1)] == [1.0, 0.5]
+    assert [metrics[f"router_replay/iou_layer_{layer}"] for layer in (0, 1)] == pytest.approx([1.0, 2 / 3])
+    assert metrics["router_replay/train/route_exact"] == metrics["router_replay/route_exact"] == 3 / 4
+    nothing = route_agreement(left[:0], right[:0])
+    assert nothing.agreement() == {}
+    assert "router_replay/exact_layer_0" not in nothing.metrics("train")
     with pytest.raises(ReplayError, match=r"\(2, 2, 2\) against \(1, 2, 2\)"):
         route_agreement(left, right[:1])
 
 
-def agreement(exact: list[int]) -> Agreement:
-    return Agreement(torch.full((len(exact),), 100), torch.tensor(exact), torch.zeros(len(exact)), 100, 0)
+def misfit(exact: list[int], floor: float) -> str | None:
+    return ReplayStats(compared=(100,) * len(exact), exact=tuple(exact)).misfit(floor)
 
 
 def test_the_share_of_exact_choices_is_held_to_its_floor_in_all_layers_and_to_half_of_it_in_each() -> None:
-    assert describe_misfit(agreement([95, 66, 81]), 0.8) is None
-    assert "79.7% of 300 recorded choices" in str(describe_misfit(agreement([95, 63, 81]), 0.8))
-    one_layer = describe_misfit(agreement([99] * 40 + [39]), 0.8)
+    assert misfit([95, 66, 81], 0.8) is None
+    assert "79.7% of 300 recorded choices" in str(misfit([95, 63, 81], 0.8))
+    one_layer = misfit([99] * 40 + [39], 0.8)
     assert one_layer is not None
     assert "39.0% of 100 recorded choices in layer 40" in one_layer
-    assert describe_misfit(agreement([99] * 40 + [40]), 0.8) is None
-    assert describe_misfit(agreement([0]), 0.0) is None
-    assert describe_misfit(None, 0.8) is None
+    assert misfit([99] * 40 + [40], 0.8) is None
+    assert misfit([0], 0.0) is None
+    assert ReplayStats().misfit(0.8) is None
     nothing = route_agreement(routes(3), torch.full_like(routes(3), 255))
-    assert describe_misfit(nothing, 0.8) is None
+    assert nothing.misfit(0.8) is None
 
 
 def test_no_cause_is_named_where_none_explains_half_of_the_difference() -> None:
     native = [routes(20, seed) for seed in range(4)]
-    assert find_cause([Choices(rows, rows) for rows in native]) is None
-    assert find_cause([Choices(routes(20, seed + 9), rows) for seed, rows in enumerate(native)]) is None
+    assert find_cause([(rows, rows) for rows in native]) is None
+    assert find_cause([(routes(20, seed + 9), rows) for seed, rows in enumerate(native)]) is None
     assert find_cause([]) is None
-    far = find_cause([Choices(rows.roll(-3, 0), rows) for rows in native])
+    far = find_cause([(rows.roll(-3, 0), rows) for rows in native])
     assert far is not None
     assert far.text.startswith("a lead of 3 tokens")
-    assert far.share == 1
+    assert far.fraction == 1
 
 
 def test_equal_traces_have_no_difference_and_missing_rows_are_not_one() -> None:

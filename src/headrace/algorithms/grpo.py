@@ -46,7 +46,7 @@ from headrace.errors import HeadraceError
 from headrace.experience.metrics import combine_calls
 from headrace.experience.types import Prompt
 from headrace.models.interfaces import LossFn
-from headrace.models.router_replay.proof import ReplayProof
+from headrace.models.router_replay.stats import ReplayStats
 from headrace.utils.seeding import derive_seed
 from headrace.utils.timer import Timer
 
@@ -133,7 +133,7 @@ class Rows(Protocol, Generic[H]):
 
     def finish(self, rows: H) -> None: ...
 
-    def replay_proofs(self) -> dict[str, ReplayProof]:
+    def replay_stats(self) -> dict[str, ReplayStats]:
         """Return what router replay did, by stage, since the last call; empty where it is off."""
         ...
 
@@ -191,7 +191,7 @@ def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
                 # The KL of the reward is of both policies without the generation's filters.
                 filters = recipe.generation.filters and recipe.grpo.reward.kl_coefficient > 0
                 rows.prev_logprobs(batch, unfiltered=filters)
-                replay.check(rows.replay_proofs(), "prev_logprobs")
+                replay.check(rows.replay_stats(), "prev_logprobs")
         if recipe.needs_reference:
             with stage("reference_logprobs"):
                 rows.reference_logprobs(batch)
@@ -204,7 +204,7 @@ def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
             trained = rows.train(batch, _loss(ctx)) if scored.sample_mask.any() else None
             if trained is not None:
                 check_finite(trained, recipe.loss.on_non_finite, f"step {step}")
-                replay.check(rows.replay_proofs(), "train")
+                replay.check(rows.replay_stats(), "train")
         samples = _samples(rows, batch, table, scored, recipe.logging.samples_per_step)
         rows.finish(batch)
     traffic = rows.traffic()

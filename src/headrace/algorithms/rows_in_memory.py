@@ -21,7 +21,7 @@ from headrace.experience.rollouts import RolloutSettings, run_rollouts
 from headrace.experience.types import Prompt, Rollout
 from headrace.models.interfaces import Generator, LossFn
 from headrace.models.policy.lm_policy import Policy
-from headrace.models.router_replay.proof import ReplayProof
+from headrace.models.router_replay.stats import ReplayStats
 from headrace.utils.rounding import round_up
 
 
@@ -128,8 +128,8 @@ class InMemoryRows:
     def finish(self, rows: MemoryBatch) -> None:
         rows.columns = None
 
-    def replay_proofs(self) -> dict[str, ReplayProof]:
-        return self._policy.take_replay_proofs()
+    def replay_stats(self) -> dict[str, ReplayStats]:
+        return self._policy.take_replay_stats()
 
     def columns(self, rows: MemoryBatch, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
         columns = self._columns(rows)

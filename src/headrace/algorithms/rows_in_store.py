@@ -24,7 +24,7 @@ from headrace.errors import DataPlaneError, HeadraceError
 from headrace.experience.types import Prompt
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.tq_policy import TQPolicy
-from headrace.models.router_replay.proof import ReplayProof
+from headrace.models.router_replay.stats import ReplayStats
 
 
 class DataPlaneRows:
@@ -120,8 +120,8 @@ class DataPlaneRows:
                 f"{left[:3]}; each row of a step must be trained on or discarded"
             )
 
-    def replay_proofs(self) -> dict[str, ReplayProof]:
-        return self._policy.take_replay_proofs()
+    def replay_stats(self) -> dict[str, ReplayStats]:
+        return self._policy.take_replay_stats()
 
     def columns(self, rows: KVBatchMeta, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
         return self._policy.read_from_dataplane(rows, select_fields=names)

@@ -16,8 +16,8 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 
 from headrace.data_plane.routes_codec import check_routes, signed_routes
 from headrace.errors import ReplayError, SchemaError
-from headrace.models.router_replay.layer_map import LayerMap
-from headrace.models.router_replay.receipts import Receipt
+from headrace.models.router_replay.handle import LayerMap
+from headrace.models.router_replay.stats import ReplayStats
 
 
 class GapReplay(RouterReplay):  # type: ignore[misc]
@@ -220,7 +220,7 @@ class MegatronRouterReplay:
         for router in self._routers.values():
             router.clear_indices()
 
-    def receipt(self) -> Receipt:
+    def stats(self) -> ReplayStats:
         """Return what became of the rows of the last forward on this rank.
 
         Raises:
@@ -229,14 +229,16 @@ class MegatronRouterReplay:
         if not self._last:
             raise ReplayError("no forward has replayed routes yet; run one inside forward(ids)")
         routers = self._last.values()
-        return Receipt(
-            tuple(f"decoder layer {layer}" for layer in self._last),
-            max(r.replayed + r.native for r in routers),
-            0,
-            tuple(r.replayed for r in routers),
-            tuple(r.native for r in routers),
-            tuple(0 for _ in routers),
+        return ReplayStats(
+            routers=tuple(f"decoder layer {layer}" for layer in self._last),
+            tokens=max(r.replayed + r.native for r in routers),
+            replayed=tuple(r.replayed for r in routers),
+            native=tuple(r.native for r in routers),
+            never_reached=(0,) * len(routers),
         )
+
+    receipt = stats
+    """The documented name of an earlier version."""
 
     def _of(self, chunk: int | None) -> dict[int, GapReplay]:
         if chunk is None:

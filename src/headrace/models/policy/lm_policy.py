@@ -24,7 +24,7 @@ from headrace.distributed.worker_groups import WorkerGroup
 from headrace.models.interfaces import Generator, LossFn
 from headrace.models.policy.launch import Launcher, build_worker_group
 from headrace.models.policy.results import aggregate_train_results, merge_rows
-from headrace.models.router_replay.proof import ReplayProof
+from headrace.models.router_replay.stats import ReplayStats
 from headrace.utils.arguments import names_list
 from headrace.utils.config_errors import validated
 from headrace.utils.timer import Timer
@@ -173,12 +173,12 @@ class Policy:
             results, num_ranks=self.workers.world_size, total_flops=flops, theoretical_tflops=peak
         )
 
-    def take_replay_proofs(self) -> dict[str, ReplayProof]:
+    def take_replay_stats(self) -> dict[str, ReplayStats]:
         """Return what router replay did in each stage since the last call, over all workers; empty where it is off."""
-        total: dict[str, ReplayProof] = {}
-        for part in self.workers.run_all("take_replay_proofs"):
-            for stage, proof in part.items():
-                total[stage] = total.get(stage, ReplayProof()) + proof
+        total: dict[str, ReplayStats] = {}
+        for part in self.workers.run_all("take_replay_stats"):
+            for stage, stats in part.items():
+                total[stage] = total.get(stage, ReplayStats()) + stats
         return total
 
     # Weights.

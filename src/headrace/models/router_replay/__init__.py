@@ -7,21 +7,22 @@
 """
 
 from headrace.data_plane.routes_codec import check_routes, route_digest, row_digests
-from headrace.models.router_replay.agreement import Agreement, route_agreement
 from headrace.models.router_replay.align import AlignedRoutes, align_jagged, align_packed, align_padded
-from headrace.models.router_replay.families import RouterSpec
-from headrace.models.router_replay.handle import RouterReplay
+from headrace.models.router_replay.diagnosis import RouteDifference, find_difference
+from headrace.models.router_replay.handle import LayerMap, RouterReplay, RouterSpec
 from headrace.models.router_replay.install import install
-from headrace.models.router_replay.layer_map import LayerMap
-from headrace.models.router_replay.receipts import Receipt
 from headrace.models.router_replay.routes import Routes
-from headrace.models.router_replay.trace import RouteDifference, find_difference
+from headrace.models.router_replay.stats import ReplayStats, route_agreement
+
+Agreement = Receipt = ReplayStats
+"""Names of earlier versions."""
 
 __all__ = [
     "Agreement",
     "AlignedRoutes",
     "LayerMap",
     "Receipt",
+    "ReplayStats",
     "RouteDifference",
     "RouterReplay",
     "RouterSpec",

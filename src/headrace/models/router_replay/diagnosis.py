@@ -1,66 +1,151 @@
-"""Why recorded experts are not those that routers choose: a lag, other layers, other rows, constant rows, other names.
+"""Why routes are not those that they should be: shifts, other layers, other rows, constant rows, renamed experts.
 
-Every cause is tried on the same samples: the share of rows that would be exact if it were so. It is named if it
-explains at least half of the rows that are not exact.
+`find_difference` explains all of a copy of recorded routes that is not equal to them. `find_cause` explains recorded
+experts that routers seldom choose by themselves: every cause is tried on the same samples, and is named if it explains
+at least half of the rows that are not exact.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from headrace.data_plane.routes_codec import signed_routes
+from headrace.data_plane.routes_codec import missing_rows, signed_routes
+from headrace.errors import ReplayError
+from headrace.models.router_replay.stats import ReplayStats, TracedRows
 
-_LONGEST_LAG = 4
+DifferenceKind = Literal["shape", "token_shift", "layer_shift", "renamed_experts", "stale", "rows"]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""The routes of a sample, (tokens, layers, k) each: those found, and those that they should be."""
+
+_LONGEST_SHIFT = 4
 _MOST_SAMPLES, _MOST_TOKENS, _PAIR_TOKENS = 32, 2048, 64
 
 
 @dataclass(frozen=True)
-class Choices:
-    """One sample's recorded experts, and what its routers chose by themselves: (tokens, layers, k) each."""
+class RouteDifference:
+    """The first difference between expected and actual routes, and the simplest cause that explains all of it.
 
-    given: torch.Tensor
-    native: torch.Tensor
+    `token` and `layer` are those of the first differing row, -1 where shapes differ; `rows` counts differing rows.
+    """
+
+    kind: DifferenceKind
+    token: int
+    layer: int
+    rows: int
+    detail: str
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause, in words, and the share of rows that are exact if it is so."""
+    """A cause, in words, and the fraction of rows that are exact if it is so."""
 
-    share: float
+    fraction: float
     text: str
 
 
-def find_cause(samples: Sequence[Choices], earlier: Sequence[torch.Tensor] = ()) -> Cause | None:
+def find_difference(
+    expected: torch.Tensor, actual: torch.Tensor, *, previous: torch.Tensor | None = None
+) -> RouteDifference | None:
+    """Compare routes (T, layers, k), order of experts included; None if they are equal.
+
+    A token or layer shift, or one renaming of experts per layer (physical for logical ids, say), is named if it
+    explains every row. `previous` are the routes of an earlier call: differing rows that all equal its rows are
+    stale. Rows that are missing on the actual side do not count as different.
+    """
+    if expected.shape != actual.shape:
+        shapes = f"{tuple(expected.shape)} expected, {tuple(actual.shape)} found"
+        return RouteDifference("shape", -1, -1, 0, shapes)
+    expected, actual = signed_routes(expected), signed_routes(actual)
+    differs = (expected != actual).any(-1) & ~missing_rows(actual)
+    if not bool(differs.any()):
+        return None
+    token, layer = (int(i) for i in differs.nonzero()[0])
+    causes: list[tuple[DifferenceKind, Cause]] = [
+        *(("token_shift", cause) for cause in _shifts([(actual, expected)], "token")),
+        *(("layer_shift", cause) for cause in _shifts([(actual, expected)], "layer")),
+    ]
+    if previous is not None and previous.shape == actual.shape:
+        stale = torch.equal(signed_routes(previous)[differs], actual[differs])
+        causes.append(("stale", Cause(float(stale), "every differing row is that of the earlier call")))
+    causes.append(("renamed_experts", _renaming(actual, expected, in_order=True)))
+    found = f"experts {expected[token, layer].tolist()} expected, {actual[token, layer].tolist()} found"
+    causes.append(("rows", Cause(1.0, found)))
+    kind, text = next((kind, cause.text) for kind, cause in causes if cause.fraction == 1)
+    return RouteDifference(kind, token, layer, int(differs.sum()), text)
+
+
+def check_choices(stage: str, stats: ReplayStats, floor: float) -> None:
+    """Refuse a stage whose recorded experts are too seldom those that its routers choose by themselves.
+
+    Raises:
+        ReplayError: a fraction below the floor; names the cause that fits the kept rows best.
+    """
+    misfit = explain_misfit(stats, floor)
+    if misfit is not None:
+        raise ReplayError(
+            f"stage '{stage}': {misfit}. No weight has changed by it. Mend the engine's capture, or lower the fraction "
+            "if the engine computes that far from the trainer"
+        )
+
+
+def explain_misfit(stats: ReplayStats, floor: float) -> str | None:
+    """Return what is below the floor and the cause that fits the kept rows best, or None."""
+    misfit = stats.misfit(floor)
+    if misfit is None:
+        return None
+    earlier = [given for given, _ in _pairs(stats.earlier)]
+    cause = find_cause(list(_pairs([rows for rows in stats.rows if rows.native is not None])), earlier)
+    why = (
+        "no lag, other layer, other row at hand or renaming fits better: rows of another step, or of another model"
+        if cause is None
+        else f"the rows are not those of their tokens: {cause.text} (so {cause.fraction:.1%} would fit)"
+    )
+    return f"{misfit}, policy.router_replay.min_exact_fraction={floor:.1%}; {why}"
+
+
+def _pairs(parts: Sequence[TracedRows]) -> Iterator[Pair]:
+    """Yield the samples of microbatches, each without its last token."""
+    for rows in parts:
+        lengths = rows.lengths.tolist()
+        native = rows.given if rows.native is None else rows.native
+        for given, own in zip(torch.split(rows.given, lengths), torch.split(native, lengths)):
+            yield given[:-1], own[:-1]
+
+
+def find_cause(samples: Sequence[Pair], earlier: Sequence[torch.Tensor] = ()) -> Cause | None:
     """Return what explains most of the rows that are not exact, or None.
 
-    `earlier` are recorded experts of samples of the step before. A few thousand tokens are looked at.
+    `samples` are (recorded, chosen by the routers themselves) and `earlier` recorded experts of samples of the step
+    before. A few thousand tokens are looked at.
     """
-    sets = [Choices(_sets(s.given), _sets(s.native)) for s in _first(samples)]
+    sets = [(_sets(given), _sets(native)) for given, native in _first(samples)]
     if not sets:
         return None
-    base = _fraction([(s.given, s.native) for s in sets])
-    given, native = (torch.cat(part) for part in zip(*((s.given, s.native) for s in sets)))
+    given, native = (torch.cat(part) for part in zip(*sets))
+    before = [_sets(rows) for rows in earlier[:_MOST_SAMPLES]]
     causes = [
-        *_lags(sets),
+        *_shifts(sets, "token"),
         _constant(given),
-        *_layers(given, native),
-        _earlier(sets, [_sets(rows) for rows in earlier[:_MOST_SAMPLES]]),
-        _other_samples(sets),
+        *_other_layers(given, native),
+        Cause(_best_rows(sets, before, own=False), "rows of the step before"),
+        Cause(_best_rows(sets, [native for _, native in sets], own=True), "rows of other samples"),
         _renaming(given, native),
     ]
-    best = max(causes, key=lambda cause: cause.share)
-    return best if best.share - base >= max(0.5 * (1 - base), 1e-9) else None
+    base, best = _exact(sets), max(causes, key=lambda cause: cause.fraction)
+    return best if best.fraction - base >= max(0.5 * (1 - base), 1e-9) else None
 
 
-def _first(samples: Sequence[Choices]) -> Iterator[Choices]:
+def _first(samples: Sequence[Pair]) -> Iterator[Pair]:
     """Yield samples of two tokens or more, as many as are looked at."""
     left = _MOST_TOKENS
-    for sample in samples[:_MOST_SAMPLES]:
-        size = min(len(sample.given), left)
+    for given, native in samples[:_MOST_SAMPLES]:
+        size = min(len(given), left)
         if size > 1:
             left -= size
-            yield Choices(sample.given[:size], sample.native[:size])
+            yield given[:size], native[:size]
 
 
 def _sets(ids: torch.Tensor) -> torch.Tensor:
@@ -68,28 +153,29 @@ def _sets(ids: torch.Tensor) -> torch.Tensor:
     return signed_routes(ids).sort(-1).values
 
 
-def _exact(left: torch.Tensor, right: torch.Tensor) -> tuple[int, int]:
-    both = (left[..., 0] >= 0) & (right[..., 0] >= 0)
-    return int(((left == right).all(-1) & both).sum()), int(both.sum())
+def _exact(pairs: Sequence[Pair]) -> float:
+    """Return the fraction of equal rows, of those that neither side lacks."""
+    rows = exact = 0
+    for left, right in pairs:
+        both = (left[..., 0] >= 0) & (right[..., 0] >= 0)
+        rows += int(both.sum())
+        exact += int(((left == right).all(-1) & both).sum())
+    return exact / max(rows, 1)
 
 
-def _fraction(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    counts = [_exact(left, right) for left, right in pairs]
-    return float(sum(exact for exact, _ in counts) / max(sum(rows for _, rows in counts), 1))
-
-
-def _lags(sets: Sequence[Choices]) -> list[Cause]:
-    causes = []
-    for by in range(1, _LONGEST_LAG + 1):
-        long = [s for s in sets if len(s.given) > by]
+def _shifts(pairs: Sequence[Pair], unit: Literal["token", "layer"]) -> Iterator[Cause]:
+    """Yield small shifts along tokens or layers that leave half of a sample to compare."""
+    dim, below, above = (0, "before", "after") if unit == "token" else (1, "below", "above")
+    for by in range(1, _LONGEST_SHIFT + 1):
+        sizes = [left.shape[dim] - by for left, _ in pairs]
+        long = [(left, right, size) for (left, right), size in zip(pairs, sizes) if size >= by]
         if not long:
-            break
-        tokens = f"{by} token{'s' * (by > 1)}"
-        late = _fraction([(s.given[by:], s.native[:-by]) for s in long])
-        early = _fraction([(s.given[:-by], s.native[by:]) for s in long])
-        causes.append(Cause(late, f"a lag of {tokens}: every row is that of the token {by} before it"))
-        causes.append(Cause(early, f"a lead of {tokens}: every row is that of the token {by} after it"))
-    return causes
+            return
+        what = f"{by} {unit}{'s' * (by > 1)}"
+        late = [(left.narrow(dim, by, size), right.narrow(dim, 0, size)) for left, right, size in long]
+        early = [(left.narrow(dim, 0, size), right.narrow(dim, by, size)) for left, right, size in long]
+        yield Cause(_exact(late), f"a lag of {what}: every row is that of the {unit} {by} {below} it")
+        yield Cause(_exact(early), f"a lead of {what}: every row is that of the {unit} {by} {above} it")
 
 
 def _constant(given: torch.Tensor) -> Cause:
@@ -99,64 +185,59 @@ def _constant(given: torch.Tensor) -> Cause:
         rows, counts = torch.unique(layer, dim=0, return_counts=True)
         often.append(rows[counts.argmax()])
     constant = torch.stack(often)
-    share = _fraction([(given, constant.expand_as(given))])
-    return Cause(share, f"constant rows: almost all are experts {constant[0].tolist()} in layer 0")
+    fraction = _exact([(given, constant.expand_as(given))])
+    return Cause(fraction, f"constant rows: almost all are experts {constant[0].tolist()} in layer 0")
 
 
-def _layers(given: torch.Tensor, native: torch.Tensor) -> list[Cause]:
-    """Return the layer whose native rows fit best, for each layer of the recorded ones, if one has another's."""
+def _other_layers(given: torch.Tensor, native: torch.Tensor) -> Iterator[Cause]:
+    """Yield the layers whose native rows fit the recorded ones best, if one layer has another's."""
     given, native = given[: 8 * _PAIR_TOKENS], native[: 8 * _PAIR_TOKENS]
-    layers = range(given.shape[1])
-    fits = [[_fraction([(given[:, left], native[:, right])]) for right in layers] for left in layers]
-    found = [row.index(max(row)) for row in fits]
-    moved = [(left, right) for left, right in enumerate(found) if left != right]
-    if not moved:
-        return []
-    shown = ", ".join(f"layer {left} has those of layer {right}" for left, right in moved[:4])
-    share = sum(fits[left][right] for left, right in enumerate(found)) / len(found)
-    return [Cause(share, f"rows of other layers: {shown}{', ...' if len(moved) > 4 else ''}")]
+    fits = [[_exact([(left, right)]) for right in native.unbind(1)] for left in given.unbind(1)]
+    best = [row.index(max(row)) for row in fits]
+    moved = [(left, right) for left, right in enumerate(best) if left != right]
+    if moved:
+        shown = ", ".join(f"layer {left} has those of layer {right}" for left, right in moved[:4])
+        fraction = sum(max(row) for row in fits) / len(fits)
+        yield Cause(fraction, f"rows of other layers: {shown}{', ...' if len(moved) > 4 else ''}")
 
 
-def _earlier(sets: Sequence[Choices], earlier: Sequence[torch.Tensor]) -> Cause:
-    return Cause(_best_rows(sets, earlier, own=False), "rows of the step before")
-
-
-def _other_samples(sets: Sequence[Choices]) -> Cause:
-    return Cause(_best_rows(sets, [s.native for s in sets], own=True), "rows of other samples")
-
-
-def _best_rows(sets: Sequence[Choices], others: Sequence[torch.Tensor], *, own: bool) -> float:
-    """Return the share of recorded rows that equal those of the best fitting of `others`, at the same positions.
+def _best_rows(sets: Sequence[Pair], others: Sequence[torch.Tensor], *, own: bool) -> float:
+    """Return the fraction of recorded rows that equal those of the best fitting of `others`, at the same positions.
 
     Samples of one prompt begin alike, so the last tokens that both have are compared. `own`: the sample at the same
     place is the sample itself.
     """
     pairs = []
-    for i, sample in enumerate(sets):
-        fits = [(sample.given, sample.native)] if own else []
+    for i, (given, native) in enumerate(sets):
+        fits = [(given, native)] if own else []
         for j, rows in enumerate(others):
-            size = min(len(rows), len(sample.given))
-            if not (own and i == j) and 2 * size >= len(sample.given) and size > 1:
+            size = min(len(rows), len(given))
+            if not (own and i == j) and 2 * size >= len(given) and size > 1:
                 tail = slice(max(size - _PAIR_TOKENS, 0), size)
-                fits.append((sample.given[tail], rows[tail]))
+                fits.append((given[tail], rows[tail]))
         if fits:
-            pairs.append(max(fits, key=lambda pair: _fraction([pair])))
-    return _fraction(pairs) if pairs else 0.0
+            pairs.append(max(fits, key=lambda pair: _exact([pair])))
+    return _exact(pairs)
 
 
-def _renaming(given: torch.Tensor, native: torch.Tensor) -> Cause:
-    """Rename each native expert to the one that it meets most often, layer by layer; different ones stay different."""
+def _renaming(given: torch.Tensor, native: torch.Tensor, *, in_order: bool = False) -> Cause:
+    """Rename each native expert to the one that it meets most often, layer by layer; different ones stay different.
+
+    `in_order`: an expert meets only the one at its own place in the row.
+    """
     renamed = []
     for left, right in zip(given.unbind(1), native.unbind(1)):
         both = (left[:, 0] >= 0) & (right[:, 0] >= 0)
-        size = int(max(left.max(), right.max())) + 1
-        met = torch.zeros(max(size, 1) ** 2, dtype=torch.int64)
-        places = right[both].unsqueeze(2) * size + left[both].unsqueeze(1)
-        met.index_add_(0, places.flatten(), torch.ones(places.numel(), dtype=torch.int64))
-        counts = met.view(size, size)
+        size = max(int(left.max()), int(right.max()), 0) + 1
+        meetings = right[both].unsqueeze(2) * size + left[both].unsqueeze(1)  # (rows, k, k)
+        if in_order:
+            meetings = meetings.diagonal(dim1=1, dim2=2)
+        counts = torch.bincount(meetings.flatten(), minlength=size * size).view(size, size)
         names, seen = counts.argmax(1), counts.sum(1) > 0
-        if len(set(names[seen].tolist())) < int(seen.sum()):
+        # A map that is tested no more often than it has experts explains nothing.
+        if len(torch.unique(names[seen])) < int(seen.sum()) or 0 < right[both].numel() <= int(seen.sum()):
             return Cause(0.0, "")
-        renamed.append(torch.where(right >= 0, names[right.clamp(min=0)], right).sort(-1).values)
-    share = _fraction([(given, torch.stack(renamed, dim=1))])
-    return Cause(share, "renamed experts (physical in place of logical ids): one renaming per layer fits")
+        renamed.append(torch.where(right >= 0, names[right.clamp(min=0)], right))
+    result = torch.stack(renamed, dim=1)
+    fraction = _exact([(given, result if in_order else result.sort(-1).values)])
+    return Cause(fraction, "renamed experts (physical in place of logical ids): one renaming per layer fits")

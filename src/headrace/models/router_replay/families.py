@@ -5,8 +5,7 @@ over the experts; other top-k calls in it (over groups of experts, say) have ano
 kind inside the decoder's layers, in the order of the layers, are the model's router slots.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from inspect import isfunction, unwrap
 from typing import Any, cast
@@ -15,6 +14,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.errors import ReplayError
+from headrace.models.router_replay.handle import LayerMap, RouterReplay, RouterSpec
 
 # Widest first: a router may choose among more classes than there are experts with weights (skip or zero experts).
 _WIDTH_NAMES = ("num_router_classes", "n_routed_experts", "num_experts", "num_local_experts")
@@ -37,63 +37,48 @@ _REFUSED = {
     "SwitchTransformersTop1Router": "it drops tokens beyond an expert's capacity",
 }
 
-
-@dataclass(frozen=True)
-class RouterSpec:
-    """One router slot: a router of the decoder.
-
-    `name` and `layer_name` are module paths in the model; `layer` counts decoder layers. `num_experts` counts the
-    classes that the router chooses among. `grouped` is True where groups of experts are ranked first. `fixed_output`
-    is not None for a router whose choice is a function of the token id: it keeps its slot, and is never replayed; the
-    ids are at that index of its output.
-    """
-
-    name: str
-    layer_name: str
-    layer: int
-    num_experts: int
-    top_k: int
-    grouped: bool = False
-    fixed_output: int | None = None
+_OUTSIDE = "it is not inside a decoder layer, so routes cannot reach it"
+_NO_TOPK = "it has experts, but no router that chooses with one topk call"
 
 
-@dataclass(frozen=True)
-class DecoderLayers:
-    """The decoder's layers by module path, and its routers in order."""
-
-    names: tuple[str, ...]
-    routers: tuple[RouterSpec, ...]
-
-
-def find_routers(decoder: torch.nn.Module, prefix: str) -> DecoderLayers:
-    """Return the layers and router slots of `decoder`, whose path in the model is `prefix`.
+def find_routers(decoder: torch.nn.Module, prefix: str) -> RouterReplay:
+    """Return the router slots of `decoder`, whose path in the model is `prefix`.
 
     Raises:
         ReplayError: no experts at all, a mixture of experts whose router cannot be replayed (the message names its
             class and the reason), routers outside decoder layers, or routers that differ in k.
     """
-    layers = [name for name, m in _modules(decoder, prefix) if isinstance(m, GradientCheckpointingLayer)]
+    modules = dict(_modules(decoder, prefix))
+    layers = [name for name, m in modules.items() if isinstance(m, GradientCheckpointingLayer)]
     layers = [name for name in layers if not any(name.startswith(f"{other}.") for other in layers)]
-    routers: list[RouterSpec] = []
-    for name, module in _modules(decoder, prefix):
-        if (sizes := _router_sizes(name, module)) is not None:
-            routers.append(_spec(name, module, sizes, layers))
-    _refuse_other_experts(decoder, prefix, routers)
+    routers = tuple(
+        _spec(name, module, sizes, layers)
+        for name, module in modules.items()
+        if (sizes := _router_sizes(name, module)) is not None
+    )
+    with_router = {r.layer_name for r in routers}
+    for name, module in modules.items():
+        has_experts = isinstance(getattr(module, "experts", None), torch.nn.Module)
+        if has_experts and not any(f"{name}.".startswith(f"{layer}.") for layer in with_router):
+            raise _refusal(name, module, _NO_TOPK)
+    _refuse_none_and_mixed(decoder, routers, len(layers))
+    return RouterReplay(routers, LayerMap(len(layers), tuple(r.layer for r in routers)))
+
+
+def _refuse_none_and_mixed(decoder: torch.nn.Module, routers: Sequence[RouterSpec], layers: int) -> None:
+    name = type(decoder).__name__
     if not routers:
         raise ReplayError(
-            f"{type(decoder).__name__} has no router in its {len(layers)} decoder layers; router replay needs a "
-            "mixture of experts (for a dense model, policy.router_replay.enabled=false)"
+            f"{name} has no router in its {layers} decoder layers; router replay needs a mixture of experts (for a "
+            "dense model, policy.router_replay.enabled=false)"
         )
     if all(r.fixed_output is not None for r in routers):
-        raise ReplayError(
-            f"{type(decoder).__name__}: all {len(routers)} routers are functions of the token id"
-        )
+        raise ReplayError(f"{name}: all {len(routers)} routers are functions of the token id")
     if len({r.top_k for r in routers}) > 1:
         ks = ", ".join(f"{r.name}: {r.top_k}" for r in routers)
         raise ReplayError(
             f"routers that choose different numbers of experts do not fit one (T, L, k) tensor: {ks}"
         )
-    return DecoderLayers(tuple(layers), tuple(routers))
 
 
 def _modules(decoder: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -112,7 +97,7 @@ def _router_sizes(name: str, module: torch.nn.Module) -> tuple[int, int] | None:
     """Return (k, number of classes) of a router, None for any other module."""
     kind = _class_name(module)
     if kind in _REFUSED:
-        raise _refusal(name, kind, _REFUSED[kind])
+        raise _refusal(name, module, _REFUSED[kind])
     if kind not in _FIXED and not _calls_topk(cast(Any, type(module))):
         return None
     sources = [module, module.config] if "Router" in kind and hasattr(module, "config") else [module]
@@ -121,39 +106,25 @@ def _router_sizes(name: str, module: torch.nn.Module) -> tuple[int, int] | None:
 
 
 def _first(sources: list[Any], names: tuple[str, ...]) -> int | None:
-    for source in sources:
-        for name in names:
-            if isinstance(value := getattr(source, name, None), int):
-                return value
-    return None
+    values = (getattr(source, name, None) for source in sources for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def _spec(name: str, module: torch.nn.Module, sizes: tuple[int, int], layers: list[str]) -> RouterSpec:
-    around = [layer for layer in layers if name.startswith(f"{layer}.")]
-    if not around:
-        raise _refusal(
-            name, _class_name(module), "it is not inside a decoder layer, so routes cannot reach it"
-        )
+    around = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+    if around is None:
+        raise _refusal(name, module, _OUTSIDE)
     top_k, width = sizes
     grouped = getattr(module, "num_group", None) is not None
-    fixed = _FIXED.get(_class_name(module))
-    return RouterSpec(name, around[0], layers.index(around[0]), width, top_k, grouped, fixed)
+    return RouterSpec(
+        name, around, layers.index(around), width, top_k, grouped, _FIXED.get(_class_name(module))
+    )
 
 
-def _refuse_other_experts(decoder: torch.nn.Module, prefix: str, routers: list[RouterSpec]) -> None:
-    with_router = {r.layer_name for r in routers}
-    for name, module in _modules(decoder, prefix):
-        if not isinstance(getattr(module, "experts", None), torch.nn.Module):
-            continue
-        if not any(f"{name}.".startswith(f"{layer}.") for layer in with_router):
-            raise _refusal(
-                name, _class_name(module), "it has experts, but no router that chooses with one topk call"
-            )
-
-
-def _refusal(name: str, kind: str, reason: str) -> ReplayError:
+def _refusal(name: str, module: torch.nn.Module, reason: str) -> ReplayError:
     return ReplayError(
-        f"{name} ({kind}) cannot be replayed: {reason}; docs/router_replay.md lists the model families that can"
+        f"{name} ({_class_name(module)}) cannot be replayed: {reason}; docs/router_replay.md lists the model families "
+        "that can"
     )
 
 

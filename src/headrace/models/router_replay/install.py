@@ -10,7 +10,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from headrace.errors import ReplayError
 from headrace.models.router_replay.families import find_routers
 from headrace.models.router_replay.handle import RouterReplay
-from headrace.models.router_replay.layer_map import LayerMap
 from headrace.models.router_replay.modules import (
     RoutedLayer,
     RoutedModel,
@@ -39,16 +38,12 @@ def install(model: torch.nn.Module) -> RouterReplay:
     models = {name: m for name, m in model.named_modules() if isinstance(m, PreTrainedModel)}
     if not models:
         raise ReplayError(f"router replay expects a transformers PreTrainedModel; got {type(model).__name__}")
-    handle = _installed(models) or _install_layers(model, models)
+    installed = (m._replay_handle for m in models.values() if isinstance(m, RoutedModel))
+    handle = next(installed, None) or _install_layers(model, models)
     for part in _around(models, handle.routers[0].layer_name):
         become(part, RoutedModel)
         cast(RoutedModel, part)._replay_handle = handle
     return handle
-
-
-def _installed(models: Mapping[str, PreTrainedModel]) -> RouterReplay | None:
-    handles = [m._replay_handle for m in models.values() if isinstance(m, RoutedModel)]
-    return handles[0] if handles else None
 
 
 def _around(models: Mapping[str, PreTrainedModel], layer_name: str) -> list[PreTrainedModel]:
@@ -58,18 +53,17 @@ def _around(models: Mapping[str, PreTrainedModel], layer_name: str) -> list[PreT
 def _install_layers(model: torch.nn.Module, models: Mapping[str, PreTrainedModel]) -> RouterReplay:
     decoder = next(iter(models.values())).get_decoder()
     prefix = next(name for name, module in model.named_modules() if module is decoder)
-    found = find_routers(decoder, prefix)
+    handle = find_routers(decoder, prefix)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    routers = [model.get_submodule(r.name) for r in found.routers]
-    refuse_own_forward([*_around(models, found.routers[0].layer_name), *layers, *routers])
+    routers = [cast(RoutedRouter, model.get_submodule(r.name)) for r in handle.routers]
+    refuse_own_forward([*_around(models, handle.routers[0].layer_name), *layers, *routers])
     for layer in layers:
         become(layer, RoutedLayer)
-    for router, spec in zip(routers, found.routers):
+    for router, spec in zip(routers, handle.routers):
         become(router, RoutedRouter)
-        cast(RoutedRouter, router).know(spec)
-    for layer_name in dict.fromkeys(r.layer_name for r in found.routers):
-        slots = tuple(i for i, r in enumerate(found.routers) if r.layer_name == layer_name)
+        router.take_spec(spec)
+    for layer_name in dict.fromkeys(r.layer_name for r in handle.routers):
+        slots = tuple(i for i, r in enumerate(handle.routers) if r.layer_name == layer_name)
         routed = cast(RoutedLayer, model.get_submodule(layer_name))
-        routed._replay_slots = slots
-        routed._replay_routers = tuple(cast(RoutedRouter, routers[i]) for i in slots)
-    return RouterReplay(found.routers, LayerMap(len(found.names), tuple(r.layer for r in found.routers)))
+        routed._replay_slots, routed._replay_routers = slots, tuple(routers[i] for i in slots)
+    return handle

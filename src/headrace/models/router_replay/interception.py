@@ -7,7 +7,7 @@ given expert may lie outside the groups that are best now.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -42,22 +42,15 @@ class ChoiceSizes(NamedTuple):
     grouped: bool
 
 
-class Router(Protocol):
-    """What a choice knows of its router.
+class RouterChoice:
+    """The state of one run of one router, which has a `_replay_name` and `_replay_sizes`.
 
     Compiled layers share their code as long as it reads nothing that differs between them: the name is for messages.
     """
 
-    _replay_name: str
-    _replay_sizes: ChoiceSizes
-
-
-class RouterChoice:
-    """The state of one run of one router."""
-
-    def __init__(self, router: Router, rows: LayerRows) -> None:
+    def __init__(self, router: Any, rows: LayerRows) -> None:
         self.router = router
-        self.sizes = router._replay_sizes
+        self.sizes: ChoiceSizes = router._replay_sizes
         self.rows = rows
         self.choices = 0
         self.masked: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -77,15 +70,7 @@ class RouterChoice:
     def choose(self, native: Any, scores: torch.Tensor) -> Any:
         """Return the result of the top-k over `scores`, whose own result is `native`, and write down the ids."""
         self.choices += 1
-        self._check_rows(native[1])
-        result = native if self.rows.given is None else self._replay(native, scores, self.rows.given)
-        if self.rows.used is not None:
-            self.rows.used.copy_(result[1].reshape(self.rows.used.shape))
-        if self.rows.native is not None:
-            self.rows.native.copy_(native[1].reshape(self.rows.native.shape))
-        return result
-
-    def _check_rows(self, chosen: torch.Tensor) -> None:
+        chosen = native[1]
         for rows in self.rows:
             if rows is not None and rows.numel() != chosen.numel():
                 tokens = chosen.numel() // self.sizes.top_k
@@ -93,13 +78,19 @@ class RouterChoice:
                     f"router {self.router._replay_name} sees {tokens} tokens, its routes have {len(rows)}; routes are "
                     "split over ranks as the router's input is"
                 )
+        result = native if self.rows.given is None else self._replay(chosen, scores, self.rows.given)
+        if self.rows.used is not None:
+            self.rows.used.copy_(result[1].reshape(self.rows.used.shape))
+        if self.rows.native is not None:
+            self.rows.native.copy_(chosen.reshape(self.rows.native.shape))
+        return result
 
-    def _replay(self, native: Any, scores: torch.Tensor, given: torch.Tensor) -> TopK:
+    def _replay(self, chosen: torch.Tensor, scores: torch.Tensor, given: torch.Tensor) -> TopK:
         if self.masked is not None and self.masked[0] is scores:
             scores = self.masked[1]
-        wide = given.to(torch.int64).view(native[1].shape)
+        wide = given.to(torch.int64).view(chosen.shape)
         missing = (wide == missing_mark(given.dtype)).all(-1, keepdim=True)
-        ids = torch.where(missing, native[1], wide)
+        ids = torch.where(missing, chosen, wide)
         return TopK(scores.gather(-1, ids), ids)
 
 

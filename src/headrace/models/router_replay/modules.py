@@ -15,8 +15,7 @@ from typing import Any, cast
 import torch
 
 from headrace.errors import ReplayError
-from headrace.models.router_replay.families import RouterSpec
-from headrace.models.router_replay.handle import RouterReplay
+from headrace.models.router_replay.handle import RouterReplay, RouterSpec
 from headrace.models.router_replay.interception import ChoiceSizes, InterceptTopK, LayerRows, RouterChoice
 from headrace.models.router_replay.routes import RoutedCall, Routes
 
@@ -41,8 +40,7 @@ class RoutedRouter(Routed):
     _replay_rows: LayerRows | None = None
     _replay_ran: bool = False
 
-    def know(self, spec: RouterSpec) -> None:
-        """Take over what the router's slot is."""
+    def take_spec(self, spec: RouterSpec) -> None:
         self._replay_name = spec.name
         self._replay_sizes = ChoiceSizes(spec.top_k, spec.num_experts, spec.grouped)
         self._replay_fixed_output = spec.fixed_output
@@ -56,7 +54,11 @@ class RoutedRouter(Routed):
             raise ReplayError(f"router {self._replay_name} ran twice in one forward of its layer")
         self._replay_ran = True
         if self._replay_fixed_output is not None:
-            return self._write_down(super().forward(*args, **kwargs), rows)
+            output = super().forward(*args, **kwargs)
+            for written in (rows.used, rows.native):
+                if written is not None:
+                    written.copy_(output[self._replay_fixed_output].reshape(written.shape))
+            return output
         choice = RouterChoice(self, rows)
         with InterceptTopK(choice):
             output = super().forward(*args, **kwargs)
@@ -65,12 +67,6 @@ class RoutedRouter(Routed):
                 f"router {self._replay_name} ({type(self).__name__}) chose {choice.choices} times "
                 f"{self._replay_sizes.top_k} of {self._replay_sizes.num_experts}; expected once"
             )
-        return output
-
-    def _write_down(self, output: Any, rows: LayerRows) -> Any:
-        for written in (rows.used, rows.native):
-            if written is not None:
-                written.copy_(output[self._replay_fixed_output].reshape(written.shape))
         return output
 
 
@@ -135,7 +131,6 @@ class RoutedModel(Routed):
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, torch.device]:
-    """Return how many tokens a forward is given, and their device."""
     ids = args[0] if args else kwargs.get("input_ids")
     if ids is not None:
         return ids.numel(), ids.device
@@ -182,7 +177,7 @@ def _subclass(original: type, kind: type) -> Any:
 
 
 def _blank(original: type, kind: type) -> Any:
-    """Return an instance without state, for a copy or a pickle to fill."""
+    # An instance without state, for a copy or a pickle to fill.
     made = _subclass(original, kind)
     return made.__new__(made)
 

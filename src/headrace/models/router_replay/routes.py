@@ -6,9 +6,9 @@ import torch
 
 from headrace.data_plane.routes_codec import check_routes, missing_mark, missing_rows, wire_dtype
 from headrace.errors import ReplayError, SchemaError
-from headrace.models.router_replay.families import RouterSpec
+from headrace.models.router_replay.handle import RouterSpec
 from headrace.models.router_replay.interception import LayerRows
-from headrace.models.router_replay.receipts import Receipt
+from headrace.models.router_replay.stats import Counts, ReplayStats
 
 
 class Routes:
@@ -100,9 +100,12 @@ class Routes:
         return bool(self._calls)
 
     @property
-    def receipt(self) -> Receipt:
+    def stats(self) -> ReplayStats:
         """What became of the rows, over all calls; reading it waits for the device."""
-        return sum((call.receipt() for call in self._calls), Receipt())
+        return sum((call.stats() for call in self._calls), ReplayStats())
+
+    receipt = stats
+    """The documented name of an earlier version."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def open(self, routers: Sequence[RouterSpec], tokens: int, device: torch.device) -> "RoutedCall":
@@ -112,20 +115,29 @@ class Routes:
             ReplayError: routes that a forward has consumed already, that do not fit the call, or that no router can
                 have chosen.
         """
+        call = RoutedCall(routers, tokens, device, self._recording, self._comparing)
         if self._given is None:
-            return RoutedCall(routers, tokens, device, None, None, recording=self._recording)
+            return call
         if self._calls:
             raise ReplayError(
                 "these routes are consumed: a forward has replayed them. Make one Routes.replay per microbatch and "
                 "forward (checkpoint layers, not the whole model)"
             )
-        self._check_fit(routers, tokens)
-        given = self._given.to(device, non_blocking=True)
+        expected = (tokens, len(routers), routers[0].top_k)
+        if tuple(self._given.shape) != expected:
+            raise ReplayError(
+                f"routes have shape {tuple(self._given.shape)}; this forward takes {expected}: its tokens (batch x "
+                "sequence, padding included), the model's routers and the experts per token. align_padded and "
+                "align_packed build rows for a batch, LayerMap.select drops dense layers"
+            )
+        if self._padding is not None:
+            if self._padding.shape != (tokens,):
+                raise ReplayError(f"padding has shape {tuple(self._padding.shape)}; expected ({tokens},)")
+            call.padding = self._padding.to(device, non_blocking=True)
+        call.given = self._given.to(device, non_blocking=True)
         if self._check:
-            _check_ids(given, routers)
-        padding = None if self._padding is None else self._padding.to(device, non_blocking=True)
-        modes = {"recording": self._recording, "comparing": self._comparing}
-        return RoutedCall(routers, tokens, device, given, padding, **modes)
+            _check_ids(call.given, routers)
+        return call
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def close(self, call: "RoutedCall") -> None:
@@ -135,39 +147,21 @@ class Routes:
             ReplayError: routers that took no rows.
         """
         self._calls.append(call)
-        call.close()
-        used, native = call.take_written()
+        used, self._native = call.close()
         if used is not None:
             self._recorded.append(used)
-        self._native = native
-
-    def _check_fit(self, routers: Sequence[RouterSpec], tokens: int) -> None:
-        assert self._given is not None
-        expected = (tokens, len(routers), routers[0].top_k)
-        if tuple(self._given.shape) != expected:
-            raise ReplayError(
-                f"routes have shape {tuple(self._given.shape)}; this forward takes {expected}: its tokens (batch x "
-                "sequence, padding included), the model's routers and the experts per token. align_padded and "
-                "align_packed build rows for a batch, LayerMap.select drops dense layers"
-            )
-        if self._padding is not None and self._padding.shape != (tokens,):
-            raise ReplayError(f"padding has shape {tuple(self._padding.shape)}; expected ({tokens},)")
 
 
 def _check_ids(ids: torch.Tensor, routers: Sequence[RouterSpec]) -> None:
-    sizes = {r.num_experts for r in routers}
-    together = len(sizes) == 1 and all(r.fixed_output is None for r in routers)
-    groups = (
-        [slice(None)]
-        if together
-        else [slice(i, i + 1) for i, r in enumerate(routers) if r.fixed_output is None]
-    )
-    for group in groups:
+    """Check all routers at once if they are alike, or one by one but those that are functions of the token."""
+    alike = len({r.num_experts for r in routers}) == 1 and all(r.fixed_output is None for r in routers)
+    slots = [i for i, r in enumerate(routers) if r.fixed_output is None]
+    for group in [slice(None)] if alike else [slice(i, i + 1) for i in slots]:
         part, first = ids[:, group], routers[group][0]
         try:
             check_routes(part, num_experts=first.num_experts, num_layers=part.shape[1], top_k=first.top_k)
         except SchemaError as error:
-            where = "" if together else f" ({first.name})"
+            where = "" if alike else f" ({first.name})"
             raise ReplayError(f"these routes cannot be replayed{where}: {error}") from error
 
 
@@ -177,26 +171,24 @@ class RoutedCall:
     After `close` it still hands out rows, to layers that an activation checkpoint runs again, and counts nothing.
     """
 
+    given: torch.Tensor | None = None
+    padding: torch.Tensor | None = None
+
     def __init__(
         self,
         routers: Sequence[RouterSpec],
         tokens: int,
         device: torch.device,
-        given: torch.Tensor | None,
-        padding: torch.Tensor | None,
-        *,
         recording: bool,
-        comparing: bool = False,
+        comparing: bool,
     ) -> None:
         self._routers = routers
         self._tokens = tokens
-        self._given = given
-        self._padding = padding
+        self._device = device
         self._recording = recording
         self._comparing = comparing
         self._dtype = wire_dtype(max(r.num_experts for r in routers), routers[0].top_k)
         self._open = True
-        self._device = device
         self._taken: dict[int, LayerRows] = {}
         self._used: torch.Tensor | None = None
 
@@ -209,7 +201,7 @@ class RoutedCall:
         return tuple(self._rows(slot, device) for slot in slots)
 
     def _rows(self, slot: int, device: torch.device) -> LayerRows:
-        given = None if self._given is None else self._given[:, slot].to(device)
+        given = None if self.given is None else self.given[:, slot].to(device)
         if not self._open:
             return LayerRows(given, self._taken[slot].used)
         if slot in self._taken:
@@ -225,8 +217,10 @@ class RoutedCall:
         shape = (self._tokens, self._routers[slot].top_k)
         return torch.full(shape, missing_mark(self._dtype), dtype=self._dtype, device=device)
 
-    def close(self) -> None:
-        """End the forward.
+    def close(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """End the forward; return what the routers used and would have chosen, (T, routers, k) each if asked for.
+
+        Where there is a backward pass, what routers use from now on is written into the same rows, to be told from it.
 
         Raises:
             ReplayError: routers that took no rows.
@@ -238,15 +232,8 @@ class RoutedCall:
                 f"routes never reached {len(unreached)} of {len(self._routers)} routers: {', '.join(unreached)}. The "
                 "model must pass its keyword arguments to all decoder layers, and run each of them"
             )
-
-    def take_written(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return what the routers used and would have chosen, (T, routers, k) each if asked for.
-
-        Where there is a backward pass, what routers use from now on is written into the same rows, to be told from it.
-        """
-        taken = [rows for _, rows in sorted(self._taken.items())]
-        used, native = self._join([r.used for r in taken]), self._join([r.native for r in taken])
-        watched = self._given is not None and torch.is_grad_enabled()
+        used, native = self._join("used"), self._join("native")
+        watched = self.given is not None and torch.is_grad_enabled()
         for slot, rows in self._taken.items():
             if rows.used is not None and watched:
                 rows.used.fill_(missing_mark(self._dtype))
@@ -255,52 +242,47 @@ class RoutedCall:
         return used, native
 
     def recomputed(self) -> torch.Tensor | None:
-        """Return what the routers used since `take_written`, missing where they did not run."""
-        if self._used is None:
-            return None
-        return self._join([rows.used for _, rows in sorted(self._taken.items())])
+        """Return what the routers used since `close`, missing where they did not run."""
+        return None if self._used is None else self._join("used")
 
-    def _join(self, columns: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        written = [column.to(self._device) for column in columns if column is not None]
-        return torch.stack(written, dim=1) if written else None
+    def _join(self, column: str) -> torch.Tensor | None:
+        parts = [getattr(self._taken[slot], column) for slot in range(len(self._routers))]
+        return torch.stack([part.to(self._device) for part in parts], dim=1) if parts[0] is not None else None
 
-    def receipt(self) -> Receipt:
+    def stats(self) -> ReplayStats:
         """Count the rows; waits for the device."""
-        names = tuple(r.name for r in self._routers)
-        padding = 0 if self._padding is None else int(self._padding.sum())
-        real = self._tokens - padding
-        missing = self._missing()
-        reached = [i in self._taken for i in range(len(names))]
-        replayed = [real - gone if on else 0 for gone, on in zip(missing, reached)]
-        native = [gone if on else 0 for gone, on in zip(missing, reached)]
-        return Receipt(
-            names,
-            self._tokens,
-            padding,
-            tuple(replayed),
-            tuple(native),
-            tuple(0 if on or self._given is None else real for on in reached),
-            *self._run_again(),
+        real = self._tokens
+        counted = torch.ones(self._tokens, 1, dtype=torch.bool, device=self._device)
+        if self.padding is not None:
+            counted = ~self.padding.unsqueeze(1)
+            real = int(counted.sum())
+        missing = self._missing(counted, real)
+        reached = [slot in self._taken for slot in range(len(self._routers))]
+        again, differs = self._run_again(counted)
+        return ReplayStats(
+            routers=tuple(r.name for r in self._routers),
+            tokens=self._tokens,
+            padding=self._tokens - real,
+            replayed=tuple(real - gone if on else 0 for gone, on in zip(missing, reached)),
+            native=tuple(gone if on else 0 for gone, on in zip(missing, reached)),
+            never_reached=tuple(0 if on or self.given is None else real for on in reached),
+            recomputed=again,
+            recompute_differs=differs,
         )
 
-    def _run_again(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return per slot how many rows that are not padding ran again, and how many of them with other experts."""
+    def _missing(self, counted: torch.Tensor, real: int) -> list[int]:
+        """Return per slot how many counted rows the router chooses itself."""
+        if self.given is None:
+            return [real] * len(self._routers)
+        missing = missing_rows(self.given)
+        missing[:, [i for i, r in enumerate(self._routers) if r.fixed_output is not None]] = True
+        return list((missing & counted).sum(0).tolist())
+
+    def _run_again(self, counted: torch.Tensor) -> tuple[Counts, Counts]:
+        """Return per slot how many counted rows ran again, and how many of them with other experts."""
         again = self.recomputed()
         if again is None or self._used is None:
             return (), ()
-        ran = ~missing_rows(again)
-        if self._padding is not None:
-            ran &= ~self._padding.unsqueeze(1)
-        strayed = ran & (again != self._used).any(-1)
-        return tuple(ran.sum(0).tolist()), tuple(strayed.sum(0).tolist())
-
-    def _missing(self) -> list[int]:
-        """Return per slot how many rows that are not padding the router chooses itself."""
-        if self._given is None:
-            return [self._tokens] * len(self._routers)
-        missing = missing_rows(self._given)
-        missing[:, [i for i, r in enumerate(self._routers) if r.fixed_output is not None]] = True
-        if self._padding is not None:
-            missing &= ~self._padding.unsqueeze(1)
-        counts: list[int] = missing.sum(0).tolist()
-        return counts
+        ran = ~missing_rows(again) & counted
+        differs = ran & (again != self._used).any(-1)
+        return tuple(ran.sum(0).tolist()), tuple(differs.sum(0).tolist())

@@ -32,7 +32,7 @@ from headrace.models.automodel.sharding import ShardedModel
 from headrace.models.automodel.train import TrainStep, apply_gradients, run_microbatches
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.results import Outcome, StepResult, collect_steps
-from headrace.models.router_replay.proof import ReplayProof
+from headrace.models.router_replay.stats import ReplayStats
 
 Batch = BatchedDataDict
 
@@ -84,7 +84,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             self._replay_handle, trace=replay.trace, floor=replay.min_exact_fraction, context=context
         )
 
-    def take_replay_proofs(self) -> dict[str, ReplayProof]:
+    def take_replay_stats(self) -> dict[str, ReplayStats]:
         """Return what router replay did in each stage since the last call; empty where it is off."""
         replayer = self._scorer.replayer
         return {} if replayer is None else replayer.take()
