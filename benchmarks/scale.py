@@ -97,7 +97,7 @@ def tagged_meta(rows: int) -> KVBatchMeta:
             "uid": [f"step7/prompt{row // 8}" for row in range(rows)],
             "group_index": [row % 8 for row in range(rows)],
             "weight_version": [7] * rows,
-            "finished": [True] * rows,
+            "truncated": [False] * rows,
         }
     )
     return meta.with_fields([*ROLLOUT_FIELDS, "message_log"])

@@ -73,8 +73,8 @@ class BigramGenerator:
             tokens.append(token)
             logprobs.append(math.log(odds[token]))
             if token == self._end_id or token in params.stop_token_ids:
-                return tokens, logprobs, True
-        return tokens, logprobs, False
+                return tokens, logprobs, False
+        return tokens, logprobs, True
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> None:
         self.weight_version = version
@@ -111,7 +111,7 @@ class GuessingGame:
         ]
 
     def step(
-        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], finished: Sequence[bool]
+        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], truncated: Sequence[bool]
     ) -> list[StepResult]:
         self.judged.append(len(prompts))
         return [self._judge(p, c[-1].content) for p, c in zip(prompts, conversations, strict=True)]
@@ -133,7 +133,7 @@ class NaiveSample:
     logprobs: list[float]
     texts: list[str]
     reward: float
-    finished: bool
+    truncated: bool
     turns: int
 
 
@@ -159,7 +159,7 @@ def naive_rollouts(
     for prompt in prompts:
         for _ in range(group_size):
             ids = encode("U" + prompt.messages[0].content + end + "A")
-            samples.append(NaiveSample(ids, [0] * len(ids), [0.0] * len(ids), [], 0.0, False, 0))
+            samples.append(NaiveSample(ids, [0] * len(ids), [0.0] * len(ids), [], 0.0, True, 0))
             owners.append(prompt)
     active = list(range(len(samples)))
     for turn in range(max_turns):
@@ -168,7 +168,7 @@ def naive_rollouts(
         params = SamplingParams(max_new_tokens=min(max_new_tokens, room))
         answers = generator.generate([samples[i].token_ids for i in active], params, seed=seeds[turn])
         for place, i in enumerate(active):
-            sample, text, ended = samples[i], "", answers.finished[place]
+            sample, text, ended = samples[i], "", not answers.truncated[place]
             for token, logprob in zip(answers.token_ids[place], answers.logprobs[place]):
                 if len(sample.token_ids) == max_total_tokens:
                     ended = False
@@ -179,7 +179,7 @@ def naive_rollouts(
                 letter = tokenizer.convert_ids_to_tokens(token)
                 text += letter if letter != end else ""
             sample.texts.append(text)
-            sample.finished = ended
+            sample.truncated = not ended
             sample.turns += 1
             result = game._judge(owners[i], text)
             sample.reward += result.reward
@@ -188,7 +188,7 @@ def naive_rollouts(
             closing = "" if ended else end
             extra = encode(closing + "U" + result.observation[0].content + end + "A")
             if len(sample.token_ids) + len(extra) >= max_total_tokens:
-                sample.finished = False
+                sample.truncated = True
                 continue
             for token in extra:
                 sample.token_ids.append(token)

@@ -36,7 +36,7 @@ class Judge:
     def prompts(self, split: str) -> list[Prompt]:
         return [Prompt(str(i), (Message("user", LETTERS[i % 26]),)) for i in range(64)]
 
-    def step(self, prompts: Sequence[Prompt], *_: Any) -> list[StepResult]:
+    def step(self, prompts: Sequence[Prompt], *_: Any, **__: Any) -> list[StepResult]:
         results = [self._judge(prompt) for prompt in prompts]
         self.given += results
         return results
@@ -62,7 +62,7 @@ class Counting(BigramGenerator):
     ) -> GenerationOutput:
         output = super().generate(prompts, params, seed=seed)
         output.metrics |= {"made_tokens": float(sum(map(len, output.token_ids))), "busy_s": 2.0}
-        output.metrics["finished_fraction"] = sum(output.finished) / len(output.finished)
+        output.metrics["truncated_fraction"] = sum(output.truncated) / len(output.truncated)
         self.outputs.append(output)
         return output
 
@@ -92,7 +92,7 @@ def test_metrics_are_of_all_samples_drawn_and_the_kept_ones_have_a_name_of_their
     recipe, step, judge, generator = collected(tmp_path, rewards)
     given = [r.reward for r in judge.given]
     made = [len(ids) for output in generator.outputs for ids in output.token_ids]
-    ended = [finished for output in generator.outputs for finished in output.finished]
+    cut = [truncated for output in generator.outputs for truncated in output.truncated]
     metrics = step.metrics
     assert len(given) == len(made) == 64
     assert metrics["reward/mean"] == metrics["rollout/reward_mean"] == pytest.approx(4 / 64)
@@ -103,8 +103,8 @@ def test_metrics_are_of_all_samples_drawn_and_the_kept_ones_have_a_name_of_their
     assert metrics["generation/prompt_tokens"] == sum(len(row) for call in generator.calls for row in call)
     assert metrics["generator/busy_s"] == 8.0
     assert metrics["generator/rows_max"] == 16
-    assert metrics["generator/finished_fraction"] == pytest.approx(sum(ended) / 64)
-    assert metrics["rollout/cut_fraction"] == pytest.approx(1 - sum(ended) / 64)
+    assert metrics["generator/truncated_fraction"] == pytest.approx(sum(cut) / 64)
+    assert metrics["rollout/truncated_fraction"] == pytest.approx(sum(cut) / 64)
     assert metrics["rollout/response_tokens_max"] == max(made)
     assert metrics["rollout/response_tokens_mean"] == pytest.approx(sum(made) / 64)
     assert metrics["rollout/accuracy"] == 0.0

@@ -32,7 +32,7 @@ def rewards(environment: Environment, texts: dict[str, str]) -> list[float]:
     """Judge one text per question, the same one for each of its rows."""
     prompts = [p for p in environment.prompts("train") if p.messages[-1].content in texts]
     talks = [(*p.messages, Message("assistant", texts[p.messages[-1].content])) for p in prompts]
-    return [r.reward for r in environment.step(prompts, talks, [True] * len(prompts))]
+    return [r.reward for r in environment.step(prompts, talks, [False] * len(prompts))]
 
 
 def one_question(tmp_path: Path, answer: Any, match: str) -> Environment:
@@ -44,7 +44,7 @@ def one_question(tmp_path: Path, answer: Any, match: str) -> Environment:
 
 def score(environment: Environment, text: str) -> float:
     prompt = environment.prompts("train")[0]
-    return environment.step([prompt], [(*prompt.messages, Message("assistant", text))], [True])[0].reward
+    return environment.step([prompt], [(*prompt.messages, Message("assistant", text))], [False])[0].reward
 
 
 def test_every_row_is_in_exactly_one_split(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_a_file_of_problems_gives_prompts_and_rewards(tmp_path: Path) -> None:
     assert len(prompts) == 3
     assert prompts[0].answer == r"\frac{1}{2}"
     talks = [(*p.messages, Message("assistant", t)) for p, t in zip(prompts, ["0.5", "2", "half"])]
-    results = environment.step(prompts, talks, [True, True, True])
+    results = environment.step(prompts, talks, [False, False, False])
     assert [(r.reward, r.correct) for r in results] == [(1.0, True), (0.0, False), (0.0, False)]
     assert [r.metrics for r in results] == [{"unscorable": 0.0}] * 3
 

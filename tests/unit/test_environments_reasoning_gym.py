@@ -21,9 +21,9 @@ def build(data: DataConfig = SMALL, *, seed: int = 0, **cfg: Any) -> Environment
     return build_environment(ReasoningGymConfig(**{**SPELL, **cfg}), data, seed=seed)
 
 
-def judge(environment: Environment, prompt: Prompt, text: str, *, finished: bool = True) -> StepResult:
+def judge(environment: Environment, prompt: Prompt, text: str, *, truncated: bool = False) -> StepResult:
     talk = (*prompt.messages, Message("assistant", text))
-    return environment.step([prompt], [talk], [finished])[0]
+    return environment.step([prompt], [talk], [truncated])[0]
 
 
 def questions(prompts: list[Prompt]) -> list[str]:
@@ -75,7 +75,7 @@ def test_an_exact_reward_needs_the_right_text_and_its_end() -> None:
     prompt = environment.prompts("train")[0]
     right = prompt.answer or ""
     assert judge(environment, prompt, right) == StepResult(reward=1.0, correct=True)
-    assert judge(environment, prompt, right, finished=False).reward == 0.0
+    assert judge(environment, prompt, right, truncated=True).reward == 0.0
     for wrong in (right + " ", right.upper() + "!", right[:-1], "", prompt.messages[0].content + "x"):
         assert judge(environment, prompt, wrong) == StepResult(reward=0.0, correct=False)
 
@@ -128,7 +128,7 @@ def test_answers_are_judged_in_order() -> None:
     texts = [p.answer or "" for p in prompts]
     texts[2] = "wrong"
     talks = [(Message("assistant", t),) for t in texts]
-    assert [r.reward for r in environment.step(prompts, talks, [True] * 4)] == [1.0, 1.0, 0.0, 1.0]
+    assert [r.reward for r in environment.step(prompts, talks, [False] * 4)] == [1.0, 1.0, 0.0, 1.0]
 
 
 def test_a_prompt_of_another_environment_is_refused() -> None:

@@ -33,7 +33,7 @@ def sample(number: int, prompt_tokens: int, response_tokens: int, **changes: Any
         logprobs=[0.0] * prompt_tokens + [math.log(draws.random() or 0.5) for _ in range(response_tokens)],
         messages=[Message("user", "hi"), Message("assistant", f"answer {number}")],
         reward=draws.random(),
-        finished=draws.random() < 0.5,
+        truncated=draws.random() < 0.5,
         turns=1,
         weight_version=4,
         correct=draws.choice([True, False, None]),
@@ -153,7 +153,7 @@ def test_per_sample_values_are_those_of_the_samples() -> None:
     assert values["prompt_uid"] == ["p0", "p0", "p1", "p1"]
     assert values["correct"] == [r.correct for r in rollouts]
     assert values["reward"].tolist() == np.float32([r.reward for r in rollouts]).tolist()
-    assert values["finished"].tolist() == [r.finished for r in rollouts]
+    assert values["truncated"].tolist() == [r.truncated for r in rollouts]
     assert values["group"].tolist() == [0, 0, 1, 1]
     assert values["group_index"].tolist() == [0, 1, 0, 1]
     assert values["prompt_tokens"].tolist() == [2, 2, 5, 2]

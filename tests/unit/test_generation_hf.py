@@ -20,7 +20,7 @@ FILTERS = [{}, {"temperature": 0.6}, {"temperature": 1.4, "top_k": 6, "top_p": 0
 
 def assert_same_answers(one, two):
     assert one.token_ids == two.token_ids
-    assert one.finished == two.finished
+    assert one.truncated == two.truncated
     for a, b in zip(one.logprobs, two.logprobs, strict=True):
         assert a == pytest.approx(b, abs=1e-5)
 
@@ -30,10 +30,10 @@ def test_greedy_answers_are_those_of_transformers_generate(family):
     model = model_of(family)
     output = generator_of(family).generate(PROMPTS, SamplingParams(20, greedy=True), seed=0)
     plan = GenerationConfig(max_new_tokens=20, do_sample=False, eos_token_id=END, pad_token_id=0)
-    for prompt, ids, finished in zip(PROMPTS, output.token_ids, output.finished, strict=True):
+    for prompt, ids, truncated in zip(PROMPTS, output.token_ids, output.truncated, strict=True):
         expected = model.generate(torch.tensor([prompt]), generation_config=plan)[0, len(prompt) :].tolist()
         assert ids == expected
-        assert finished == (expected[-1] == END)
+        assert truncated == (expected[-1] != END)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,7 +54,7 @@ def test_sampled_answers_are_those_of_a_cacheless_loop_over_single_prompts(famil
     output = generator_of(family).generate(PROMPTS, SamplingParams(14, **filters), seed=3)
     for i, draws in enumerate(quantiles_of(len(PROMPTS), 14, 3)):
         ids, logprobs, finished = answer(model, PROMPTS[i], draws, {END}, **filters)
-        assert (output.token_ids[i], output.finished[i]) == (ids, finished)
+        assert (output.token_ids[i], output.truncated[i]) == (ids, not finished)
         assert output.logprobs[i] == pytest.approx(logprobs, abs=1e-5)
 
 
@@ -70,7 +70,7 @@ def test_rows_that_leave_the_batch_do_not_change_the_others(family):
         cut = ends[0] if ends else len(ids)
         cuts.append(cut)
         assert left.token_ids[i] == ids[:cut]
-        assert left.finished[i] == bool(ends)
+        assert left.truncated[i] == (not ends)
         assert left.logprobs[i] == pytest.approx(stayed.logprobs[i][:cut], abs=1e-5)
     assert len(set(cuts)) > 3
 
@@ -123,7 +123,7 @@ def test_a_conversation_passed_again_goes_on_where_it_stopped():
     generator = generator_of()
     first = generator.generate(PROMPTS, SamplingParams(6, greedy=True), seed=0)
     whole = generator.generate(PROMPTS, SamplingParams(12, greedy=True), seed=0)
-    open_rows = [i for i, finished in enumerate(first.finished) if not finished]
+    open_rows = [i for i, truncated in enumerate(first.truncated) if truncated]
     rest = generator.generate(
         [PROMPTS[i] + first.token_ids[i] for i in open_rows], SamplingParams(6, greedy=True), seed=0
     )
@@ -137,11 +137,11 @@ def test_metrics_count_what_was_generated():
     output = generator_of().generate(PROMPTS, SamplingParams(9), seed=0)
     tokens = sum(len(ids) for ids in output.token_ids)
     assert output.metrics["generated_tokens"] == tokens
-    assert output.metrics["finished_fraction"] == pytest.approx(sum(output.finished) / len(PROMPTS))
+    assert output.metrics["truncated_fraction"] == pytest.approx(sum(output.truncated) / len(PROMPTS))
     assert output.metrics["tokens_per_s"] == pytest.approx(tokens / output.metrics["generate_s"])
 
 
 def test_no_prompts_give_no_answers():
     output = generator_of().generate([], SamplingParams(4), seed=0)
-    assert (output.token_ids, output.logprobs, output.finished) == ([], [], [])
+    assert (output.token_ids, output.logprobs, output.truncated) == ([], [], [])
     assert output.metrics["generated_tokens"] == 0

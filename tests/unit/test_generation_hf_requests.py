@@ -38,7 +38,7 @@ def test_every_row_is_answered_within_its_own_room_as_it_is_alone():
     output = generator.generate(prompts, params, seed=0)
     assert [len(ids) for ids in output.token_ids] == [32, 17, 4] == [params.limit(len(p)) for p in prompts]
     assert [len(logprobs) for logprobs in output.logprobs] == [32, 17, 4]
-    assert output.finished == [False] * 3
+    assert output.truncated == [True] * 3
     alone = [generator.generate([p], params, seed=0).token_ids[0] for p in prompts]
     assert output.token_ids == alone
 

@@ -53,7 +53,7 @@ def test_an_answer_ends_with_the_token_that_completes_a_stop_string(batch_size):
         first = min((text.find(s) + len(s) for s in strings if s in text), default=None)
         answer = TOKENIZER.decode(stopped.token_ids[i])
         assert answer == text[:first]
-        assert stopped.finished[i] == (first is not None)
+        assert stopped.truncated[i] == (first is None)
         assert len(stopped.logprobs[i]) == len(stopped.token_ids[i])
         ended_by_pair += answer.endswith(("hc", "fj", "ma"))
     assert ended_by_pair > 3
@@ -90,14 +90,14 @@ def test_end_of_text_comes_from_tokenizer_model_and_params_together():
     model.generation_config.eos_token_id = [6, 7]
     generator = HFGenerator(model, TOKENIZER, GenerationConfig())
     output = generator.generate(PROMPTS * 20, SamplingParams(40, stop_token_ids=(9,)), seed=0)
-    last = {ids[-1] for ids, finished in zip(output.token_ids, output.finished, strict=True) if finished}
+    last = {ids[-1] for ids, cut in zip(output.token_ids, output.truncated, strict=True) if not cut}
     assert last == {END, 6, 7, 9}
     assert all(not last & set(ids[:-1]) for ids in output.token_ids)
 
 
 def test_the_tokenizers_end_of_text_ends_an_answer_and_stays_in_it():
     output = generator_of().generate(PROMPTS * 10, SamplingParams(40), seed=0)
-    finished = [ids for ids, f in zip(output.token_ids, output.finished, strict=True) if f]
+    finished = [ids for ids, cut in zip(output.token_ids, output.truncated, strict=True) if not cut]
     assert len(finished) > 3
     assert all(ids[-1] == END and END not in ids[:-1] for ids in finished)
 

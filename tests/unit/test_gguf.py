@@ -190,4 +190,4 @@ def test_smollm2_answers_in_english_after_conversion(tmp_path):
     output = generator.generate([prompt], SamplingParams(20, greedy=True), seed=0)
     text = tokenizer.decode(output.token_ids[0], skip_special_tokens=True)
     assert text == "The capital of France is Paris."
-    assert output.finished == [True]
+    assert output.truncated == [False]

@@ -66,27 +66,27 @@ def test_a_two_dimensional_tensor_of_rewards_is_refused():
         check_rewards(torch.ones(2, 1), IDS[:2])
 
 
-def shape(rewards, tokens, finished, cfg, limit=16):
+def shape(rewards, tokens, truncated, cfg, limit=16):
     return shape_rewards(
-        torch.tensor(rewards), torch.tensor(tokens), torch.tensor(finished), cfg, max_new_tokens=limit
+        torch.tensor(rewards), torch.tensor(tokens), torch.tensor(truncated), cfg, max_new_tokens=limit
     )
 
 
 def test_the_default_section_changes_nothing():
     rewards = [0.1, -3.0, 0.0]
-    assert torch.equal(shape(rewards, [1, 2, 0], [True] * 3, RewardConfig()), torch.tensor(rewards))
+    assert torch.equal(shape(rewards, [1, 2, 0], [False] * 3, RewardConfig()), torch.tensor(rewards))
 
 
 def test_scale_comes_before_offset_and_clip_comes_last():
     cfg = RewardConfig(scale=2.0, offset=-1.0, clip=(-1.0, 2.0))
-    assert shape([0.0, 1.0, 4.0, -4.0], [1] * 4, [True] * 4, cfg).tolist() == [-1.0, 1.0, 2.0, -1.0]
+    assert shape([0.0, 1.0, 4.0, -4.0], [1] * 4, [False] * 4, cfg).tolist() == [-1.0, 1.0, 2.0, -1.0]
 
 
 def test_the_overlong_penalty_follows_equation_13_of_dapo():
     # L_max = 16, L_cache = 4: free up to 12 tokens, then (12 - |y|) / 4, then -1.
     cfg = RewardConfig(overlong_penalty=1.0, overlong_buffer_tokens=4)
     tokens = [0, 12, 13, 14, 16, 20]
-    assert shape([1.0] * 6, tokens, [True] * 6, cfg).tolist() == [1.0, 1.0, 0.75, 0.5, 0.0, 0.0]
+    assert shape([1.0] * 6, tokens, [False] * 6, cfg).tolist() == [1.0, 1.0, 0.75, 0.5, 0.0, 0.0]
 
 
 def test_over_several_turns_the_longest_one_is_held_against_the_limit_of_a_turn(tmp_path: Path):
@@ -113,25 +113,25 @@ def test_over_several_turns_the_longest_one_is_held_against_the_limit_of_a_turn(
     rewards = score(recipe, table, {}, torch.ones(len(rollouts))).rewards
     for rollout, reward in zip(rollouts, rewards.tolist(), strict=True):
         turns = [len(list(run)) for kind, run in groupby(rollout.token_mask) if kind]
-        penalty = min(max((max(turns, default=0) - 2) / 3, 0), 1) if rollout.finished else 1
+        penalty = min(max((max(turns, default=0) - 2) / 3, 0), 1) if not rollout.truncated else 1
         assert reward == pytest.approx(rollout.reward - penalty)
-    assert any(r.finished and r.longest_turn_tokens < 5 < r.response_tokens for r in rollouts)
+    assert any(not r.truncated and r.longest_turn_tokens < 5 < r.response_tokens for r in rollouts)
 
 
 def test_a_cut_response_pays_the_whole_penalty_however_short():
     cfg = RewardConfig(overlong_penalty=0.5, overlong_buffer_tokens=4)
-    assert shape([1.0, 1.0], [3, 3], [True, False], cfg).tolist() == [1.0, 0.5]
+    assert shape([1.0, 1.0], [3, 3], [False, True], cfg).tolist() == [1.0, 0.5]
 
 
 def test_the_clip_does_not_hide_the_penalty():
     cfg = RewardConfig(clip=(0.0, 1.0), overlong_penalty=1.0, overlong_buffer_tokens=2)
-    assert shape([0.0], [16], [True], cfg).tolist() == [-1.0]
+    assert shape([0.0], [16], [False], cfg).tolist() == [-1.0]
 
 
 def test_a_buffer_longer_than_the_response_limit_is_refused_by_its_keys():
     cfg = RewardConfig(overlong_penalty=1.0, overlong_buffer_tokens=17)
     with pytest.raises(ConfigError, match=r"overlong_buffer_tokens=17.*max_new_tokens=16"):
-        shape([1.0], [1], [True], cfg)
+        shape([1.0], [1], [False], cfg)
 
 
 @pytest.mark.parametrize(
@@ -143,22 +143,22 @@ def test_a_buffer_longer_than_the_response_limit_is_refused_by_its_keys():
     ],
 )
 def test_a_reward_beyond_float32_after_shaping_is_refused_by_its_sample(cfg: RewardConfig, named: str):
-    rewards, finished = torch.tensor([0.0, 1.0]), torch.tensor([True, True])
+    rewards, truncated = torch.tensor([0.0, 1.0]), torch.tensor([False, False])
     with pytest.raises(RewardError, match=rf"float32: {named}; expected.*grpo\.reward\.scale"):
-        shape_rewards(rewards, torch.tensor([0, 16]), finished, cfg, max_new_tokens=16, sample_ids=IDS[:2])
+        shape_rewards(rewards, torch.tensor([0, 16]), truncated, cfg, max_new_tokens=16, sample_ids=IDS[:2])
 
 
 def test_a_clip_saves_a_reward_that_scaling_takes_beyond_float32():
     cfg = RewardConfig(scale=1e300, clip=(-1.0, 1.0))
-    assert shape([0.5, -0.5], [1, 1], [True, True], cfg).tolist() == [1.0, -1.0]
+    assert shape([0.5, -0.5], [1, 1], [False, False], cfg).tolist() == [1.0, -1.0]
 
 
 def test_overlong_filtering_masks_cut_samples_only_when_on():
-    finished = torch.tensor([True, False])
-    on = overlong_mask(finished, RewardConfig(overlong_filtering=True))
+    truncated = torch.tensor([False, True])
+    on = overlong_mask(truncated, RewardConfig(overlong_filtering=True))
     assert on.dtype == torch.float32
     assert on.tolist() == [1.0, 0.0]
-    assert overlong_mask(finished, RewardConfig()).tolist() == [1.0, 1.0]
+    assert overlong_mask(truncated, RewardConfig()).tolist() == [1.0, 1.0]
 
 
 def test_kl_is_taken_from_the_reward():

@@ -69,7 +69,7 @@ def test_rollouts_equal_the_game_played_token_by_token(
         assert got.token_mask == want.token_mask
         assert got.logprobs == want.logprobs
         assert [m.content for m in got.messages if m.role == "assistant"] == want.texts
-        assert (got.reward, got.finished, got.turns) == (want.reward, want.finished, want.turns)
+        assert (got.reward, got.truncated, got.turns) == (want.reward, want.truncated, want.turns)
         assert len(got.token_ids) <= max_total_tokens
 
 
@@ -81,7 +81,7 @@ def test_the_games_of_one_batch_end_after_different_numbers_of_turns() -> None:
 
 def test_ids_of_finished_samples_are_those_of_the_rendered_conversation() -> None:
     batch = play(settings=replace(SETTINGS, sampling=SamplingParams(max_new_tokens=40)))
-    finished = [r for r in batch.rollouts if r.finished]
+    finished = [r for r in batch.rollouts if not r.truncated]
     assert any(r.turns > 1 for r in finished)
     for rollout in finished:
         messages = [{"role": m.role, "content": m.content} for m in rollout.messages]
@@ -123,8 +123,8 @@ def test_the_longest_prompt_gets_what_room_it_has_and_the_others_their_full_answ
     short, long = play(
         prompts, generator=BigramGenerator(TOKENIZER, end=1e-9), settings=settings, group_size=1
     ).rollouts
-    assert (len(short.token_ids), short.response_tokens, short.finished) == (10, 6, False)
-    assert (len(long.token_ids), long.response_tokens, long.finished) == (15, 3, False)
+    assert (len(short.token_ids), short.response_tokens, short.truncated) == (10, 6, True)
+    assert (len(long.token_ids), long.response_tokens, long.truncated) == (15, 3, True)
 
 
 def test_the_generator_gets_a_limit_of_its_own_for_every_row() -> None:
@@ -142,7 +142,7 @@ def test_an_answer_that_fills_the_row_exactly_and_ends_is_finished() -> None:
         prompts, generator=BigramGenerator(TOKENIZER, end=1.0), settings=settings, group_size=1
     ).rollouts
     assert rollout.token_mask == [0, 0, 0, 0, 1]
-    assert rollout.finished
+    assert not rollout.truncated
 
 
 class SilentGenerator(BigramGenerator):
@@ -151,7 +151,7 @@ class SilentGenerator(BigramGenerator):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
     ) -> GenerationOutput:
-        return GenerationOutput([[] for _ in prompts], [[] for _ in prompts], [True] * len(prompts))
+        return GenerationOutput([[] for _ in prompts], [[] for _ in prompts], [False] * len(prompts))
 
 
 def test_a_whole_batch_of_empty_responses_is_legal() -> None:
@@ -173,44 +173,44 @@ def test_an_empty_answer_is_closed_by_the_template_alone() -> None:
 class Parrot(BigramGenerator):
     """Gives every prompt the same answer, cut or ended."""
 
-    def __init__(self, tokenizer: Any, text: str, *, finished: bool) -> None:
+    def __init__(self, tokenizer: Any, text: str, *, truncated: bool) -> None:
         super().__init__(tokenizer)
         self._answer = tokenizer.encode(text, add_special_tokens=False)
-        self._finished = finished
+        self._truncated = truncated
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
     ) -> GenerationOutput:
         logprobs = [-1.0] * len(self._answer)
-        rows = [(list(self._answer), list(logprobs), self._finished) for _ in prompts]
+        rows = [(list(self._answer), list(logprobs), self._truncated) for _ in prompts]
         return GenerationOutput(*map(list, zip(*rows)))
 
 
 class Refusal(GuessingGame):
     """Says no to everything."""
 
-    def step(self, prompts: Sequence[Prompt], *_: Any) -> list[StepResult]:
+    def step(self, prompts: Sequence[Prompt], *_: Any, **__: Any) -> list[StepResult]:
         return [StepResult(0.0, done=False, observation=(Message("user", "no"),)) for _ in prompts]
 
 
 @pytest.mark.parametrize(
-    ("text", "finished", "row"),
+    ("text", "truncated", "row"),
     [
-        ("", True, "hi/" + "/no/"),
-        ("ay", True, "hi/" + "ay" + "/no/"),
-        ("ay/", True, "hi/" + "ay/" + "no/"),
-        ("ay/", False, "hi/" + "ay/" + "/no/"),
+        ("", False, "hi/" + "/no/"),
+        ("ay", False, "hi/" + "ay" + "/no/"),
+        ("ay/", False, "hi/" + "ay/" + "no/"),
+        ("ay/", True, "hi/" + "ay/" + "/no/"),
     ],
 )
 def test_an_answer_is_closed_once_where_prompts_and_answers_end_alike(
-    text: str, finished: bool, row: str
+    text: str, truncated: bool, row: str
 ) -> None:
     tokenizer = character_tokenizer("{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}")
     end = tokenizer.eos_token
     answer = text.replace("/", end)
     batch = run_rollouts(
         [Prompt("p", (Message("user", "hi"),), {"secret": "Z"})],
-        generator=Parrot(tokenizer, answer, finished=finished),
+        generator=Parrot(tokenizer, answer, truncated=truncated),
         tokenizer=tokenizer,
         environment=Refusal(),
         settings=RolloutSettings(SamplingParams(max_new_tokens=5), max_total_tokens=64, max_turns=2),
@@ -229,7 +229,7 @@ def test_a_custom_stop_token_ends_an_answer_and_is_not_part_of_its_text() -> Non
     batch = play(settings=replace(SETTINGS, sampling=sampling, max_turns=1), group_size=16)
     stopped = [r for r in batch.rollouts if r.token_ids[-1] == stop]
     assert stopped
-    assert all(r.finished and "e" not in r.messages[-1].content for r in stopped)
+    assert all(not r.truncated and "e" not in r.messages[-1].content for r in stopped)
 
 
 def test_the_same_seed_gives_the_same_rollouts_and_another_one_others() -> None:
@@ -299,10 +299,10 @@ class FaultyGenerator(BigramGenerator):
         if len(self.calls) < 2:
             return output
         if self._fault == "drops the last row":
-            return GenerationOutput(output.token_ids[:-1], output.logprobs[:-1], output.finished[:-1])
+            return GenerationOutput(output.token_ids[:-1], output.logprobs[:-1], output.truncated[:-1])
         if self._fault == "adds a row":
             return GenerationOutput(
-                *([*part, part[0]] for part in (output.token_ids, output.logprobs, output.finished))
+                *([*part, part[0]] for part in (output.token_ids, output.logprobs, output.truncated))
             )
         if self._fault == "drops logprobs":
             output.logprobs.pop()
@@ -355,8 +355,8 @@ class FaultyGame(GuessingGame):
 
     fault: Any = None
 
-    def step(self, *args: Any) -> list[StepResult]:
-        results = super().step(*args)
+    def step(self, *args: Any, **kwargs: Any) -> list[StepResult]:
+        results = super().step(*args, **kwargs)
         if self.fault == "missing":
             return results[:-2]
         if self.fault == "surplus":
@@ -416,7 +416,7 @@ def test_a_result_that_is_missing_or_not_finite_is_refused_by_sample(fault: Any,
 class TotalledGame(GuessingGame):
     """Returns no list of results."""
 
-    def step(self, *_: Any) -> Any:
+    def step(self, *_: Any, **__: Any) -> Any:
         return self.secrets if len(self.secrets) > 1 else None
 
 
@@ -441,7 +441,7 @@ def test_metrics_are_those_of_the_samples() -> None:
     assert batch.metrics["rollout/reward_min"] == min(rewards)
     assert batch.metrics["rollout/reward_max"] == max(rewards)
     assert batch.metrics["rollout/accuracy"] == sum(bool(r.correct) for r in batch.rollouts) / 12
-    assert batch.metrics["rollout/cut_fraction"] == sum(not r.finished for r in batch.rollouts) / 12
+    assert batch.metrics["rollout/truncated_fraction"] == sum(r.truncated for r in batch.rollouts) / 12
     assert batch.metrics["rollout/turns_mean"] == sum(r.turns for r in batch.rollouts) / 12
     right = [r for r in batch.rollouts if r.correct]
     lengths = [len(r.messages[-1].content) for r in right]
@@ -458,7 +458,7 @@ def test_metrics_are_those_of_the_samples() -> None:
 class SilentJudge(GuessingGame):
     """Rewards without a verdict."""
 
-    def step(self, prompts: Sequence[Prompt], *_: Any) -> list[StepResult]:
+    def step(self, prompts: Sequence[Prompt], *_: Any, **__: Any) -> list[StepResult]:
         return [StepResult(reward=0.5) for _ in prompts]
 
 

@@ -23,7 +23,7 @@ class TwoQuestions:
     def prompts(self, split: str) -> list[Prompt]:
         return PROMPTS
 
-    def step(self, prompts: Any, conversations: Any, finished: Any) -> list[StepResult]:
+    def step(self, prompts: Any, conversations: Any, truncated: Any) -> list[StepResult]:
         return [self._judge(c) for c in conversations]
 
     def _judge(self, conversation: Any) -> StepResult:
@@ -88,4 +88,4 @@ def test_a_prompt_that_nearly_fills_the_positions_takes_no_room_from_a_short_one
     prompt_tokens = [r.token_mask.index(1) for r in batch.rollouts]
     assert prompt_tokens == [5, 5, 47, 47]
     assert [r.response_tokens for r in batch.rollouts] == [32, 32, POSITIONS - 47, POSITIONS - 47]
-    assert not any(r.finished for r in batch.rollouts)
+    assert all(r.truncated for r in batch.rollouts)

@@ -144,7 +144,7 @@ def test_a_dense_model_cannot_record_and_the_generator_is_not_built() -> None:
     ],
 )
 def test_a_generator_that_says_it_records_and_does_not_is_refused(routes: Any, message: str) -> None:
-    output = GenerationOutput([[7, 8, 9]], [[0.0] * 3], [True], routes=routes)
+    output = GenerationOutput([[7, 8, 9]], [[0.0] * 3], [False], routes=routes)
     with pytest.raises(GenerationError, match=message):
         check_recorded(output, [rollout("a", [1, 2, 3], None)], SHAPE)
 

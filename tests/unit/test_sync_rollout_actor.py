@@ -128,7 +128,7 @@ def test_tags_are_on_the_meta_and_agree_with_the_carry(store: CountingStore) -> 
     for i, tag in enumerate(meta.tags):
         assert set(tag) == set(TAGS)
         assert tag["reward"] == carry["reward"][i].item()
-        assert tag["finished"] is bool(carry["finished"][i])
+        assert tag["truncated"] is bool(carry["truncated"][i])
         assert (tag["uid"], tag["group_index"]) == (carry["uid"][i], i % 3)
         assert tag["weight_version"] == 6
         assert meta.sample_ids[i] == f"{tag['uid']}_g{tag['group_index']}"
@@ -200,7 +200,7 @@ def test_the_generator_is_released_when_generation_is_finished(store: CountingSt
 class HardGame(GuessingGame):
     """Rewards nothing."""
 
-    def step(self, given: Sequence[Prompt], *_: Any) -> list[StepResult]:
+    def step(self, given: Sequence[Prompt], *_: Any, **__: Any) -> list[StepResult]:
         self.judged.append(len(given))
         return [StepResult(reward=-9.0, correct=False) for _ in given]
 
@@ -219,8 +219,8 @@ def test_an_override_judges_the_prompts_of_its_task_and_no_other(store: Counting
 class ForgetfulGame(GuessingGame):
     """Forgets a reward."""
 
-    def step(self, *args: Any) -> list[StepResult]:
-        return super().step(*args)[:-1]
+    def step(self, *args: Any, **kwargs: Any) -> list[StepResult]:
+        return super().step(*args, **kwargs)[:-1]
 
 
 def test_an_override_that_forgets_a_reward_names_the_prompt(store: CountingStore) -> None:

@@ -87,7 +87,7 @@ class OwnEndGenerator(BigramGenerator):
     def generate(self, prompts: Any, params: SamplingParams, *, seed: int) -> GenerationOutput:
         own = self._letters[0]
         ids = [[self._letters[1], own] for _ in prompts]
-        return GenerationOutput(ids, [[-1.0, -1.0]] * len(ids), [True] * len(ids), stop_token_ids=(own,))
+        return GenerationOutput(ids, [[-1.0, -1.0]] * len(ids), [False] * len(ids), stop_token_ids=(own,))
 
 
 def test_an_end_token_of_the_models_own_is_not_in_the_judged_text() -> None:

@@ -28,7 +28,7 @@ class Judge(GuessingGame):
 
     verdicts = 0
 
-    def step(self, prompts: Sequence[Prompt], *_: Any) -> list[StepResult]:
+    def step(self, prompts: Sequence[Prompt], *_: Any, **__: Any) -> list[StepResult]:
         numbers = [int(prompt.uid.removeprefix("validation")) for prompt in prompts]
         return [StepResult(n / 4, correct=n % 2 == 0 if n < self.verdicts else None) for n in numbers]
 

@@ -331,7 +331,7 @@ def _collect_filtered(ctx: StepContext[H], step: int) -> Collected[H]:
 def _compared(recipe: RecipeConfig, table: SampleTable) -> dict[str, Any]:
     """Return what tells useful groups from others: scaled and clipped rewards, and who counts in the loss."""
     reward, replay = recipe.grpo.reward, recipe.policy.router_replay
-    valid = overlong_mask(table.finished, reward).bool()
+    valid = overlong_mask(table.truncated, reward).bool()
     if replay.enabled and replay.on_excess == "mask":
         valid &= table.routes_missing <= replay.max_missing_fraction
     rewards = scaled_rewards(table.rewards, reward, table.sample_ids)
@@ -367,13 +367,13 @@ def score(
     shaped = shape_rewards(
         table.rewards,
         table.longest_turn_tokens,
-        table.finished,
+        table.truncated,
         grpo.reward,
         max_new_tokens=recipe.generation.max_new_tokens,
         sample_ids=table.sample_ids,
     )
     rewards = subtract_kl(shaped, stats.get("kl_sum"), grpo.reward, table.sample_ids)
-    mask = weights * overlong_mask(table.finished, grpo.reward)
+    mask = weights * overlong_mask(table.truncated, grpo.reward)
     limit = recipe.loss.max_sequence_logprob_error
     if limit is not None:
         mask = mask * (stats["logprob_error"] <= limit).float()
@@ -430,9 +430,9 @@ def _samples(rows: Rows[H], batch: H, table: SampleTable, scored: Scored, count:
         rows.conversations(batch, count) if count else [],
         table.rewards.tolist(),
         scored.advantages.tolist(),
-        table.finished.tolist(),
+        table.truncated.tolist(),
     )
     return [
-        {"sample_id": i, "messages": m, "reward": r, "advantage": a, "finished": f}
-        for i, m, r, a, f in columns
+        {"sample_id": i, "messages": m, "reward": r, "advantage": a, "truncated": t}
+        for i, m, r, a, t in columns
     ]

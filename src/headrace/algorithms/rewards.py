@@ -43,7 +43,7 @@ def check_rewards(
 def shape_rewards(
     rewards: torch.Tensor,
     turn_tokens: torch.Tensor,
-    finished: torch.Tensor,
+    truncated: torch.Tensor,
     cfg: RewardConfig,
     *,
     max_new_tokens: int,
@@ -53,7 +53,7 @@ def shape_rewards(
 
     The penalty is 0 up to `max_new_tokens - overlong_buffer_tokens` tokens, rises linearly to `overlong_penalty` at
     `max_new_tokens`, and stays there. A sample of several turns pays for its longest one. One that was cut
-    (`finished` is False) pays all of it, whichever limit cut it. The clip comes first, so it never hides the penalty.
+    (`truncated`) pays all of it, whichever limit cut it. The clip comes first, so it never hides the penalty.
 
     With scale 1, penalty 1, a buffer of 4 and at most 16 tokens, rewards of 1 for responses of 12, 14 and
     16 tokens become 1.0, 0.5 and 0.0.
@@ -61,7 +61,7 @@ def shape_rewards(
     Args:
         rewards: (N,) from `check_rewards`.
         turn_tokens: (N,) integers; generated tokens of a sample's longest turn.
-        finished: (N,) bool; False where a token limit cut the response.
+        truncated: (N,) bool; True where a token limit cut the response.
         cfg: The recipe's `grpo.reward`.
         max_new_tokens: The limit on a turn, in tokens.
         sample_ids: Names for the message; row numbers without them.
@@ -74,7 +74,7 @@ def shape_rewards(
     """
     shaped = _scaled(rewards, cfg)
     if cfg.overlong_penalty:
-        share = _overlong_fraction(turn_tokens, finished, cfg, max_new_tokens)
+        share = _overlong_fraction(turn_tokens, truncated, cfg, max_new_tokens)
         shaped = shaped - cfg.overlong_penalty * share
     return require_finite(
         shaped, sample_ids, "shaped rewards", "lower grpo.reward.scale and overlong_penalty, or set clip"
@@ -113,13 +113,12 @@ def require_finite(
     return single
 
 
-def overlong_mask(finished: torch.Tensor, cfg: RewardConfig) -> torch.Tensor:
+def overlong_mask(truncated: torch.Tensor, cfg: RewardConfig) -> torch.Tensor:
     """Return (N,) float32: 0 where overlong filtering takes a cut sample out of the loss, 1 elsewhere.
 
     Source: DAPO, arXiv:2503.14476, section 3.4 (overlong filtering).
     """
-    kept = finished.to(torch.float32)
-    return kept if cfg.overlong_filtering else torch.ones_like(kept)
+    return (~(truncated & cfg.overlong_filtering)).float()
 
 
 def subtract_kl(
@@ -167,7 +166,7 @@ def _label(sample_ids: Sequence[str] | None, row: int) -> str:
 
 
 def _overlong_fraction(
-    turn_tokens: torch.Tensor, finished: torch.Tensor, cfg: RewardConfig, max_new_tokens: int
+    turn_tokens: torch.Tensor, truncated: torch.Tensor, cfg: RewardConfig, max_new_tokens: int
 ) -> torch.Tensor:
     buffer = cfg.overlong_buffer_tokens
     if buffer > max_new_tokens:
@@ -176,7 +175,7 @@ def _overlong_fraction(
             f"{max_new_tokens}; lower the first or raise the second"
         )
     over = (turn_tokens.to(torch.float64) - (max_new_tokens - buffer)) / buffer
-    return torch.where(finished.bool(), over.clamp(0.0, 1.0), 1.0)
+    return torch.where(truncated, 1.0, over.clamp(0.0, 1.0))
 
 
 def _as_float(reward: SupportsFloat | None) -> float:

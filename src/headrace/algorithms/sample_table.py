@@ -18,8 +18,8 @@ class SampleTable:
     uids: list[str]
     rewards: torch.Tensor
     """(N,) float32, as the environment gave them."""
-    finished: torch.Tensor
-    """(N,) bool; False where the token limit cut the answer."""
+    truncated: torch.Tensor
+    """(N,) bool; True where the token limit cut the answer."""
     response_tokens: torch.Tensor
     """(N,) int64, of all turns."""
     longest_turn_tokens: torch.Tensor
@@ -53,7 +53,7 @@ class SampleTable:
             list(values["sample_id"]),
             list(values["uid"]),
             values["reward"],
-            values["finished"],
+            values["truncated"],
             values["response_tokens"],
             values["longest_turn_tokens"],
             values["total_tokens"],

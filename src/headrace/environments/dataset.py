@@ -59,11 +59,11 @@ class DatasetEnvironment:
         return self._splits.of(split)
 
     def step(
-        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], finished: Sequence[bool]
+        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], truncated: Sequence[bool]
     ) -> list[StepResult]:
         """Judge the last message of each conversation by its text alone."""
         results = []
-        for prompt, talk, _ in zip(prompts, conversations, finished, strict=True):
+        for prompt, talk, _ in zip(prompts, conversations, truncated, strict=True):
             verdict = self._judge(talk[-1].content, prompt.info["answer"])
             metrics = {"unscorable": float(verdict is None)} if self._may_fail else {}
             results.append(StepResult(reward=float(bool(verdict)), correct=bool(verdict), metrics=metrics))

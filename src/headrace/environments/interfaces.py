@@ -30,10 +30,10 @@ class Environment(Protocol):
         ...
 
     def step(
-        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], finished: Sequence[bool]
+        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], truncated: Sequence[bool]
     ) -> list[StepResult]:
         """Judge the last assistant message of each conversation; one result per conversation, in order.
 
-        `finished[i]` is False where the answer was cut by the token limit.
+        `truncated[i]` is True where the answer was cut by the token limit.
         """
         ...

@@ -71,7 +71,7 @@ class ReasoningGymEnvironment:
         return self._splits.of(split)
 
     def step(
-        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], finished: Sequence[bool]
+        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], truncated: Sequence[bool]
     ) -> list[StepResult]:
         """Judge the last message of each conversation.
 
@@ -80,8 +80,8 @@ class ReasoningGymEnvironment:
         """
         judge = self._judge_exactly if self._cfg.exact else self._judge_by_task
         return [
-            judge(self._entry_of(prompt), talk[-1].content, ended)
-            for prompt, talk, ended in zip(prompts, conversations, finished, strict=True)
+            judge(self._entry_of(prompt), talk[-1].content, cut)
+            for prompt, talk, cut in zip(prompts, conversations, truncated, strict=True)
         ]
 
     def _entry_of(self, prompt: Prompt) -> Entry:
@@ -89,11 +89,11 @@ class ReasoningGymEnvironment:
             raise ValueError(f"prompt '{prompt.uid}' does not come from this '{self._cfg.task}' environment")
         return self._entries[prompt.uid]
 
-    def _judge_exactly(self, entry: Entry, text: str, ended: bool) -> StepResult:
-        correct = ended and text == entry["answer"]
+    def _judge_exactly(self, entry: Entry, text: str, truncated: bool) -> StepResult:
+        correct = not truncated and text == entry["answer"]
         return StepResult(reward=float(correct), correct=correct)
 
-    def _judge_by_task(self, entry: Entry, text: str, ended: bool) -> StepResult:
+    def _judge_by_task(self, entry: Entry, text: str, truncated: bool) -> StepResult:
         tagged = extract_answer(text)
         answer = text.strip() if tagged is None else tagged
         try:

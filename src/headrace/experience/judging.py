@@ -21,8 +21,11 @@ def judge(environment: Environment, rollouts: Sequence[Rollout]) -> list[StepRes
     Raises:
         RewardError: as `checked_results`; also an episode that goes on without an observation.
     """
+    # By keyword, so that an environment that expects the opposite flag is told.
     results = environment.step(
-        [r.prompt for r in rollouts], [tuple(r.messages) for r in rollouts], [r.finished for r in rollouts]
+        [r.prompt for r in rollouts],
+        [tuple(r.messages) for r in rollouts],
+        truncated=[r.truncated for r in rollouts],
     )
     names = [f"sample '{r.sample_id}', turn {r.turns}" for r in rollouts]
     return checked_results(results, names)

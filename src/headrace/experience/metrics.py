@@ -15,7 +15,7 @@ def rollout_metrics(values: Mapping[str, Any]) -> dict[str, float]:
     """Return what is worth plotting of N samples; `rollout/accuracy` is over those with a verdict, if there are any.
 
     Args:
-        values: Columns of N: `reward`, `response_tokens`, `finished`, `turns`, `correct` (None: no verdict) and
+        values: Columns of N: `reward`, `response_tokens`, `truncated`, `turns`, `correct` (None: no verdict) and
             `metrics` (the environment's own, by name), as in `flatten.per_sample_values`.
     """
     rewards = np.array(values["reward"], dtype=np.float64)
@@ -27,7 +27,7 @@ def rollout_metrics(values: Mapping[str, Any]) -> dict[str, float]:
         "rollout/reward_max": float(rewards.max()),
         "rollout/response_tokens_mean": float(lengths.mean()),
         "rollout/response_tokens_max": float(lengths.max()),
-        "rollout/cut_fraction": float(np.mean([not finished for finished in values["finished"]])),
+        "rollout/truncated_fraction": float(np.mean(values["truncated"])),
         "rollout/turns_mean": float(np.array(values["turns"]).mean()),
     }
     verdicts = [correct for correct in values["correct"] if correct is not None]

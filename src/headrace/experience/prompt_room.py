@@ -26,9 +26,9 @@ class FittingPrompts:
         return list(self.kept[split])
 
     def step(
-        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], finished: Sequence[bool]
+        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], truncated: Sequence[bool]
     ) -> list[StepResult]:
-        return self.environment.step(prompts, conversations, finished)
+        return self.environment.step(prompts, conversations, truncated=truncated)
 
     def notice(self) -> str | None:
         """Return a line that counts what is left out, and names the first; None where nothing is."""

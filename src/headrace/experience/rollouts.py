@@ -160,7 +160,7 @@ def group_uid(rollout: Rollout) -> str:
 
 
 def _metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    names = ("reward", "response_tokens", "finished", "turns", "correct", "metrics")
+    names = ("reward", "response_tokens", "truncated", "turns", "correct", "metrics")
     return rollout_metrics({name: [getattr(r, name) for r in rollouts] for name in names})
 
 
@@ -190,7 +190,7 @@ def _open_samples(
                 logprobs=[0.0] * len(ids),
                 messages=list(prompt.messages),
                 reward=0.0,
-                finished=False,
+                truncated=True,
                 turns=0,
                 weight_version=weight_version,
             )
@@ -234,7 +234,7 @@ def _generate(generator: Generator, active: Sequence[Rollout], params: SamplingP
 
 
 def _check_output(output: GenerationOutput, active: Sequence[Rollout], params: SamplingParams) -> None:
-    for name in ("token_ids", "logprobs", "finished"):
+    for name in ("token_ids", "logprobs", "truncated"):
         fault = _miscount(len(getattr(output, name)), active)
         if fault:
             raise GenerationError(f"the generator returned {name} for {fault}")
@@ -282,13 +282,13 @@ def _append_answers(
     sampling: SamplingParams,
 ) -> None:
     recorded: Sequence[torch.Tensor | None] = output.routes or [None] * len(active)
-    for rollout, tokens, logprobs, finished, routes in zip(
-        active, output.token_ids, output.logprobs, output.finished, recorded
+    for rollout, tokens, logprobs, truncated, routes in zip(
+        active, output.token_ids, output.logprobs, output.truncated, recorded
     ):
         rollout.token_ids.extend(tokens)
         rollout.token_mask.extend([1] * len(tokens))
         rollout.logprobs.extend(logprobs)
-        rollout.finished = bool(finished)
+        rollout.truncated = bool(truncated)
         rollout.turns += 1
         if routes is not None:
             append_routes(rollout, routes)
@@ -325,11 +325,11 @@ def _append_observations(
         if result.done:
             continue
         # The last token is the answer's unless the answer is empty.
-        stopped_by = rollout.token_ids[-1] if rollout.finished and rollout.token_mask[-1] else None
+        stopped_by = rollout.token_ids[-1] if rollout.token_mask[-1] and not rollout.truncated else None
         ids = render_observation(tokenizer, rollout.messages[:-1], result.observation, stopped_by=stopped_by)
         if len(rollout.token_ids) + len(ids) >= settings.max_total_tokens:
             # No room for another answer: the token limit ends the episode.
-            rollout.finished = False
+            rollout.truncated = True
             continue
         rollout.token_ids.extend(ids)
         rollout.token_mask.extend([0] * len(ids))

@@ -18,7 +18,7 @@ from headrace.experience.types import Message, Prompt
 from headrace.models.interfaces import Generator
 from headrace.utils.seeding import derive_seed
 
-TAGS = ("reward", "uid", "group_index", "weight_version", "finished")
+TAGS = ("reward", "uid", "group_index", "weight_version", "truncated")
 """Per-sample values that are stamped on the meta, for filters."""
 
 DriverCarry = dict[str, torch.Tensor | list[Any]]
@@ -146,7 +146,7 @@ class _Routed:
         return self._default.prompts(split)
 
     def step(
-        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], finished: Sequence[bool]
+        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], truncated: Sequence[bool]
     ) -> list[StepResult]:
         rows_by_task: dict[str | None, list[int]] = {}
         for row, prompt in enumerate(prompts):
@@ -156,7 +156,9 @@ class _Routed:
         for task, rows in rows_by_task.items():
             environment = self._default if task is None else self._by_task[task]
             judged = environment.step(
-                [prompts[i] for i in rows], [conversations[i] for i in rows], [finished[i] for i in rows]
+                [prompts[i] for i in rows],
+                [conversations[i] for i in rows],
+                truncated=[truncated[i] for i in rows],
             )
             names = [f"prompt '{prompts[i].uid}'" for i in rows]
             judged = checked_results(judged, names, who=f"the environment of task {task!r}")

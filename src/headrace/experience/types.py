@@ -36,7 +36,7 @@ class Rollout:
     """One sample: a prompt, everything generated for it, and its reward.
 
     `token_ids` (L), `token_mask` (L, 1 on generated assistant tokens, 0 on the rest) and `logprobs` (L, 0 where
-    the mask is 0) are aligned; nothing is padded. `sample_id` is `<uid>_g<i>`. `finished` is False where the
+    the mask is 0) are aligned; nothing is padded. `sample_id` is `<uid>_g<i>`. `truncated` is True where the
     token limit cut the last turn. `correct` is the environment's word on the last answer, None where it has none.
     `routes` (at most L, MoE layers, k) are the experts that the first tokens used, in the wire's dtype; the last
     sampled token has none. None without router replay.
@@ -50,7 +50,7 @@ class Rollout:
     logprobs: list[float]
     messages: list[Message]
     reward: float
-    finished: bool
+    truncated: bool
     turns: int
     weight_version: int
     correct: bool | None = None

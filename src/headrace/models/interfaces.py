@@ -90,8 +90,8 @@ class GenerationOutput:
     """What a generator made of B prompts.
 
     `token_ids[i]` are the new tokens of prompt i, a stop token included; `logprobs[i]` has one float per new
-    token, of the distribution sampled from (after temperature, top-p, top-k); `finished[i]` is True where a stop
-    token or string ended the answer and False where the token limit cut it. `routes[i]` are the experts that
+    token, of the distribution sampled from (after temperature, top-p, top-k); `truncated[i]` is False where a stop
+    token or string ended the answer and True where the token limit cut it. `routes[i]` are the experts that
     prompt and answer used, (tokens - 1, MoE layers, k) in the wire's dtype: the last token was never computed.
     None from a generator that does not record, or was not asked to. `stop_token_ids` are all ids that end
     answers: those of the params, and the model's own.
@@ -99,7 +99,7 @@ class GenerationOutput:
 
     token_ids: list[list[int]]
     logprobs: list[list[float]]
-    finished: list[bool]
+    truncated: list[bool]
     metrics: dict[str, float] = field(default_factory=dict)
     routes: list[torch.Tensor] | None = None
     stop_token_ids: tuple[int, ...] = ()

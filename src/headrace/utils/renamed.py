@@ -16,8 +16,8 @@ METRICS = {
     "dynamic_sampling/useful_share": "dynamic_sampling/useful_fraction",
     "dynamic_sampling/varied_share": "dynamic_sampling/varied_fraction",
     "router_replay/missing_share": "router_replay/missing_fraction",
-    "rollout/cut_share": "rollout/cut_fraction",
-    "generator/finished_share": "generator/finished_fraction",
+    "rollout/cut_share": "rollout/truncated_fraction",
+    "rollout/cut_fraction": "rollout/truncated_fraction",
 }
 
 

@@ -72,7 +72,7 @@ class HFGenerator:
     ) -> GenerationOutput:
         """Answer every prompt (token ids, at least one each), in order.
 
-        Metrics: `generated_tokens`, `generate_s`, `tokens_per_s`, `finished_fraction`.
+        Metrics: `generated_tokens`, `generate_s`, `tokens_per_s`, `truncated_fraction`.
 
         Raises:
             ConfigError: an empty prompt, an id outside the vocabulary, a prompt without room for an answer or whose
@@ -85,7 +85,7 @@ class HFGenerator:
         stop = build_stop_rule(self._model, self._tokenizer, params)
         limits = [params.limit(len(prompt)) for prompt in prompts]
         quantiles = None if params.greedy else _draw_quantiles(len(prompts), max(limits, default=0), seed)
-        output = GenerationOutput([[] for _ in prompts], [[] for _ in prompts], [False for _ in prompts])
+        output = GenerationOutput([[] for _ in prompts], [[] for _ in prompts], [True for _ in prompts])
         routes: dict[int, torch.Tensor] = {}
         # The longest first: a batch that does not fit in memory fails at once. Equal prompts side by side.
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), tuple(prompts[i])))
@@ -177,7 +177,7 @@ class HFGenerator:
             ended = stop.ended(answers.tokens[live, max(0, step + 1 - stop.window) : step + 1])
             leaves = ended | (answers.limits[live] == step + 1)
             if bool(leaves.any()):
-                answers.finish(live[ended], step + 1)
+                answers.end(live[ended], step + 1)
                 going = (~leaves).nonzero().squeeze(-1)
                 if len(going) == 0:
                     break
@@ -272,7 +272,7 @@ class _Answers:
     logprobs: torch.Tensor
     limits: torch.Tensor
     counts: torch.Tensor
-    finished: torch.Tensor
+    truncated: torch.Tensor
 
     @classmethod
     def empty(cls, limits: list[int], device: torch.device) -> "_Answers":
@@ -283,12 +283,12 @@ class _Answers:
             logprobs=torch.zeros(rows, width, device=device),
             limits=bounds,
             counts=bounds.clone(),
-            finished=torch.zeros(rows, dtype=torch.bool, device=device),
+            truncated=torch.ones(rows, dtype=torch.bool, device=device),
         )
 
-    def finish(self, rows: torch.Tensor, count: int) -> None:
+    def end(self, rows: torch.Tensor, count: int) -> None:
         self.counts[rows] = count
-        self.finished[rows] = True
+        self.truncated[rows] = False
 
     def check_finite(self, prompt_indices: list[int]) -> None:
         # Entries past a row's count are 0.
@@ -303,11 +303,16 @@ class _Answers:
 
     def write_to(self, output: GenerationOutput, prompt_indices: list[int]) -> None:
         """Put each answer in its prompt's place."""
-        columns = (self.tokens.tolist(), self.logprobs.tolist(), self.counts.tolist(), self.finished.tolist())
-        for i, ids, logprobs, count, finished in zip(prompt_indices, *columns, strict=True):
+        columns = (
+            self.tokens.tolist(),
+            self.logprobs.tolist(),
+            self.counts.tolist(),
+            self.truncated.tolist(),
+        )
+        for i, ids, logprobs, count, truncated in zip(prompt_indices, *columns, strict=True):
             output.token_ids[i] = ids[:count]
             output.logprobs[i] = logprobs[:count]
-            output.finished[i] = finished
+            output.truncated[i] = truncated
 
 
 def _draw_quantiles(rows: int, limit: int, seed: int) -> torch.Tensor:
@@ -344,5 +349,5 @@ def _metrics(output: GenerationOutput, seconds: float) -> dict[str, float]:
         "generated_tokens": float(tokens),
         "generate_s": seconds,
         "tokens_per_s": tokens / seconds,
-        "finished_fraction": sum(output.finished) / max(len(output.finished), 1),
+        "truncated_fraction": sum(output.truncated) / max(len(output.truncated), 1),
     }
