@@ -37,7 +37,6 @@ from headrace.data_plane.route_binding import bound_digests
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.automodel.data import get_microbatch_iterator
-from headrace.models.automodel.scoring import Autocast
 from headrace.models.automodel.setup import enable_activation_checkpointing, load_model
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from headrace.models.router_replay import ReplayStats, RouterReplay, Routes, install
@@ -120,6 +119,10 @@ def policy_config(family: str, precision: str, device: str, **changes: Any) -> P
     )
 
 
+def half(device: torch.device, precision: str) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16")
+
+
 def perturbed(model: Any) -> dict[str, torch.Tensor]:
     """Return the model's state with noise of three tenths of its size on every weight and selection bias."""
     generator, state = torch.Generator().manual_seed(1), {}
@@ -143,7 +146,7 @@ class Truth:
         digests = []
         for row, length in enumerate(LENGTHS):
             ids, routes = data["input_ids"][row : row + 1, :length], Routes.record()
-            with torch.no_grad(), Autocast(device, cfg.precision)():
+            with torch.no_grad(), half(device, cfg.precision):
                 model(input_ids=ids.to(device), use_cache=False, routes=routes)
             used, tokens = routes.ids[:-1].cpu(), ids[0, :-1]
             self.experts[tokens], self.known[tokens] = used.long(), True
@@ -187,7 +190,7 @@ class Library:
 
     def __init__(self, cfg: PolicyConfig, device: torch.device, truth: Truth, *, install_first: bool) -> None:
         self.model = load_model(cfg, seed=0, device=device, tokenizer=tiny_tokenizer())
-        self._autocast = Autocast(device, cfg.precision)
+        self._precision = cfg.precision
         self._truth, self._device = truth, device
         if install_first:
             self.handle = install(self.model)
@@ -209,7 +212,7 @@ class Library:
     def score(self, index: int, routes: Routes | None) -> torch.Tensor:
         ids = self._parts[index].to(self._device)
         options = {} if routes is None else {"routes": routes}
-        with self._autocast():
+        with half(self._device, self._precision):
             logits = self.model(input_ids=ids, use_cache=False, **options).logits
         return logits.float().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])
 

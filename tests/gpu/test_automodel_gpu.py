@@ -10,7 +10,7 @@ from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.automodel.attention import PACKED_ATTENTION, check_isolation, choose_attention
 from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.experts import GROUPED_EXPERTS
-from headrace.models.automodel.scoring import Autocast, Scoring, TokenScorer
+from headrace.models.automodel.scoring import Scoring, TokenScorer
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from reference_training import PolicyGradient, gradients, largest_gap, naive_logprobs
 from tiny_models import tiny_batch, tiny_generation_config, tiny_model, tiny_policy_config, tiny_tokenizer
@@ -33,7 +33,7 @@ def _model(name: str, attention: str) -> Any:
 def _score(model: Any, data: BatchedDataDict, *, packed: bool, precision: str) -> torch.Tensor:
     inputs = process_microbatch(data, None, packed, {}, 1)
     microbatch = ProcessedMicrobatch(data, inputs, data.size, data["input_ids"].shape[1])
-    return TokenScorer(model, Scoring(chunk_tokens=64), Autocast(CUDA, precision))(microbatch).logprobs
+    return TokenScorer(model, Scoring(chunk_tokens=64), precision)(microbatch).logprobs
 
 
 def _batch(lengths: list[int], seed: int = 0) -> BatchedDataDict:

@@ -10,12 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.errors import ConfigError
 from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.scoring import (
-    Autocast,
     Scoring,
     TokenScorer,
     TokenScores,
     output_head,
-    token_logprobs,
 )
 from reference_training import gradients, largest_gap, naive_logprobs
 from tiny_models import VOCAB_SIZE, tiny_batch, tiny_model
@@ -35,9 +33,8 @@ def _microbatch(lengths: list[int] = LENGTHS, seed: int = 0) -> ProcessedMicroba
     return ProcessedMicrobatch(data, inputs, data.size, data["input_ids"].shape[1])
 
 
-def _scores(model: Any, microbatch: ProcessedMicrobatch, *, head: Any = ..., **scoring: Any) -> TokenScores:
-    head = output_head(model) if head is ... else head
-    return token_logprobs(model, microbatch, Scoring(**scoring), head=head, with_entropy=True)
+def _scores(model: Any, microbatch: ProcessedMicrobatch, **scoring: Any) -> TokenScores:
+    return TokenScorer(model, Scoring(**scoring))(microbatch, with_entropy=True)
 
 
 @pytest.mark.parametrize("filters", FILTERS)
@@ -116,9 +113,9 @@ class _LargestOutput(TorchDispatchMode):
 def test_no_more_than_a_chunk_of_scores_is_ever_held_forward_or_backward(fused: bool) -> None:
     # Of hidden size 32, so that no weight or its gradient looks like scores.
     model, microbatch, chunk = tiny_model("llama"), _microbatch([40] * 8), 16
-    head = output_head(model)
+    scorer = TokenScorer(model, Scoring(chunk_tokens=chunk, fused=fused))
     with _LargestOutput() as seen:
-        scores = _scores(model, microbatch, head=head, chunk_tokens=chunk, fused=fused).logprobs
+        scores = scorer(microbatch, with_entropy=True).logprobs
     forward_rows = seen.rows
     with _LargestOutput() as seen:
         scores.sum().backward()
@@ -129,7 +126,7 @@ def test_no_more_than_a_chunk_of_scores_is_ever_held_forward_or_backward(fused: 
 
 def test_saved_tensors_between_forward_and_backward_hold_no_scores() -> None:
     model, microbatch = tiny_model("llama"), _microbatch([40] * 8)
-    head = output_head(model)
+    scorer = TokenScorer(model, Scoring(chunk_tokens=16))
     saved: list[int] = []
 
     def pack(x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +135,7 @@ def test_saved_tensors_between_forward_and_backward_hold_no_scores() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        _scores(model, microbatch, head=head, chunk_tokens=16)
+        scorer(microbatch, with_entropy=True)
     assert max(saved, default=0) <= 32
 
 
@@ -164,23 +161,23 @@ class _DoubledLogits(torch.nn.Module):
 def test_a_head_that_is_not_understood_falls_back_to_the_models_own_logits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, microbatch = _DoubledLogits(), _microbatch()
+    # Of more tokens than one chunk.
+    model, microbatch = _DoubledLogits(), _microbatch([40] * 30)
     data = microbatch.data_dict
     with caplog.at_level(logging.WARNING):
         assert output_head(model) is None
     assert "logprob_chunk_tokens has no effect" in caplog.text
     with torch.no_grad():
-        ours = _scores(model, microbatch, head=None, chunk_tokens=3).logprobs
+        ours = _scores(model, microbatch).logprobs
         truth = naive_logprobs(model, data["input_ids"], data["input_lengths"])
     torch.testing.assert_close(ours, truth, rtol=0, atol=1e-5)
 
 
 def test_a_chunk_size_for_a_head_that_cannot_be_cut_is_refused_and_the_default_is_not() -> None:
-    autocast = Autocast(torch.device("cpu"), "float32")
     with pytest.raises(ConfigError, match=r"policy\.logprob_chunk_tokens=64 has no effect: _DoubledLogits"):
-        TokenScorer(_DoubledLogits(), Scoring(chunk_tokens=64), autocast)
-    assert not TokenScorer(_DoubledLogits(), Scoring(), autocast).has_head
-    assert TokenScorer(tiny_model("llama"), Scoring(chunk_tokens=64), autocast).has_head
+        TokenScorer(_DoubledLogits(), Scoring(chunk_tokens=64))
+    assert not TokenScorer(_DoubledLogits(), Scoring()).has_head
+    assert TokenScorer(tiny_model("llama"), Scoring(chunk_tokens=64)).has_head
 
 
 def test_a_microbatch_without_anything_to_score_still_reaches_every_weight() -> None:
@@ -193,9 +190,9 @@ def test_a_microbatch_without_anything_to_score_still_reaches_every_weight() -> 
 
 def test_bfloat16_compute_stays_near_float32_and_leaves_gradients_in_float32() -> None:
     microbatch = _microbatch()
-    exact = TokenScorer(tiny_model("qwen3_moe"), Scoring(), Autocast(torch.device("cpu"), "float32"))
+    exact = TokenScorer(tiny_model("qwen3_moe"), Scoring())
     model = tiny_model("qwen3_moe")
-    rough = TokenScorer(model, Scoring(), Autocast(torch.device("cpu"), "bfloat16"))
+    rough = TokenScorer(model, Scoring(), "bfloat16")
     with torch.no_grad():
         truth = exact(microbatch).logprobs
     scores = rough(microbatch).logprobs

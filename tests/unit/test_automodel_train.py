@@ -8,7 +8,7 @@ import torch
 from headrace.algorithms.loss import NLLLoss
 from headrace.config import OptimizerConfig, SchedulerConfig
 from headrace.models.automodel.data import get_microbatch_iterator, process_global_batch
-from headrace.models.automodel.scoring import Autocast, Scoring, TokenScorer
+from headrace.models.automodel.scoring import Scoring, TokenScorer
 from headrace.models.automodel.setup import build_optimizer, build_scheduler
 from headrace.models.automodel.train import TrainStep, apply_gradients, run_microbatches
 from headrace.models.interfaces import LossFn
@@ -24,7 +24,7 @@ def _accumulate(model: Any, mbs: int, *, backward: bool = True, loss: LossFn | N
     counted = process_global_batch(data, loss, None, batch_idx=0, batch_size=len(LENGTHS))
     step = TrainStep(counted["global_valid_seqs"], counted["global_valid_toks"])
     microbatches, _ = get_microbatch_iterator(counted["batch"], {}, mbs, None, None)
-    scorer = TokenScorer(model, Scoring(chunk_tokens=16), Autocast(torch.device("cpu"), "float32"))
+    scorer = TokenScorer(model, Scoring(chunk_tokens=16))
     run_microbatches(scorer, microbatches, loss, step, backward=backward)
     return step
 

@@ -14,7 +14,7 @@ from headrace.algorithms.sample_stats import sample_stats
 from headrace.config import LossConfig
 from headrace.errors import SchemaError
 from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
-from headrace.models.automodel.scoring import Scoring, output_head, token_logprobs
+from headrace.models.automodel.scoring import Scoring, TokenScorer
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from headrace.models.sampling import selected_logprobs
 from recorder import NeverStop, Recorder
@@ -113,7 +113,7 @@ def test_gradients_flow_through_both_numbers_of_a_token(chunk: int) -> None:
 
     model, plain = tiny_model("llama"), tiny_model("llama")
     scoring = Scoring(temperature=0.8, top_k=3, chunk_tokens=chunk)
-    scores = token_logprobs(model, microbatch(), scoring, head=output_head(model), with_unfiltered=True)
+    scores = TokenScorer(model, scoring)(microbatch(), with_unfiltered=True)
     weight = tiny_batch(LENGTHS)["advantages"]
     assert scores.unfiltered is not None
     (scores.logprobs * weight + scores.unfiltered * weight.square()).sum().backward()
@@ -130,13 +130,7 @@ def test_without_filters_both_numbers_are_one() -> None:
     data = tiny_batch(LENGTHS)
     inputs = process_microbatch(data, None, False, {}, 1)
     model, shape = tiny_model("llama"), data["input_ids"].shape
-    scores = token_logprobs(
-        model,
-        ProcessedMicrobatch(data, inputs, *shape),
-        Scoring(),
-        head=output_head(model),
-        with_unfiltered=True,
-    )
+    scores = TokenScorer(model, Scoring())(ProcessedMicrobatch(data, inputs, *shape), with_unfiltered=True)
     assert scores.unfiltered is scores.logprobs
 
 

@@ -10,9 +10,9 @@ from headrace.models.automodel.fused_head import chunks_at_once, fused_scores
 from headrace.models.automodel.scoring import (
     OutputHead,
     Scoring,
+    TokenScorer,
     fused_matrix,
     output_head,
-    token_logprobs,
 )
 from reference_training import gradients, largest_gap
 from tiny_models import tiny_batch, tiny_model
@@ -162,9 +162,8 @@ def test_a_model_scores_alike_with_the_fused_head_and_without(
     for fused in (False, True):
         model = tiny_model(name)
         scoring = Scoring(temperature=temperature, chunk_tokens=5, fused=fused, unknown_ids=unknown)
-        head = output_head(model)
-        assert (fused_matrix(head, scoring) is not None) is fused
-        scores = token_logprobs(model, microbatch, scoring, head=head, with_entropy=True)
+        assert (fused_matrix(output_head(model), scoring) is not None) is fused
+        scores = TokenScorer(model, scoring)(microbatch, with_entropy=True)
         (scores.logprobs * torch.linspace(-1, 2, scores.logprobs.shape[1])).sum().backward()
         assert scores.entropy is not None
         found[fused] = scores.logprobs.detach(), scores.entropy, gradients(model)

@@ -14,7 +14,7 @@ from headrace.algorithms.loss import build_loss
 from headrace.config import LossConfig
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
-from headrace.models.automodel.scoring import Scoring, output_head, token_logprobs
+from headrace.models.automodel.scoring import Scoring, TokenScorer
 from reference_training import gradients, largest_gap
 from tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tiny_recipe import bare_recipe
@@ -48,7 +48,7 @@ def batch() -> BatchedDataDict:
 def scores(model: Any, data: BatchedDataDict) -> torch.Tensor:
     inputs = process_microbatch(data, None, False, {}, 1)
     microbatch = ProcessedMicrobatch(data, inputs, *data["input_ids"].shape)
-    return token_logprobs(model, microbatch, Scoring(), head=output_head(model)).logprobs
+    return TokenScorer(model, Scoring())(microbatch).logprobs
 
 
 def ours(cfg: LossConfig) -> tuple[float, dict[str, torch.Tensor]]:

@@ -68,18 +68,10 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tens
     return logits.log_softmax(-1).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
 
 
-def sample(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw one token id (...) per row from the softmax of `logits` (..., V), with one random number each."""
-    quantiles = torch.rand(
-        logits.shape[:-1], generator=generator, device=generator.device, dtype=torch.float64
-    )
-    return sample_at(logits, quantiles.to(logits.device))
+def sample_at(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Return the token id (...) at which the cumulative softmax of `logits` (..., V) passes each uniform sample.
 
-
-def sample_at(logits: torch.Tensor, quantiles: torch.Tensor) -> torch.Tensor:
-    """Return the token id (...) at which the cumulative softmax of `logits` (..., V) passes each quantile.
-
-    `quantiles` (...) are float64 in [0, 1); uniform ones draw from the softmax. The sum runs in float64, so
+    `uniforms` (...) are float64 in [0, 1). The sum runs in float64, so
     that rare tokens of a large vocabulary keep their share. A token of probability 0 is never drawn; a row
     with NaN gives any id.
 
@@ -87,8 +79,8 @@ def sample_at(logits: torch.Tensor, quantiles: torch.Tensor) -> torch.Tensor:
     tensor(1)
     """
     cumulative = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
-    # float64 rounds the product of a total near 1 and a quantile of at most 1 - 2**-53 to less than the total.
-    threshold = quantiles.unsqueeze(-1) * cumulative[..., -1:]
+    # float64 rounds the product of a total near 1 and a uniform sample of at most 1 - 2**-53 to less than the total.
+    threshold = uniforms.unsqueeze(-1) * cumulative[..., -1:]
     ids = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
     return ids.clamp_(max=logits.shape[-1] - 1)
 

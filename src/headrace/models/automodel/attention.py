@@ -22,12 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.models.automodel.context_parallel import (
-    check_heads,
-    heads_to_tokens,
-    repeat_for_ranks,
-    tokens_to_heads,
-)
+from headrace.models.automodel.exchange import check_heads, swap_heads_and_tokens
 from headrace.models.huggingface.common import get_flash_attention_kwargs
 
 PACKED_ATTENTION = "headrace_packed"
@@ -97,15 +92,13 @@ def packed_attention(
     max_length_q: int | None = None,
     context_group: dist.ProcessGroup | None = None,
     s_aux: torch.Tensor | None = None,
-    seen_heads: set[tuple[int, int]] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend causally within each sequence of a packed row; the signature is transformers' for attention.
 
     `query` is (1, H, T, D), `key` and `value` (1, H_kv, T, D); returns (1, T, H, D). With `attention_mask`
     the batch is padded and goes to transformers' SDPA. With `context_group`, T is this rank's part of the row.
-    `s_aux` (H,) are attention sinks: scores that take part in each head's softmax and have no value. (H, H_kv) is added
-    to `seen_heads`.
+    `s_aux` (H,) are attention sinks: scores that take part in each head's softmax and have no value.
 
     Raises:
         ConfigError: the model wants what this attention does not do, does not hand the boundaries through, or has heads
@@ -127,14 +120,13 @@ def packed_attention(
             f"would leak from one sequence to the next; set {_KNOB}=eager, or use dynamic_batching in place of "
             "sequence_packing"
         )
-    if seen_heads is not None:
-        seen_heads.add((query.shape[1], key.shape[1]))
     query, key, value = (_compute_dtype(x) for x in (query, key, value))
     if context_group is not None:
         ranks = dist.get_world_size(context_group)
         check_heads(query.shape[1], key.shape[1], ranks)
-        key, value = (repeat_for_ranks(x, ranks) for x in (key, value))
-        query, key, value = (tokens_to_heads(x, context_group) for x in (query, key, value))
+        if key.shape[1] < ranks:  # one head for each rank
+            key, value = (x.repeat_interleave(ranks // x.shape[1], dim=1) for x in (key, value))
+        query, key, value = (swap_heads_and_tokens(x, context_group) for x in (query, key, value))
         if s_aux is not None:
             s_aux = s_aux.chunk(ranks)[dist.get_rank(context_group)]
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -144,7 +136,7 @@ def packed_attention(
     else:
         out = _by_length(query, key, value, cu_seq_lens_q, scaling, sliding_window, s_aux)
     out = out.unsqueeze(0)
-    return (out if context_group is None else heads_to_tokens(out, context_group)), None
+    return (out if context_group is None else swap_heads_and_tokens(out, context_group)), None
 
 
 def _compute_dtype(x: torch.Tensor) -> torch.Tensor:
@@ -325,15 +317,7 @@ def check_isolation(model: Any) -> None:
         )
 
 
-@torch.no_grad()
-def attended_heads(model: Any) -> set[tuple[int, int]]:
-    """Run a token, and return the query and key-value heads (H, H_kv) that reach `PACKED_ATTENTION`, of any layer."""
-    seen: set[tuple[int, int]] = set()
-    _run_packed(model, [[0]], seen_heads=seen)
-    return seen
-
-
-def _run_packed(model: Any, sequences: list[list[int]], **kwargs: Any) -> torch.Tensor:
+def _run_packed(model: Any, sequences: list[list[int]]) -> torch.Tensor:
     """Return the last hidden states (T, H) in float32 of sequences in one row."""
     lengths = [len(s) for s in sequences]
     boundaries = get_flash_attention_kwargs(torch.tensor(lengths, device=model.device))
@@ -344,7 +328,6 @@ def _run_packed(model: Any, sequences: list[list[int]], **kwargs: Any) -> torch.
             position_ids=torch.cat([torch.arange(n) for n in lengths]).to(model.device)[None],
             use_cache=False,
             **boundaries.as_forward_kwargs(),
-            **kwargs,
         )
     except HeadraceError:
         raise

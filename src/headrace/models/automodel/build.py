@@ -17,18 +17,21 @@ from headrace.distributed.topology import Topology
 from headrace.errors import ConfigError
 from headrace.models.automodel.attention import (
     PACKED_ATTENTION,
-    attended_heads,
     check_isolation,
     choose_attention,
 )
-from headrace.models.automodel.context_parallel import check_heads
 from headrace.models.automodel.experts import GROUPED_EXPERTS
 from headrace.models.automodel.plan_check import check_split, probe_scores
 from headrace.models.automodel.probes import check_causal
 from headrace.models.automodel.replay import install_replay
 from headrace.models.automodel.replica import Replica
-from headrace.models.automodel.scoring import Autocast, Scoring, TokenScorer
-from headrace.models.automodel.setup import build_skeleton, enable_activation_checkpointing, load_model
+from headrace.models.automodel.scoring import Scoring, TokenScorer
+from headrace.models.automodel.setup import (
+    COMPUTE_DTYPES,
+    build_skeleton,
+    enable_activation_checkpointing,
+    load_model,
+)
 from headrace.models.automodel.sharding import ShardedModel, shard_model
 from headrace.models.automodel.tensor_parallel import is_family
 from headrace.models.router_replay import RouterReplay
@@ -70,7 +73,6 @@ class ModelBuilder:
     ) -> None:
         self._cfg, self._scoring, self._device = cfg, scoring, device
         self._topology, self._tokenizer, self._seed = topology, tokenizer, seed
-        self._autocast = Autocast(device, cfg.precision)
         self._context_size = 1 if topology is None else topology.context_size
         self._tensor_size = 1 if topology is None else topology.tensor_size
         self._replica_size = self._context_size * self._tensor_size
@@ -96,9 +98,11 @@ class ModelBuilder:
         replay, reference = self._finish(model, with_reference)
         policy, sharded = self._split(model, self._scoring, topology, facts)
         sharded.take_full_weights(whole.pop().state_dict() if whole else None)
-        if facts.scores is not None:
-            split = probe_scores(policy, self._device, multiple=self._replica_size)
-            check_split(model, facts.scores, split, self._cfg.precision)
+        if self._context_size > 1 or facts.scores is not None:
+            # Attention refuses heads that the context ranks cannot share out.
+            scores = probe_scores(policy, self._device, multiple=self._replica_size)
+            if facts.scores is not None:
+                check_split(model, facts.scores, scores, self._cfg.precision)
         if reference is None:
             return BuiltModels(policy, None, replay)
         frozen, frozen_sharded = self._split(reference, self._scoring.unfiltered(), topology, facts)
@@ -130,21 +134,7 @@ class ModelBuilder:
         check_causal(model)
         if self._is_packed:
             check_isolation(model)
-        if self._context_size > 1:
-            self._check_heads(model)
         return model
-
-    def _check_heads(self, model: Any) -> None:
-        """Hold the heads of all layers to the context ranks, as far as it is known how tensor ranks split them.
-
-        Otherwise the scores that prove the split hold them. Heads that tensor ranks do not divide are refused there.
-        """
-        if self._has_unproven_split(model):
-            return
-        for sizes in sorted(attended_heads(model)):
-            if all(size % self._tensor_size == 0 for size in sizes):
-                heads, key_value_heads = (size // self._tensor_size for size in sizes)
-                check_heads(heads, key_value_heads, self._context_size)
 
     def _has_unproven_split(self, model: Any) -> bool:
         return self._tensor_size > 1 and not is_family(model)
@@ -152,7 +142,7 @@ class ModelBuilder:
     def _scorer(self, model: Any, scoring: Scoring, *, has_head: bool | None = None) -> TokenScorer:
         unknown = unknown_ids(self._tokenizer, vocabulary_of(model))
         known = replace(scoring, unknown_ids=None if unknown is None else unknown.to(self._device))
-        return TokenScorer(model, known, self._autocast, has_head=has_head)
+        return TokenScorer(model, known, self._cfg.precision, device=self._device, has_head=has_head)
 
     def _finish(self, model: Any, with_reference: bool) -> tuple[RouterReplay | None, Any]:
         """Install router replay, if it is on, and return its handle and the frozen copy, if one is wanted."""
@@ -166,7 +156,7 @@ class ModelBuilder:
     def _prepare(self, model: Any, device: torch.device) -> Any:
         """Set the model's implementations, for a forward on `device`, and return it."""
         wanted = self._cfg.model.attn_implementation
-        name = choose_attention(device, self._autocast.dtype, self._is_packed, wanted)
+        name = choose_attention(device, COMPUTE_DTYPES[self._cfg.precision], self._is_packed, wanted)
         if self._context_size > 1 and name != PACKED_ATTENTION:
             raise ConfigError(
                 f"policy.parallel.context={self._context_size} with policy.model.attn_implementation={wanted}: "

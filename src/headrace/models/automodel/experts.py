@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
-from headrace.models.automodel.replica import copy_to_ranks, sum_of_ranks
+from headrace.models.automodel.exchange import copy_to_ranks, sum_of_ranks
 
 GROUPED_EXPERTS = "headrace_grouped_mm"
 EXPERT_GROUP = "headrace_expert_group"

@@ -27,17 +27,6 @@ def chunks_at_once(device: torch.device) -> int:
     return 1 if _kernels(device.type) is None else _CHUNKS_AT_ONCE
 
 
-def fusible_matrix(projection: torch.nn.Module) -> torch.Tensor | None:
-    """Return the matrix (V, H) of an output head that does nothing but multiply by it, or None."""
-    if type(projection) is not torch.nn.Linear or projection.bias is not None:
-        return None
-    if projection._forward_hooks or projection._forward_pre_hooks:
-        return None
-    weight = projection.weight
-    # Sharded matrices are tensors of other types.
-    return weight if type(weight) in (torch.nn.Parameter, torch.Tensor) else None
-
-
 def fused_scores(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -6,10 +6,10 @@ keeps every token, goes through `fused_head`, which needs a fraction of the memo
 """
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +18,7 @@ from headrace.data_plane.schema import INPUT_LENGTHS
 from headrace.distributed.ragged import offsets_from_lengths, ragged_indices, row_lengths
 from headrace.errors import ConfigError
 from headrace.models.automodel.data import ProcessedMicrobatch
-from headrace.models.automodel.fused_head import chunks_at_once, fused_scores, fusible_matrix
+from headrace.models.automodel.fused_head import chunks_at_once, fused_scores
 from headrace.models.automodel.replay import RouteReplayer
 from headrace.models.automodel.replica import Replica
 from headrace.models.automodel.sharding import ShardedModel
@@ -26,9 +26,6 @@ from headrace.models.router_replay import Routes
 from headrace.models.sampling import filter_logits, selected_logprobs
 
 logger = logging.getLogger(__name__)
-
-Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-"""Per token: logprobs, and entropies and unfiltered logprobs where they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +48,18 @@ class Scoring:
     @property
     def distribution(self) -> dict[str, Any]:
         """The arguments of `headrace.models.sampling` that make the distribution."""
-        return {
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "unknown_ids": self.unknown_ids,
-        }
+        names = ("temperature", "top_k", "top_p", "unknown_ids")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def filters(self) -> bool:
         return self.top_k is not None or self.top_p != 1
 
     def unfiltered(self) -> "Scoring":
-        """Return the same without top-k and top-p."""
         return replace(self, top_k=None, top_p=1.0)
 
 
-@dataclass(frozen=True)
-class TokenScores:
+class TokenScores(NamedTuple):
     """Per token, (b, S) float32: 0 at position 0 and beyond a row's length.
 
     `logprobs` has gradients where they are enabled; `entropy` (nats, of the same distribution) has none. `unfiltered`
@@ -89,7 +80,6 @@ class OutputHead:
     softcap: float | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
         logits: torch.Tensor = self.projection(hidden)
         if self.scale != 1:
             logits = logits * self.scale
@@ -98,25 +88,21 @@ class OutputHead:
         return logits
 
 
-class Autocast:
-    """Makes the context in which forwards run: bfloat16 autocast, or none for float32."""
-
-    def __init__(self, device: torch.device, precision: str) -> None:
-        self._device, self._enabled = device, precision == "bfloat16"
-
-    def __call__(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self._device.type, torch.bfloat16) if self._enabled else nullcontext()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self._enabled else torch.float32
-
-
 class TokenScorer:
-    """A model with its output head, and how its tokens are scored."""
+    """Scores every token of a microbatch given the tokens before it, with a model and its output head.
+
+    Packed and padded microbatches give the same (b, S), so that nothing after this sees the packing. Forwards run in
+    `precision` on `device` (None: the model's). The ranks of a replica each score a part and return all scores.
+    """
 
     def __init__(
-        self, model: Any, scoring: Scoring, autocast: Autocast, *, has_head: bool | None = None
+        self,
+        model: Any,
+        scoring: Scoring,
+        precision: str = "float32",
+        *,
+        device: torch.device | None = None,
+        has_head: bool | None = None,
     ) -> None:
         """`has_head`: whether `output_head` finds one; None: run the model to find out.
 
@@ -124,12 +110,12 @@ class TokenScorer:
             ConfigError: a number of chunk tokens other than the default, for a model that cannot be scored in chunks.
         """
         self.model = model
-        self.autocast = autocast
         self.sharded: ShardedModel | None = None
         self.replayer: RouteReplayer | None = None
-        self._scoring = scoring
+        self._scoring, self._half = scoring, precision == "bfloat16"
+        self._device_type = (device or model.device).type
         self._replica: Replica | None = None
-        with autocast():
+        with self._autocast():
             self._head = output_head(model) if has_head is None else model_head(model) if has_head else None
         if self._head is None and scoring.chunk_tokens != Scoring.chunk_tokens:
             raise ConfigError(
@@ -143,7 +129,7 @@ class TokenScorer:
         return self._head is not None
 
     def shard(self, sharded: ShardedModel, replica: Replica | None) -> None:
-        """From now on score with the model's sharded form; `replica` None: every rank scores rows of its own.
+        """Score with the model's sharded form; `replica` None: every rank scores rows of its own.
 
         Raises:
             ConfigError: a replica of several ranks, of a model whose logits cannot be cut into chunks.
@@ -158,50 +144,98 @@ class TokenScorer:
     def __call__(
         self, microbatch: ProcessedMicrobatch, *, with_entropy: bool = False, with_unfiltered: bool = False
     ) -> TokenScores:
-        """Score every token of a microbatch; see `token_logprobs`."""
         routes = None if self.replayer is None else self.replayer.routes(microbatch)
-        with self.autocast():
+        with self._autocast():
             if self.sharded is None:
-                return self._score(microbatch, with_entropy, with_unfiltered, routes)
-            part = partial(self._score_part, microbatch, with_entropy, with_unfiltered, routes)
-            return TokenScores(*self.sharded.run(part))
+                return self._score(microbatch, routes, with_entropy, with_unfiltered)
+
+            def run() -> TokenScores:
+                scores = self._score(microbatch, routes, with_entropy, with_unfiltered)
+                # FSDP hangs its hook on what it is given, and a hook on a view can be lost.
+                whole = None if scores.unfiltered is None else scores.unfiltered.clone()
+                return TokenScores(scores.logprobs.clone(), scores.entropy, whole)
+
+            scores: TokenScores = self.sharded.run(run)
+            return scores
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device_type, torch.bfloat16, enabled=self._half)
 
     def _score(
         self,
         microbatch: ProcessedMicrobatch,
+        routes: Routes | None,
         with_entropy: bool,
         with_unfiltered: bool,
-        routes: Routes | None,
     ) -> TokenScores:
-        return token_logprobs(
-            self.model,
-            microbatch,
-            self._scoring,
-            head=self._head,
-            with_entropy=with_entropy,
-            with_unfiltered=with_unfiltered,
-            replica=self._replica,
-            routes=routes,
-        )
+        inputs, replica, filters = microbatch.processed_inputs, self._replica, self._scoring.filters
+        window = None if replica is None else replica.own_tokens(inputs.input_ids.numel())
+        source, scored, target = _places(microbatch, window)
+        kwargs = inputs.forward_kwargs() if replica is None else replica.forward_kwargs(inputs)
+        if routes is not None:
+            kwargs["routes"] = routes
+        # (1, T, H) or (b, S, H); without a head, logits
+        hidden = _run(self.model, kwargs, whole=self._head is None)
+        if replica is not None:
+            hidden = replica.own_hidden(hidden)
+        chosen = hidden.flatten(0, 1).index_select(0, source)  # (n, H)
+        targets = inputs.input_ids.flatten().index_select(0, scored)  # (n,)
+        found = self._score_tokens(chosen, targets, with_entropy, with_unfiltered and filters)
+        rows, width = microbatch.original_batch_size, microbatch.original_seq_len
+        spread = [
+            None if x is None else x.new_zeros(rows * width).scatter(0, target, x).view(rows, width)
+            for x in found
+        ]
+        if replica is not None:
+            spread = [None if x is None else replica.join(x) for x in spread]
+        logprobs, entropy, unfiltered = spread
+        assert logprobs is not None
+        return TokenScores(logprobs, entropy, logprobs if with_unfiltered and not filters else unfiltered)
 
-    def _score_part(self, *arguments: Any) -> tuple[torch.Tensor | None, ...]:
-        scores = self._score(*arguments)
-        # FSDP hangs its hook on what it is given, and a hook on a view can be lost.
-        unfiltered = None if scores.unfiltered is None else scores.unfiltered.clone()
-        return scores.logprobs.clone(), scores.entropy, unfiltered
+    def _score_tokens(
+        self, hidden: torch.Tensor, targets: torch.Tensor, with_entropy: bool, with_unfiltered: bool
+    ) -> TokenScores:
+        head, scoring, size = self._head, self._scoring, self._scoring.chunk_tokens
+        matrix = fused_matrix(head, scoring)
+        if head is not None and matrix is not None:
+            logprobs, entropy = fused_scores(
+                hidden,
+                matrix,
+                targets,
+                scale=head.scale / scoring.temperature,
+                chunk_tokens=chunks_at_once(matrix.device) * size,
+                unknown_ids=scoring.unknown_ids,
+            )
+            return TokenScores(logprobs, entropy if with_entropy else None)
+        run: Callable[..., TokenScores] = self._score_chunk
+        if torch.is_grad_enabled() and len(targets) > size:
+            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+        chunks = zip(torch.split(hidden, size), torch.split(targets, size))
+        parts = [run(part, ids, with_entropy, with_unfiltered) for part, ids in chunks]
+        columns: list[Any] = [None if part[0] is None else torch.cat(part) for part in zip(*parts)]
+        return TokenScores(*columns)
+
+    def _score_chunk(
+        self, hidden: torch.Tensor, targets: torch.Tensor, with_entropy: bool, with_unfiltered: bool
+    ) -> TokenScores:
+        logits, scoring = hidden if self._head is None else self._head(hidden), self._scoring
+        logprobs = selected_logprobs(logits, targets, **scoring.distribution)
+        entropy = _entropy(filter_logits(logits.detach(), **scoring.distribution)) if with_entropy else None
+        plain = scoring.unfiltered().distribution
+        whole = selected_logprobs(logits, targets, **plain) if with_unfiltered else None
+        return TokenScores(logprobs, entropy, whole)
 
 
 def output_head(model: Any) -> OutputHead | None:
     """Return the model's head, if that makes the model's own logits of two tokens, or else None.
 
-    Without a head, `token_logprobs` lets the model compute all logits of a microbatch at once.
+    Without a head, the model computes all logits of a microbatch at once.
     """
     head = model_head(model)
     ids = torch.tensor([[0, 1]], device=model.device)
-    mask = torch.ones_like(ids, dtype=torch.bool)
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}
     with torch.no_grad():
-        own = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
-        hidden = _trunk(model)(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        own, hidden = _run(model, kwargs, whole=True).float(), _run(model, kwargs, whole=False)
         if hidden.shape[-1] == model.get_output_embeddings().weight.shape[-1]:
             ours = head(hidden).float()
             if torch.allclose(ours, own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
@@ -215,63 +249,19 @@ def output_head(model: Any) -> OutputHead | None:
 
 
 def model_head(model: Any) -> OutputHead:
-    """Return the head that the model's config describes; `output_head` holds it to the model's own logits."""
+    """Return the head that the model's config describes; `output_head` compares it with the model's own logits."""
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
     return OutputHead(model.get_output_embeddings(), scale, getattr(config, "final_logit_softcapping", None))
 
 
-def token_logprobs(
-    model: Any,
-    microbatch: ProcessedMicrobatch,
-    scoring: Scoring,
-    *,
-    head: OutputHead | None,
-    with_entropy: bool = False,
-    with_unfiltered: bool = False,
-    replica: Replica | None = None,
-    routes: Routes | None = None,
-) -> TokenScores:
-    """Score every token of a microbatch given the tokens before it.
+def _places(
+    microbatch: ProcessedMicrobatch, window: tuple[int, int] | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return flat indices (n,): of the hidden states that score a token, of that token, and of the score in b x S.
 
-    Packed and padded microbatches give the same (b, S), so that nothing after this sees the packing. `head` is
-    `output_head(model)`. The ranks of a `replica` each score a part and return all scores. `routes` are for the tokens
-    of this rank's forward; the model then has router replay installed.
+    They are of all tokens, or of those whose hidden states lie in [start, stop), where those begin at 0.
     """
-    inputs = microbatch.processed_inputs
-    replay = {} if routes is None else {"routes": routes}
-    if replica is None:
-        places = _places(microbatch)
-        hidden = _last_hidden(model, {**inputs.forward_kwargs(), **replay}, whole=head is None)
-    else:
-        places = _places(microbatch, replica.own_tokens(inputs.input_ids.numel()))
-        kwargs = {**replica.forward_kwargs(inputs), **replay}
-        hidden = replica.own_hidden(_last_hidden(model, kwargs, whole=False))
-    chosen = hidden.flatten(0, 1).index_select(0, places.source)
-    targets = inputs.input_ids.flatten().index_select(0, places.scored)
-    found = _score(head, chosen, targets, scoring, with_entropy, with_unfiltered and scoring.filters)
-    shape = (microbatch.original_batch_size, microbatch.original_seq_len)
-    spread = [None if x is None else _spread(x, places.target, shape) for x in found]
-    if replica is not None:
-        spread = [None if x is None else replica.join(x) for x in spread]
-    logprobs, entropy, unfiltered = spread
-    assert logprobs is not None
-    if with_unfiltered and not scoring.filters:
-        unfiltered = logprobs
-    return TokenScores(logprobs, entropy, unfiltered)
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Flat indices: of the hidden states that score a token, of that token, and of the score in b x S."""
-
-    source: torch.Tensor
-    scored: torch.Tensor
-    target: torch.Tensor
-
-
-def _places(microbatch: ProcessedMicrobatch, window: tuple[int, int] | None = None) -> _Places:
-    """Return all places, or those whose hidden states lie in [start, stop), where those begin at 0."""
     inputs = microbatch.processed_inputs
     lengths = microbatch.lengths
     if lengths is None:
@@ -286,84 +276,42 @@ def _places(microbatch: ProcessedMicrobatch, window: tuple[int, int] | None = No
     row, position = ragged_indices(offsets, total)
     source, target = starts[row] + position, row * width + position + 1
     if window is None:
-        return _Places(source, source + 1, target)
+        return source, source + 1, target
     # Packed rows lie in order, so that a window is one piece.
     first, last = torch.searchsorted(source, torch.tensor(window)).tolist()
     source, target = source[first:last].to(device), target[first:last].to(device)
-    return _Places(source - window[0], source + 1, target)
+    return source - window[0], source + 1, target
 
 
-def _last_hidden(model: Any, kwargs: dict[str, Any], *, whole: bool) -> torch.Tensor:
+def _run(model: Any, kwargs: dict[str, Any], *, whole: bool) -> torch.Tensor:
+    """Return the last hidden states (..., H); of a `whole` run, the logits."""
     if whole:
         logits: torch.Tensor = model(**kwargs, use_cache=False).logits
         return logits
-    hidden: torch.Tensor = _trunk(model)(**kwargs, use_cache=False).last_hidden_state
+    # The base that some name is the whole model.
+    trunk = model.base_model if model.base_model is not model else model.model
+    hidden: torch.Tensor = trunk(**kwargs, use_cache=False).last_hidden_state
     return hidden
 
 
-def _trunk(model: Any) -> Any:
-    # The base that some name is the whole model.
-    return model.base_model if model.base_model is not model else model.model
-
-
-def _score(
-    head: OutputHead | None,
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    scoring: Scoring,
-    with_entropy: bool,
-    with_unfiltered: bool,
-) -> Scores:
-    size = scoring.chunk_tokens
-    matrix = fused_matrix(head, scoring)
-    if head is not None and matrix is not None:
-        together = chunks_at_once(matrix.device) * size
-        options: Any = {"scale": head.scale / scoring.temperature, "chunk_tokens": together}
-        fused = fused_scores(hidden, matrix, targets, **options, unknown_ids=scoring.unknown_ids)
-        return fused[0], fused[1] if with_entropy else None, None
-    recompute = torch.is_grad_enabled() and len(targets) > size
-    parts: list[Scores] = []
-    for part, ids in zip(torch.split(hidden, size), torch.split(targets, size)):
-        arguments = (head, part, ids, scoring, with_entropy, with_unfiltered)
-        parts.append(
-            checkpoint(_score_chunk, *arguments, use_reentrant=False, preserve_rng_state=False)
-            if recompute
-            else _score_chunk(*arguments)
-        )
-    columns: list[Any] = list(zip(*parts))
-    entropies = torch.cat(columns[1]) if with_entropy else None
-    return torch.cat(columns[0]), entropies, torch.cat(columns[2]) if with_unfiltered else None
-
-
 def fused_matrix(head: OutputHead | None, scoring: Scoring) -> torch.Tensor | None:
-    """Return the matrix of a head that is to be fused, or None.
+    """Return the matrix (V, H) of a head that is to be fused, or None.
 
     A product with it and a softmax of all tokens must be all that scoring takes.
     """
     if head is None or head.softcap is not None or scoring.filters:
         return None
-    matrix = fusible_matrix(head.projection)
-    if matrix is None:
+    projection = head.projection
+    if type(projection) is not torch.nn.Linear or projection.bias is not None:
+        return None
+    if projection._forward_hooks or projection._forward_pre_hooks:
+        return None
+    matrix = projection.weight
+    # Sharded matrices are tensors of other types.
+    if type(matrix) not in (torch.nn.Parameter, torch.Tensor):
         return None
     wanted = matrix.is_cuda if scoring.fused is None else scoring.fused
     return matrix if wanted else None
-
-
-def _score_chunk(
-    head: OutputHead | None,
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    scoring: Scoring,
-    with_entropy: bool,
-    with_unfiltered: bool,
-) -> Scores:
-    logits = hidden if head is None else head(hidden)
-    logprobs = selected_logprobs(logits, targets, **scoring.distribution)
-    entropy = _entropy(filter_logits(logits.detach(), **scoring.distribution)) if with_entropy else None
-    whole = (
-        selected_logprobs(logits, targets, **scoring.unfiltered().distribution) if with_unfiltered else None
-    )
-    return logprobs, entropy, whole
 
 
 @torch.no_grad()
@@ -372,8 +320,3 @@ def _entropy(logits: torch.Tensor) -> torch.Tensor:
     probabilities = logits.softmax(-1)
     expected = (probabilities * logits.masked_fill(logits == -torch.inf, 0)).sum(-1)
     return logits.logsumexp(-1) - expected
-
-
-def _spread(values: torch.Tensor, target: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    flat = values.new_zeros(shape[0] * shape[1])
-    return flat.scatter(0, target, values).view(shape)

@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from headrace.errors import ConfigError
+from headrace.models.automodel.exchange import gather_tokens, scatter_tokens
 from headrace.models.automodel.experts import EXPERT_GROUP, GROUPED_EXPERTS
-from headrace.models.automodel.replica import gather_tokens, scatter_tokens
 
 FAMILIES = (
     "llama",

@@ -84,14 +84,14 @@ class HFGenerator:
         self._check_request(prompts, params)
         stop = build_stop_rule(self._model, self._tokenizer, params)
         limits = [params.limit(len(prompt)) for prompt in prompts]
-        quantiles = None if params.greedy else _draw_quantiles(len(prompts), max(limits, default=0), seed)
+        uniforms = None if params.greedy else _draw_uniforms(len(prompts), max(limits, default=0), seed)
         output = GenerationOutput([[] for _ in prompts], [[] for _ in prompts], [True for _ in prompts])
         routes: dict[int, torch.Tensor] = {}
         # The longest first: a batch that does not fit in memory fails at once. Equal prompts side by side.
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), tuple(prompts[i])))
         for begin in range(0, len(order), self._batch_size):
             rows = order[begin : begin + self._batch_size]
-            noise = None if quantiles is None else quantiles[rows].to(self._model.device)
+            noise = None if uniforms is None else uniforms[rows].to(self._model.device)
             answers, recording = self._decode(
                 [prompts[i] for i in rows], [limits[i] for i in rows], params, stop, noise
             )
@@ -156,7 +156,7 @@ class HFGenerator:
         limits: list[int],
         params: SamplingParams,
         stop: StopRule,
-        quantiles: torch.Tensor | None,
+        uniforms: torch.Tensor | None,
     ) -> "tuple[_Answers, RouteRecording | None]":
         batch = self._pad(prompts)
         shape = self.route_shape if params.record_routes else None
@@ -170,7 +170,7 @@ class HFGenerator:
         logits = logits[batch.source]
         cache.reorder_cache(batch.source)
         for step in range(max(limits)):
-            noise = None if quantiles is None else quantiles[live, step]
+            noise = None if uniforms is None else uniforms[live, step]
             ids, logprobs = _choose(logits, params, noise, self._unknown_ids)
             answers.tokens[live, step] = ids
             answers.logprobs[live, step] = logprobs
@@ -315,7 +315,7 @@ class _Answers:
             output.truncated[i] = truncated
 
 
-def _draw_quantiles(rows: int, limit: int, seed: int) -> torch.Tensor:
+def _draw_uniforms(rows: int, limit: int, seed: int) -> torch.Tensor:
     # On CPU whatever the model's device: the same seed gives the same numbers everywhere.
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.rand(rows, limit, generator=generator, dtype=torch.float64, device="cpu")
@@ -324,11 +324,11 @@ def _draw_quantiles(rows: int, limit: int, seed: int) -> torch.Tensor:
 def _choose(
     logits: torch.Tensor,
     params: SamplingParams,
-    quantiles: torch.Tensor | None,
+    uniforms: torch.Tensor | None,
     unknown_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a token id and its logprob per row of `logits` (b, V); greedy when `quantiles` is None."""
-    if quantiles is None:
+    """Return a token id and its logprob per row of `logits` (b, V); greedy when `uniforms` is None."""
+    if uniforms is None:
         scores = filter_logits(logits, unknown_ids=unknown_ids)
         ids = scores.argmax(-1)
     else:
@@ -339,7 +339,7 @@ def _choose(
             top_p=params.top_p,
             unknown_ids=unknown_ids,
         )
-        ids = sample_at(scores, quantiles)
+        ids = sample_at(scores, uniforms)
     return ids, gather_logprobs(scores, ids)
 
 
