@@ -63,7 +63,7 @@ UNITS = {
         ("algorithms/advantages.py",), ("unit/test_advantages*.py", "unit/test_paper_vectors.py")
     ),
     "packing": Unit(
-        ("distributed/packing.py",),
+        ("distributed/planner.py", "distributed/bin_packing.py", "distributed/balance.py"),
         ("unit/test_packing*.py", "unit/test_preshard.py", "unit/test_automodel_data.py"),
     ),
     "codec": Unit(

@@ -45,14 +45,14 @@ BREACHES = {
     "the same through the package": ("utils/timer.py", "from headrace import cli", "layer"),
     "the same, relative": ("models/policy/x.py", "from ...algorithms import step", "layer"),
     "the same for types only": (
-        "distributed/packing.py",
+        "distributed/planner.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import headrace.data_plane.codec",
         "layer",
     ),
     "the same by name": ("utils/x.py", "import importlib\nimportlib.import_module('headrace.cli')", "layer"),
     "torch in utils": ("utils/timer.py", "import torch", "layer"),
     "tensordict below the data plane": (
-        "distributed/packing.py",
+        "distributed/planner.py",
         "from tensordict import TensorDict",
         "layer",
     ),

@@ -23,8 +23,9 @@ from typer.core import TyperGroup
 import headrace
 from headrace.algorithms.observer import BEST_BY
 from headrace.config import RecipeConfig, SequencePackingConfig
-from headrace.distributed.bins import as_lengths, check_fits
-from headrace.distributed.packing import plan_microbatches
+from headrace.distributed.bin_packing import as_lengths, check_fits
+from headrace.distributed.plan_report import describe_plan
+from headrace.distributed.planner import plan_microbatches
 from headrace.doctor import doctor_table, run_checks
 from headrace.errors import ConfigError, HeadraceError
 from headrace.length_spec import parse_lengths
@@ -394,7 +395,7 @@ def plan(
     else:
         args = {**names, "algorithm": algorithm, "sequence_length_pad_multiple": pad_multiple}
         result = plan_microbatches(rows, shards=ranks, sequence_packing_args=args)
-    typer.echo(result.explain())
+    typer.echo(describe_plan(result))
 
 
 @app.command()

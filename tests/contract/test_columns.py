@@ -87,9 +87,9 @@ def test_an_empty_shard_keeps_the_kind_of_its_columns(client: DataPlaneClient) -
     assert isinstance(empty["log"], np.ndarray)
     joined = BatchedDataDict.from_batches([empty, whole])
     assert (len(joined["images"]), joined["log"].tolist()) == (2, [{"a": 1}, None])
-    filler = empty.make_filler(4)
-    assert isinstance(filler["images"], PackedTensor)
-    assert filler["log"].tolist() == [None]
+    dummy = empty.make_dummy(4)
+    assert isinstance(dummy["images"], PackedTensor)
+    assert dummy["log"].tolist() == [None]
 
 
 def test_a_value_that_cannot_be_encoded_is_refused_at_the_put(client: DataPlaneClient) -> None:

@@ -272,7 +272,7 @@ def test_an_unknown_fetch_policy_is_refused(client: DataPlaneClient, worker: Wor
 
 def test_the_drivers_plan_is_taken_as_it_is(client: DataPlaneClient, worker: Worker) -> None:
     meta = put(client)
-    # No planner makes this one: it is neither balanced nor sorted, and ends with a filler.
+    # No planner makes this one: it is neither balanced nor sorted, and ends with a dummy.
     plan = [[[0, 1], [1, 7], [7, 8], [8, 8]]]
     meta.extra_info.update({MICRO_BATCH_INDICES: plan, MICRO_BATCH_LENGTHS: [[9, 12, 8, 1]]})
     batch = worker._fetch(meta)

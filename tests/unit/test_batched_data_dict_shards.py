@@ -65,7 +65,7 @@ def rows_of(batch):
     return rows
 
 
-def is_filler(microbatch):
+def is_dummy(microbatch):
     return microbatch.size == 1 and float(microbatch["sample_mask"].sum()) == 0
 
 
@@ -161,7 +161,7 @@ def test_microbatches_of_all_ranks_hold_every_row_once_and_their_order_can_be_re
         for shard in result:
             microbatches = _microbatches(shard.get_batch(index), kind, budget, multiple)
             counts.add(len(microbatches))
-            seen += [row for m in microbatches if not is_filler(m) for row in rows_of(m)]
+            seen += [row for m in microbatches if not is_dummy(m) for row in rows_of(m)]
         assert len(counts) == 1, "ranks have different numbers of microbatches"
     assert sorted(seen) == list(range(len(lengths)))
 
@@ -344,22 +344,22 @@ def rich_batch(lengths):
     return batch
 
 
-def check_filler(filler, columns):
-    assert set(filler) == set(columns)
-    assert filler.size == 1
-    assert filler["input_ids"].shape == (1, 1)
-    assert filler["routes"].shape == (1, 1, 3, 2)
-    assert filler["routes"].dtype == torch.uint8
-    assert filler["input_lengths"].tolist() == [1]
-    assert filler["token_mask"].tolist() == [[0]]
-    assert filler["token_mask"].dtype == torch.uint8
-    assert filler["sample_mask"].tolist() == [0]
-    assert filler["loss_multiplier"] == [0]
-    assert filler["media"].as_tensor() is None
-    assert [len(r) for r in filler["jagged"].unbind()] == [1]
-    assert filler["scores"].shape == (1, 3)
-    assert isinstance(filler["numbers"], np.ndarray)
-    assert filler["objects"].dtype == object
+def check_dummy(dummy, columns):
+    assert set(dummy) == set(columns)
+    assert dummy.size == 1
+    assert dummy["input_ids"].shape == (1, 1)
+    assert dummy["routes"].shape == (1, 1, 3, 2)
+    assert dummy["routes"].dtype == torch.uint8
+    assert dummy["input_lengths"].tolist() == [1]
+    assert dummy["token_mask"].tolist() == [[0]]
+    assert dummy["token_mask"].dtype == torch.uint8
+    assert dummy["sample_mask"].tolist() == [0]
+    assert dummy["loss_multiplier"] == [0]
+    assert dummy["media"].as_tensor() is None
+    assert [len(r) for r in dummy["jagged"].unbind()] == [1]
+    assert dummy["scores"].shape == (1, 3)
+    assert isinstance(dummy["numbers"], np.ndarray)
+    assert dummy["objects"].dtype == object
 
 
 def test_an_empty_pair_is_a_microbatch_that_weighs_nothing():
@@ -369,40 +369,40 @@ def test_an_empty_pair_is_a_microbatch_that_weighs_nothing():
         batch.make_microbatch_iterator_for_packable_sequences(),
         batch.make_microbatch_iterator_with_dynamic_shapes(),
     ):
-        real, filler = microbatches
+        real, dummy = microbatches
         assert rows_of(real) == [0, 1]
-        check_filler(filler, batch)
-        assert filler["input_ids"].tolist() == [[1]]
-        assert filler["attention_mask"].tolist() == [[1]]
-        assert filler["advantages"].tolist() == [7]
-        assert filler["text"] == ["row 0"]
+        check_dummy(dummy, batch)
+        assert dummy["input_ids"].tolist() == [[1]]
+        assert dummy["attention_mask"].tolist() == [[1]]
+        assert dummy["advantages"].tolist() == [7]
+        assert dummy["text"] == ["row 0"]
     assert rows_of(batch) == [0, 1]
     assert batch["sample_mask"].tolist() == [1, 1]
 
 
-def test_an_empty_shard_still_runs_its_fillers():
+def test_an_empty_shard_still_runs_its_dummies():
     shards, _ = rich_batch([4]).shard_by_batch_size(2, sequence_packing_args=packing(4))
     empty = shards[1].get_batch(0)
     assert empty.size == 0
     assert empty.micro_batch_indices == [[[0, 0]]]
-    (filler,) = empty.make_microbatch_iterator_for_packable_sequences()
-    check_filler(filler, empty)
-    assert filler["text"] == [None]
-    (filler,) = empty.make_microbatch_iterator_with_dynamic_shapes()
-    check_filler(filler, empty)
+    (dummy,) = empty.make_microbatch_iterator_for_packable_sequences()
+    check_dummy(dummy, empty)
+    assert dummy["text"] == [None]
+    (dummy,) = empty.make_microbatch_iterator_with_dynamic_shapes()
+    check_dummy(dummy, empty)
 
 
-def test_fillers_are_as_wide_as_the_rounding_asks():
+def test_dummies_are_as_wide_as_the_rounding_asks():
     shards, _ = batch_of([8, 8, 8]).shard_by_batch_size(4, dynamic_batching_args=dynamic(8, multiple=4))
     widths = sorted(
-        (is_filler(m), m["input_ids"].shape)
+        (is_dummy(m), m["input_ids"].shape)
         for s in shards
         for m in s.make_microbatch_iterator_with_dynamic_shapes()
     )
     assert widths == [(False, (1, 8))] * 3 + [(True, (1, 4))]
 
 
-def test_a_filler_adds_nothing_to_sums_and_denominators():
+def test_a_dummy_adds_nothing_to_sums_and_denominators():
     lengths = [95] * 5 + [20] * 5
     for args in ({"sequence_packing_args": packing(100)}, {"dynamic_batching_args": dynamic(100)}):
         shards, _ = batch_of(lengths).shard_by_batch_size(4, **args)
@@ -419,10 +419,10 @@ def test_a_filler_adds_nothing_to_sums_and_denominators():
         assert (rows, tokens) == (10, sum(lengths))
 
 
-def test_a_filler_on_demand_is_one_token_wide():
+def test_a_dummy_on_demand_is_one_token_wide():
     batch = rich_batch([4, 2])
-    check_filler(batch.make_filler(), batch)
-    assert batch.make_filler(width=2)["input_ids"].shape == (1, 2)
+    check_dummy(batch.make_dummy(), batch)
+    assert batch.make_dummy(width=2)["input_ids"].shape == (1, 2)
 
 
 def test_lengths_9_1_5_keep_their_tokens_through_packing_sharding_and_back():

@@ -18,7 +18,7 @@ NAMES = {
     ),
     "data.multimodal_utils": ("headrace.distributed.multimodal", ["PackedTensor"]),
     "data.packing.algorithms": (
-        "headrace.distributed.packers",
+        "headrace.compat.packing_algorithms",
         ["ConcatenativePacker", "PackingAlgorithm", "SequencePacker", "get_packer"],
     ),
     "data_plane": ("headrace.data_plane", ["KVBatchMeta", "build_data_plane_client"]),

@@ -117,7 +117,7 @@ def test_metrics_are_of_all_samples_drawn_and_the_kept_ones_have_a_name_of_their
     assert kept["reward/kept_mean"] == kept["reward/shaped_mean"] == 0.25
 
 
-def test_fillers_of_weight_zero_are_in_no_metric_of_the_kept_samples(tmp_path: Path) -> None:
+def test_dummies_of_weight_zero_are_in_no_metric_of_the_kept_samples(tmp_path: Path) -> None:
     recipe, step, *_ = collected(tmp_path, [VARIED, [0.7] * GROUP], max_refills=1)
     assert step.weights.tolist().count(0.0) == 3 * GROUP
     kept = score(recipe, step.table, {}, step.weights).metrics

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference_packing as reference
-from headrace.distributed.packing import ALGORITHMS, pack_rows
+from headrace.distributed.bin_packing import ALGORITHMS, pack_rows
 from headrace.errors import ConfigError, SchemaError
 
 FIRST_FIT = ("first_fit_decreasing", "modified_first_fit_decreasing")

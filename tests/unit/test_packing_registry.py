@@ -1,6 +1,6 @@
 import pytest
 
-from headrace.distributed.packers import (
+from headrace.compat.packing_algorithms import (
     ConcatenativePacker,
     FirstFitDecreasingPacker,
     FirstFitShufflePacker,

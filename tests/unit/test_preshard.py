@@ -7,7 +7,7 @@ import reference_packing as reference
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.preshard import shard_meta_for_dp
 from headrace.distributed.batched_data_dict import BatchedDataDict
-from headrace.distributed.bins import ALGORITHMS
+from headrace.distributed.bin_packing import ALGORITHMS
 from headrace.errors import ConfigError, SchemaError
 
 PLAN = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
@@ -171,7 +171,7 @@ def test_a_sample_over_the_budget_is_refused_by_its_id():
         shard_meta_for_dp(meta_of([60, 101]), dp_world=2, **packing(100))
 
 
-def test_a_meta_without_rows_gives_every_rank_a_filler():
+def test_a_meta_without_rows_gives_every_rank_a_dummy_microbatch():
     for args in (packing(9), dynamic(9)):
         metas, inverse = shard_meta_for_dp(meta_of([]), dp_world=2, **args)
         assert inverse == []

@@ -48,7 +48,7 @@ def counts(data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def measured(data: dict[str, torch.Tensor], cuts: list[int]) -> dict[str, float]:
-    """What a step reports whose microbatches end at `cuts`; empty ones are fillers of one masked row."""
+    """What a step reports whose microbatches end at `cuts`; empty ones are dummies of one masked row."""
     parts = []
     for start, stop in zip([0, *cuts], [*cuts, ROWS]):
         rows = {name: column[start:stop] for name, column in data.items()}

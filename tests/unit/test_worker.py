@@ -429,6 +429,7 @@ def test_flops_count_active_weights_and_causal_attention() -> None:
     active = worker.num_parameters() - experts + experts * 3 // 8
     attention = 6 * 2 * 4 * 8 * (10**2 + 20**2)
     assert worker.training_flops([10, 20]) == pytest.approx(6 * active * 30 + attention)
+    assert worker.attention_ratio() == pytest.approx(2 * 4 * 8 / active)
 
 
 def test_an_untied_embedding_table_does_no_work() -> None:

@@ -130,7 +130,7 @@ def test_metrics_are_shares_of_the_global_batch(ranks: list[dict[str, Any]]) -> 
     assert sum(m["lr"] for m in metrics) == pytest.approx(1e-2)
 
 
-def test_a_rank_with_fewer_microbatches_runs_fillers_that_weigh_nothing(ranks: list[dict[str, Any]]) -> None:
+def test_a_rank_with_fewer_microbatches_runs_dummies_that_weigh_nothing(ranks: list[dict[str, Any]]) -> None:
     first, second = (r["counts"] for r in ranks)
     assert first["length"] == second["length"] == 5
     assert first["weights"] == [1.0] * 5

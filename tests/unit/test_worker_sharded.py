@@ -292,7 +292,9 @@ def test_ranks_take_the_steps_of_one_process(world: int, index: int, ranks: Any)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_replicas_with_fewer_microbatches_run_fillers_that_weigh_nothing(world: int, ranks: Any) -> None:
+def test_replicas_with_fewer_microbatches_run_dummy_microbatches_that_weigh_nothing(
+    world: int, ranks: Any
+) -> None:
     rows = [tiny_batch(lengths, seed=i, width=31) for i, lengths in enumerate(UNEVEN_LENGTHS)]
     alone = _worker("qwen3_moe", {}, {"train_global_batch_size": 10, "train_micro_batch_size": 5})
     whole = alone.train(BatchedDataDict.from_batches(rows), PolicyGradient(), mbs=10)

@@ -41,7 +41,7 @@ class Selection:
 class CompletedBatch:
     """The rows that train, group after group, and each row's weight: 1.0, or 0.0 for one that only fills up.
 
-    Multiply the weights into `sample_mask`. Then a filler weighs nothing in the loss, its denominators, the
+    Multiply the weights into `sample_mask`. Then a dummy microbatch weighs nothing in the loss, its denominators, the
     advantages' statistics and the metrics. `drop` holds spare rows that are not needed; clear them.
     """
 

@@ -23,7 +23,7 @@ ALIASES = {
     "algorithms.loss.interfaces": "headrace.algorithms.loss.interfaces",
     "data.llm_message_utils": "headrace.experience.message_log",
     "data.multimodal_utils": "headrace.distributed.multimodal",
-    "data.packing.algorithms": "headrace.distributed.packers",
+    "data.packing.algorithms": "headrace.compat.packing_algorithms",
     "data_plane": "headrace.data_plane",
     "distributed.batched_data_dict": "headrace.distributed.batched_data_dict",
     "distributed.named_sharding": "headrace.distributed.named_sharding",

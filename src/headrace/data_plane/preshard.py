@@ -5,7 +5,7 @@ from typing import Any
 
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.schema import ELEM_COUNTS_PER_GB, MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS
-from headrace.distributed.packing import (
+from headrace.distributed.planner import (
     DynamicBatchingArgs,
     MicrobatchPlan,
     SequencePackingArgs,

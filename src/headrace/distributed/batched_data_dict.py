@@ -2,7 +2,7 @@
 
 Columns are dense or jagged tensors, lists, numpy arrays or PackedTensors. Every operation over rows keeps the
 columns aligned and refuses a column of another length by name. How rows fall to ranks and microbatches is
-decided by `headrace.distributed.packing`; this module only moves rows.
+decided by `headrace.distributed.planner`; this module only moves rows.
 """
 
 from collections import UserDict
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from headrace.distributed.columns import concat_columns, move, repeat_rows, rows_of, select_rows, slice_rows
-from headrace.distributed.fillers import filler_columns
+from headrace.distributed.dummy_microbatch import dummy_columns
 from headrace.distributed.multimodal import PackedTensor
-from headrace.distributed.packing import (
+from headrace.distributed.planner import (
     DynamicBatchingArgs,
     MicrobatchPlan,
     SequencePackingArgs,
@@ -40,7 +40,7 @@ class BatchedDataDict(UserDict[str, Any]):
 
     Attributes:
         micro_batch_indices: Per global batch, [start, stop) row pairs relative to its first row; an empty
-            pair is a zero-weight filler. None: no plan. Operations that change rows drop the plan.
+            pair is a dummy of weight zero. None: no plan. Operations that change rows drop the plan.
         micro_batch_lengths: Same nesting; packed total, or padded row length, of each microbatch.
         elem_counts_per_gb: Rows per global batch.
         input_key, input_lengths_key: The token column and the column of its lengths.
@@ -296,7 +296,7 @@ class BatchedDataDict(UserDict[str, Any]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> "Iterator[SlicedDataDict]":
-        """Return the planned microbatches, token columns cut to each one's padded length; fillers included.
+        """Return the planned microbatches, token columns cut to each one's padded length; dummies included.
 
         Raises:
             SchemaError: no plan, or one of several global batches (take one by `get_batch` first).
@@ -313,7 +313,7 @@ class BatchedDataDict(UserDict[str, Any]):
         def microbatches() -> "Iterator[SlicedDataDict]":
             for (start, stop), length in zip(pairs, lengths):
                 if start == stop:
-                    yield self.make_filler(length)
+                    yield self.make_dummy(length)
                     continue
                 microbatch = self.slice(start, stop)
                 for name in names:
@@ -328,14 +328,14 @@ class BatchedDataDict(UserDict[str, Any]):
         return len(self._single_plan()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> "Iterator[SlicedDataDict]":
-        """Return the planned microbatches, each of which fits one packed row; fillers included.
+        """Return the planned microbatches, each of which fits one packed row; dummies included.
 
         Raises:
             SchemaError: no plan, or one of several global batches (take one by `get_batch` first).
         """
         pairs, lengths = self._single_plan()
         return (
-            self.slice(start, stop) if start < stop else self.make_filler(length)
+            self.slice(start, stop) if start < stop else self.make_dummy(length)
             for (start, stop), length in zip(pairs, lengths)
         )
 
@@ -343,7 +343,7 @@ class BatchedDataDict(UserDict[str, Any]):
         pairs, lengths = self._single_plan()
         return len(pairs), max(lengths, default=0)
 
-    def make_filler(self, width: int = 1) -> "SlicedDataDict":
+    def make_dummy(self, width: int = 1) -> "SlicedDataDict":
         """Return a microbatch that weighs nothing: one row of one token, all masks 0.
 
         Token columns are `width` wide at most. Other values come from this batch's first row, so that shapes
@@ -353,7 +353,7 @@ class BatchedDataDict(UserDict[str, Any]):
         template = self.slice(0, min(rows, 1))
         knows_tokens = self.token_columns is not None or self.input_key in self.data
         names = self._token_columns(1) if knows_tokens else []
-        columns = filler_columns(
+        columns = dummy_columns(
             template.data, token_columns=names, lengths_column=self.input_lengths_key, width=max(width, 1)
         )
         return self._with_columns(SlicedDataDict, columns)

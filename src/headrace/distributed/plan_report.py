@@ -1,20 +1,16 @@
 """A microbatch plan as text."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from headrace.distributed.first_fit import IntArray
-
-if TYPE_CHECKING:
-    from headrace.distributed.packing import MicrobatchPlan
+from headrace.distributed.balance import IntArray, row_costs
+from headrace.distributed.planner import MicrobatchPlan
 
 _MICROBATCHES = 16
 _RANKS = 8
 _BAR = 20
 
 
-def describe_plan(plan: "MicrobatchPlan") -> str:
+def describe_plan(plan: MicrobatchPlan) -> str:
     """Return what the plan does, line by line: totals, ranks, and microbatches with their fill.
 
     Beyond 16 microbatches or 8 ranks only the ends are shown.
@@ -22,7 +18,7 @@ def describe_plan(plan: "MicrobatchPlan") -> str:
     return "\n".join([*_totals(plan), "", *_rank_table(plan), *_microbatch_table(plan)]) + "\n"
 
 
-def _totals(plan: "MicrobatchPlan") -> list[str]:
+def _totals(plan: MicrobatchPlan) -> list[str]:
     rows, batches = len(plan.lengths), plan.rows_per_batch.shape[1]
     title = f"{plan.kind} plan" + (f" ({plan.algorithm})" if plan.algorithm else "")
     lines = [
@@ -31,24 +27,28 @@ def _totals(plan: "MicrobatchPlan") -> list[str]:
         f"longest row {int(plan.lengths.max(initial=0)):,} tokens, pad target {plan.pad_target:,}",
     ]
     if plan.budget_tokens is not None:
-        used, fillers = _used_tokens(plan), int((_rows_in(plan) == 0).sum())
+        used, dummies = _used_tokens(plan), int((_rows_in(plan) == 0).sum())
         computed = int(used.sum())
         lines += [
             f"microbatches per rank and global batch: {_span(plan.microbatches_per_batch)}, at most "
-            f"{plan.budget_tokens:,} tokens each; {_count(fillers, 'filler')} in all",
+            f"{plan.budget_tokens:,} tokens each; {_count(dummies, 'dummy microbatch', 'es')} in all",
             f"fill {_fraction(computed, used.size * plan.budget_tokens)} of the budget, "
             f"padding {_fraction(computed - int(plan.lengths.sum()), computed)} of the tokens computed",
         ]
-    loads = _loads(plan)
+    loads, costs = _loads(plan, plan.lengths), _loads(plan, row_costs(plan.lengths, plan.attention_ratio))
     lines.append(
         f"tokens per rank: mean {loads.mean():,.0f}, least {loads.min():,}, most {loads.max():,}; "
         f"imbalance (most - least) / mean {_fraction(int(loads.max() - loads.min()), float(loads.mean()))}"
     )
+    lines.append(
+        f"cost per rank with attention (tokens + {plan.attention_ratio:g} x tokens^2 of each row): "
+        f"imbalance (most - least) / mean {_fraction(int(costs.max() - costs.min()), float(costs.mean()))}"
+    )
     return lines
 
 
-def _rank_table(plan: "MicrobatchPlan") -> list[str]:
-    loads, rows = _loads(plan), plan.rows_per_batch.sum(axis=1)
+def _rank_table(plan: MicrobatchPlan) -> list[str]:
+    loads, rows = _loads(plan, plan.lengths), plan.rows_per_batch.sum(axis=1)
     mean = float(loads.mean())
     lines = ["rank      rows        tokens   to mean"]
     for rank in _ends(plan.ranks, _RANKS):
@@ -60,7 +60,7 @@ def _rank_table(plan: "MicrobatchPlan") -> list[str]:
     return lines
 
 
-def _microbatch_table(plan: "MicrobatchPlan") -> list[str]:
+def _microbatch_table(plan: MicrobatchPlan) -> list[str]:
     """Show the microbatches of the first global batch, over all ranks."""
     if plan.budget_tokens is None or not len(plan.microbatches_per_batch):
         return []
@@ -85,7 +85,7 @@ def _microbatch_table(plan: "MicrobatchPlan") -> list[str]:
     return lines
 
 
-def _rows_in(plan: "MicrobatchPlan") -> IntArray:
+def _rows_in(plan: MicrobatchPlan) -> IntArray:
     """Return (R, M) rows per microbatch."""
     starts = np.concatenate([np.zeros_like(plan.stops[:, :1]), plan.stops[:, :-1]], axis=1)
     counts = plan.microbatches_per_batch
@@ -94,7 +94,7 @@ def _rows_in(plan: "MicrobatchPlan") -> IntArray:
     return rows
 
 
-def _used_tokens(plan: "MicrobatchPlan") -> IntArray:
+def _used_tokens(plan: MicrobatchPlan) -> IntArray:
     """Return (R, M) tokens that each microbatch computes, padding included."""
     if plan.kind == "packed":
         return plan.microbatch_lengths
@@ -102,9 +102,9 @@ def _used_tokens(plan: "MicrobatchPlan") -> IntArray:
     return used
 
 
-def _loads(plan: "MicrobatchPlan") -> IntArray:
-    """Return (R,) tokens per rank."""
-    totals = np.concatenate([[0], np.cumsum(plan.lengths[plan.row_order])])
+def _loads(plan: MicrobatchPlan, per_row: IntArray) -> IntArray:
+    """Return (R,) sums of `per_row` (N,) over each rank's rows."""
+    totals = np.concatenate([[0], np.cumsum(per_row[plan.row_order])])
     stops = np.cumsum(plan.rows_per_batch.sum(axis=1))
     loads: IntArray = np.diff(totals[stops], prepend=0)
     return loads

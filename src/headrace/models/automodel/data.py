@@ -2,7 +2,7 @@
 
 Three ways to cut: fixed size, dynamic shapes and packed sequences; the last two follow the plan that the
 batch carries (`micro_batch_indices`). Every data-parallel rank runs the same number of microbatches: a rank
-with fewer runs fillers, which weigh nothing. Tensors stay on the device that they come on.
+with fewer runs dummy microbatches, which weigh nothing. Tensors stay on the device that they come on.
 """
 
 import copy
@@ -123,8 +123,8 @@ def get_microbatch_iterator(
         raw = data.make_microbatch_iterator(mbs)
         count = data.size // mbs
     length = _largest(count, _group_of(dp_mesh))
-    fillers = (data.make_filler() for _ in range(length - count))
-    microbatches = itertools.chain(raw, fillers)
+    dummies = (data.make_dummy() for _ in range(length - count))
+    microbatches = itertools.chain(raw, dummies)
     if replica_size > 1:
         return _rows_of_replica(microbatches, tokenizer, cfg, replica_size), length
     return make_processed_microbatch_iterator(microbatches, tokenizer, cfg, cp_size), length

@@ -28,12 +28,20 @@ def training_flops(model: Any, lengths: Iterable[int]) -> float:
     Source: Chowdhery et al., PaLM (arXiv 2204.02311), appendix B; its attention term halved for the causal
     mask.
     """
+    per_token, per_pair = 6.0 * active_parameters(model), 6.0 * _attention_width(model)
+    return float(sum(per_token * n + per_pair * n * n for n in lengths))
+
+
+def attention_ratio(model: Any) -> float:
+    """Return the operations of a row's L^2 over those of its L, as the planner's `attention_ratio` counts them."""
+    return _attention_width(model) / active_parameters(model)
+
+
+def _attention_width(model: Any) -> int:
     config = model.config.get_text_config()
-    per_token = 6.0 * active_parameters(model)
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    per_pair = 6.0 * config.num_hidden_layers * heads * head_size
-    return float(sum(per_token * n + per_pair * n * n for n in lengths))
+    return int(config.num_hidden_layers * heads * head_size)
 
 
 def active_parameters(model: Any) -> int:

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -156,6 +157,7 @@ class Policy:
                 sequence_length_pad_multiple=self.cfg.make_sequence_length_divisible_by,
                 max_tokens_per_microbatch=getattr(packing, mb_tokens_key),
                 microbatch_order=packing.microbatch_order,
+                attention_ratio=self._attention_ratio,
             ), None
         if dynamic.enabled:
             return None, DynamicBatchingArgs(
@@ -163,8 +165,14 @@ class Policy:
                 input_lengths_key=INPUT_LENGTHS,
                 sequence_length_round=dynamic.sequence_length_round,
                 max_tokens_per_microbatch=getattr(dynamic, mb_tokens_key),
+                attention_ratio=self._attention_ratio,
             )
         return None, None
+
+    @cached_property
+    def _attention_ratio(self) -> float:
+        ratio: float = self.workers.run_all("attention_ratio")[0]
+        return ratio
 
     def _finish_train(self, results: list[dict[str, Any]], lengths: Sequence[int]) -> dict[str, Any]:
         flops = self.workers.run_all("training_flops", list(lengths))[0]

@@ -392,6 +392,9 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         """Return the estimated operations of one training pass over sequences of `lengths` tokens."""
         return flops.training_flops(self.model, lengths)
 
+    def attention_ratio(self) -> float:
+        return flops.attention_ratio(self.model)
+
     def peak_tflops(self) -> float:
         """Return the device's peak bfloat16 rate in 10^12 operations per second; 0 where it is not known."""
         return flops.peak_tflops(self.device)

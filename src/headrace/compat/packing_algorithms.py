@@ -4,8 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 
-from headrace.distributed.bins import as_lengths, pack_rows
-from headrace.distributed.first_fit import IntArray
+from headrace.distributed.balance import IntArray
+from headrace.distributed.bin_packing import as_lengths, pack_rows
 from headrace.errors import ConfigError
 
 

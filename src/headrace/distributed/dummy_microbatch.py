@@ -14,12 +14,12 @@ from headrace.distributed.ragged import nested_from_ragged, ragged_from_nested
 def is_weight(name: str) -> bool:
     """Return whether a column weighs rows or tokens in the loss: `loss_multiplier` and `*mask`.
 
-    Not `*attention_mask`: a filler's is left alone, since softmax over nothing is NaN.
+    Not `*attention_mask`: a dummy's is left alone, since softmax over nothing is NaN.
     """
     return name == "loss_multiplier" or (name.endswith("mask") and not name.endswith("attention_mask"))
 
 
-def filler_columns(
+def dummy_columns(
     template: Mapping[str, Any], *, token_columns: Collection[str], lengths_column: str, width: int
 ) -> dict[str, Any]:
     """Return columns of one row with one token: the template's row, or zeros and None if it has no row.
@@ -27,12 +27,12 @@ def filler_columns(
     Dense token columns are cut to `width` at most; weights are 0, the length is 1, media are None.
     """
     return {
-        name: _filler_column(name, column, name in token_columns, name == lengths_column, width)
+        name: _dummy_column(name, column, name in token_columns, name == lengths_column, width)
         for name, column in template.items()
     }
 
 
-def _filler_column(name: str, column: Any, per_token: bool, is_length: bool, width: int) -> Any:
+def _dummy_column(name: str, column: Any, per_token: bool, is_length: bool, width: int) -> Any:
     if isinstance(column, PackedTensor):
         return PackedTensor([None], column.dim_to_pack)
     if isinstance(column, torch.Tensor):
