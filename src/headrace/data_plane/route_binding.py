@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from headrace.data_plane.routes_codec import missing_mark, missing_rows, row_digests
+from headrace.data_plane.routes_codec import row_digests
 
 _WORD = 1 << 64
 # Odd 64-bit constants with well mixed bits, as signed numbers.
@@ -28,29 +28,16 @@ def sample_salts(sample_ids: Sequence[str]) -> torch.Tensor:
 def bound_digests(
     ids: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, salts: torch.Tensor | int = 0
 ) -> torch.Tensor:
-    """Return a 64-bit content hash per token, int64 (T,).
+    """Return a 64-bit content hash per token, int64 (T,), of `ids` (T, L, k) of any integer dtype.
 
-    Args:
-        ids: (T, L, k) routes of any integer dtype.
-        tokens: (T,) token ids.
-        positions: (T,) positions in the tokens' samples.
-        salts: (T,) the `sample_salts` of the tokens' samples, or the one of all.
+    Per token: its id in `tokens`, its place in its sample in `positions`, its sample's number (`sample_salts`) in
+    `salts`, or one number for all.
     """
     mixed = row_digests(ids) + (tokens + 1) * _TOKEN + (positions + 1) * _PLACE + salts
     mixed = (mixed ^ (mixed >> 29)) * _FIRST
     return (mixed ^ (mixed >> 32)) * _SECOND
 
 
-def digest_sum(digests: torch.Tensor, where: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the sum (0-D int64, wrapping) of digests, over those where `where` is True."""
-    return (digests if where is None else digests * where).sum()
-
-
 def as_word(total: torch.Tensor | int) -> int:
     """Return a wrapped sum as a number in [0, 2^64); waits for the device."""
     return int(total) % _WORD
-
-
-def mask_missing(used: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """Return `used` with the missing mark wherever `given` (the same shape and dtype) has no record."""
-    return used.masked_fill(missing_rows(given).unsqueeze(-1), missing_mark(used.dtype))

@@ -16,14 +16,9 @@ import torch
 from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
 
-_MARKS = {
-    torch.uint8: 255,
-    torch.uint16: 65535,
-    torch.int8: -1,
-    torch.int16: -1,
-    torch.int32: -1,
-    torch.int64: -1,
-}
+_MARKS = {torch.uint8: 255, torch.uint16: 65535} | dict.fromkeys(
+    (torch.int8, torch.int16, torch.int32, torch.int64), -1
+)
 _FEWEST_UNFILLED = 16
 """Rows of expert 0, and no other, in a sample of one expert per token that no router is taken to have chosen."""
 _TOKENS_AT_ONCE = 4096
@@ -85,7 +80,6 @@ def most_experts(dtype: torch.dtype, top_k: int) -> int:
 
 
 def holds_experts(dtype: torch.dtype, num_experts: int, top_k: int) -> bool:
-    """Return whether `dtype` can carry all ids below `num_experts`, and the missing mark beside them."""
     return num_experts <= most_experts(dtype, top_k)
 
 
@@ -176,10 +170,10 @@ def check_routes(
     """Refuse routes that no router can have chosen.
 
     Args:
-        ids: (T, L, k), samples one after another.
+        ids: (T, L, k), samples one after another, with L `num_layers` and k `top_k`.
         num_experts: Experts to choose from.
-        num_layers: The expected L.
-        top_k: The expected k.
+        num_layers: MoE layers.
+        top_k: Experts per token.
         lengths: Tokens per sample, for the message; one sample if None.
         sample_ids: Names for the message, one per length.
 
@@ -219,11 +213,7 @@ def _impossible(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     columns = _columns(ids)
     low, high = columns.amin(0), columns.amax(0)
     mark = missing_mark(ids.dtype)
-    bad = (
-        high >= num_experts
-        if num_experts <= torch.iinfo(high.dtype).max
-        else torch.zeros_like(high, dtype=torch.bool)
-    )
+    bad = high > min(num_experts - 1, torch.iinfo(high.dtype).max)
     if mark < 0:
         bad |= low < 0
     for place in range(len(columns)):
@@ -253,12 +243,14 @@ def _describe(
     lengths: Sequence[int] | None,
     sample_ids: Sequence[str] | None,
 ) -> str:
-    row = flat // ids.shape[1]
-    ends = torch.tensor(list(lengths) if lengths is not None else [len(ids)]).cumsum(0)
-    sample = int(torch.searchsorted(ends, row, right=True))
-    first = int(ends[sample - 1]) if sample else 0
-    name = repr(sample_ids[sample]) if sample_ids is not None else str(sample)
-    return _describe_row(ids[first:], flat - first * ids.shape[1], num_experts, name)
+    """Say what is wrong with the (token, layer) row at place `flat` of samples one after another."""
+    row, sample = flat // ids.shape[1], 0
+    for length in lengths or ():
+        if row < length:
+            break
+        row, sample, flat, ids = row - length, sample + 1, flat - length * ids.shape[1], ids[length:]
+    name = str(sample) if sample_ids is None else repr(sample_ids[sample])
+    return _describe_row(ids, flat, num_experts, name)
 
 
 def _describe_row(ids: torch.Tensor, flat: int, num_experts: int, sample: str) -> str:
@@ -286,20 +278,12 @@ def _narrow_into(target: torch.Tensor, rows: torch.Tensor, num_experts: int, sam
     if low < -1 or high >= num_experts:
         bad = low if low < -1 else high
         raise SchemaError(f"routes of sample {sample}: expert id {bad}; expected -1 or 0..{num_experts - 1}")
-    if low < 0 and (partly := _first_partly_missing(signed)) is not None:
-        raise SchemaError(_describe_row(signed, partly, num_experts, str(sample)))
+    if low < 0:
+        columns = _columns(signed)
+        partly = (columns.amin(0) < 0) & (columns.amax(0) >= 0)
+        if bool(partly.any()):
+            raise SchemaError(_describe_row(signed, int(partly.nonzero()[0]), num_experts, str(sample)))
     target.copy_(signed)
-
-
-def _first_partly_missing(signed: torch.Tensor) -> int | None:
-    """Return the place of the first (token, layer) row that has both ids and -1."""
-    width, flat = signed.shape[-1], signed.flatten()
-    # Signs of neighbours in one row differ; flat, since torch is slow over a short last axis.
-    differ = flat[1:] ^ flat[:-1]
-    differ[width - 1 :: width] = 0
-    if not differ.numel() or int(differ.amin()) >= 0:
-        return None
-    return int((differ < 0).nonzero()[0]) // width
 
 
 def _narrowed_at_once(target: torch.Tensor, rows: torch.Tensor, num_experts: int) -> bool:

@@ -54,21 +54,25 @@ def routes_column(rollouts: Sequence[Rollout], shape: RouteShape) -> torch.Tenso
             chosen (`check_routes`); names sample, token and layer.
     """
     lengths = [len(r.token_ids) for r in rollouts]
-    size = (sum(lengths), shape.num_layers, shape.top_k)
-    column = torch.full(size, missing_mark(shape.dtype), dtype=shape.dtype)
-    for rollout, target in zip(rollouts, torch.split(column, lengths)):
+    expected = f"(tokens, {shape.num_layers} MoE layers, {shape.top_k} experts per token) in {shape.dtype}"
+    rows = []
+    for rollout, length in zip(rollouts, lengths):
         routes = rollout.routes
-        if routes is None or routes.dtype != shape.dtype or routes.shape[1:] != column.shape[1:]:
+        if routes is None or (routes.dtype, *routes.shape[1:]) != (
+            shape.dtype,
+            shape.num_layers,
+            shape.top_k,
+        ):
             got = "no routes" if routes is None else f"routes of shape {tuple(routes.shape)}, {routes.dtype}"
             raise SchemaError(
-                f"sample '{rollout.sample_id}' has {got}; router replay (policy.router_replay.enabled) needs "
-                f"(tokens, {shape.num_layers} MoE layers, {shape.top_k} experts per token) in {shape.dtype}"
+                f"sample '{rollout.sample_id}' has {got}; router replay (policy.router_replay.enabled) needs {expected}"
             )
-        if len(routes) > len(target):
+        if len(routes) > length:
             raise SchemaError(
-                f"sample '{rollout.sample_id}' has routes of {len(routes)} tokens and {len(target)} tokens"
+                f"sample '{rollout.sample_id}' has routes of {len(routes)} tokens and {length} tokens"
             )
-        target[: len(routes)] = routes
+        rows.append(_up_to(routes, length))
+    column = torch.cat(rows)
     check_routes(
         column,
         num_experts=shape.num_experts,
@@ -104,12 +108,12 @@ def route_facts(rollouts: Sequence[Rollout]) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _without_last(rollout: Rollout) -> torch.Tensor:
-    """Return (L - 1, layers, k), missing where there is no record."""
     if rollout.routes is None:
         raise SchemaError(f"sample '{rollout.sample_id}' has no routes, and other samples of its batch have")
-    wanted = len(rollout.token_ids) - 1
-    routes = rollout.routes[:wanted]
-    short = wanted - len(routes)
-    if not short:
-        return routes
-    return torch.cat([routes, routes.new_full((short, *routes.shape[1:]), missing_mark(routes.dtype))])
+    return _up_to(rollout.routes, len(rollout.token_ids) - 1)
+
+
+def _up_to(routes: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return (tokens, layers, k), missing where there is no record."""
+    padding = (0, 0, 0, 0, 0, max(tokens - len(routes), 0))
+    return torch.nn.functional.pad(routes[:tokens], padding, value=missing_mark(routes.dtype))

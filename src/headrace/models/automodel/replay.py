@@ -6,10 +6,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from headrace.data_plane.route_binding import as_word, bound_digests, mask_missing
+from headrace.data_plane.route_binding import as_word, bound_digests
+from headrace.data_plane.routes_codec import missing_mark, missing_rows
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, ROUTE_SALTS, ROUTED_EXPERTS_FIELD
 from headrace.distributed.batched_data_dict import BatchedDataDict
-from headrace.distributed.ragged import RowLayout, ragged_indices
+from headrace.distributed.ragged import offsets_from_lengths, ragged_indices
 from headrace.errors import ConfigError, ReplayError
 from headrace.models.automodel.data import ProcessedMicrobatch
 from headrace.models.router_replay import RouterReplay, Routes, align_padded, install
@@ -60,8 +61,16 @@ class AlignedMicrobatch:
 
     def part(self, index: int, count: int) -> "AlignedMicrobatch":
         """Return part `index` of `count` equal consecutive parts of the tokens."""
-        parts = {name: column.chunk(count)[index] for name, column in vars(self).items() if name != "lengths"}
+        parts = {name: column.chunk(count)[index] for name, column in self._columns()}
         return AlignedMicrobatch(**parts, lengths=self.lengths)
+
+    def cut(self, at: torch.Tensor, total: int) -> "AlignedMicrobatch":
+        """Return the tokens at these places, and zeros up to `total` tokens."""
+        cut = {}
+        for name, column in self._columns():
+            cut[name] = column.new_zeros(total, *column.shape[1:])
+            cut[name][: len(at)] = column.index_select(0, at)
+        return AlignedMicrobatch(**cut, lengths=self.lengths)
 
     def digest(self, ids: torch.Tensor) -> int:
         """Return the sum of digests of the counted tokens, with `ids` as their routes."""
@@ -73,33 +82,36 @@ class AlignedMicrobatch:
         own = None if native is None else native[real]
         return TracedRows(self.tokens[real], self.lengths, self.ids[real], used[real], own)
 
+    def _columns(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, column) for name, column in vars(self).items() if name != "lengths"]
+
 
 def align_microbatch(microbatch: ProcessedMicrobatch, *, num_experts: int) -> AlignedMicrobatch:
     """Cut the routes column (b, S, layers, k) of a microbatch as its `input_ids` are cut, packed or padded."""
     data, inputs = microbatch.data_dict, microbatch.processed_inputs
-    routes = data[ROUTED_EXPERTS_FIELD]
-    lengths = data[INPUT_LENGTHS] if microbatch.lengths is None else microbatch.lengths
-    layout = RowLayout(lengths, microbatch.original_seq_len)
-    rows, places = ragged_indices(layout.offsets)
-    total, device = inputs.input_ids.numel(), routes.device
+    rows = _padded_rows(data, microbatch.lengths)
+    tokens = inputs.input_ids.flatten()
     if inputs.has_flash_attention:
-        at = torch.arange(len(rows))
-        full = routes.new_zeros(total, *routes.shape[2:])
-        full[: len(rows)] = layout.strip(routes)
-    else:
-        at = rows * layout.width + places
-        full = routes.flatten(0, 1)
-    positions = torch.zeros(total, dtype=torch.int64)
-    salts = torch.zeros_like(positions, device=device)
-    counted, real = (torch.zeros(total, dtype=torch.bool) for _ in range(2))
-    positions[at] = places
-    salts[at.to(device)] = _salts(data).to(device)[rows.to(device)]
-    counted[at] = places != layout.lengths[rows] - 1
-    real[at] = True
-    counted = counted.to(device)
-    aligned = align_padded(full.unsqueeze(0), counted.unsqueeze(0), num_experts=num_experts)
-    columns = (positions.to(device), salts, counted, real.to(device))
-    return AlignedMicrobatch(aligned.ids, inputs.input_ids.flatten(), *columns, layout.lengths)
+        row, place = ragged_indices(offsets_from_lengths(rows.lengths))
+        at = row * data[INPUT_IDS].shape[1] + place
+        rows = rows.cut(at.to(rows.ids.device), len(tokens))
+    ids = align_padded(rows.ids.unsqueeze(0), rows.counted.unsqueeze(0), num_experts=num_experts).ids
+    return replace(rows, ids=ids, tokens=tokens)
+
+
+def _padded_rows(data: BatchedDataDict, lengths: torch.Tensor | None = None) -> AlignedMicrobatch:
+    """Return all places of padded columns (b, S); `lengths` on the CPU, where they are known there."""
+    tokens = data[INPUT_IDS]
+    ends = data[INPUT_LENGTHS].to(tokens.device).unsqueeze(1)
+    salts = data[ROUTE_SALTS] if ROUTE_SALTS in data else torch.zeros_like(ends)  # 0 for rows without names
+    places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    salts = salts.to(tokens.device).view(-1, 1).expand(tokens.shape)
+    columns = (tokens, places, salts, places < ends - 1, places < ends)
+    return AlignedMicrobatch(
+        data[ROUTED_EXPERTS_FIELD].flatten(0, 1),
+        *(column.flatten() for column in columns),
+        lengths=data[INPUT_LENGTHS].cpu() if lengths is None else lengths,
+    )
 
 
 class RouteReplayer:
@@ -153,7 +165,8 @@ class RouteReplayer:
         self._stage = stage
         self._compared |= stage == PREV_LOGPROBS
         # Every context rank has all rows; one of them counts.
-        self._add(ReplayStats(fetched=_digest_of_rows(data) if self._part[0] == 0 else 0))
+        rows = _padded_rows(data)
+        self._add(ReplayStats(fetched=rows.digest(rows.ids) if self._part[0] == 0 else 0))
 
     def routes(self, microbatch: ProcessedMicrobatch) -> Routes | None:
         """Return the routes for the next forward of the stage; None where the stage's rows have none."""
@@ -216,7 +229,10 @@ class RouteReplayer:
         (rows, routes, compared), self._pending = self._pending, None
         if not routes.consumed:
             return
-        used, native = mask_missing(routes.ids, rows.ids), routes.native if compared else None
+        # Where a row was missing, the router chose itself: the digest knows it as missing.
+        unknown = missing_rows(rows.ids).unsqueeze(-1)
+        used = routes.ids.masked_fill(unknown, missing_mark(routes.ids.dtype))
+        native = routes.native if compared else None
         stats = replace(routes.stats, sliced=rows.digest(rows.ids), used=rows.digest(used))
         if native is not None:
             stats += route_agreement(rows.ids, native, rows.counted)
@@ -251,21 +267,6 @@ def _of_all_ranks(value: T) -> list[T]:
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _digest_of_rows(data: BatchedDataDict) -> int:
-    """Return the digest of padded rows, each without its last token."""
-    routes, tokens = data[ROUTED_EXPERTS_FIELD], data[INPUT_IDS]
-    column = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    counted = column < data[INPUT_LENGTHS].unsqueeze(1) - 1
-    salts = _salts(data).to(tokens.device).unsqueeze(1).expand(tokens.shape)
-    digests = bound_digests(routes.flatten(0, 1), tokens.flatten(), column.flatten(), salts.flatten())
-    return as_word((digests * counted.flatten()).sum())
-
-
-def _salts(data: BatchedDataDict) -> torch.Tensor:
-    """Return the salts of the rows' samples, int64 (N,); zeros for rows without names."""
-    return data[ROUTE_SALTS] if ROUTE_SALTS in data else torch.zeros_like(data[INPUT_LENGTHS])
 
 
 def _join(parts: list[ReplayStats]) -> ReplayStats:

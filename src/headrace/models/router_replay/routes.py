@@ -1,6 +1,7 @@
 """The routes of one forward pass, and the call in which a model's layers take them."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -187,35 +188,31 @@ class RoutedCall:
         self._device = device
         self._recording = recording
         self._comparing = comparing
-        self._dtype = wire_dtype(max(r.num_experts for r in routers), routers[0].top_k)
         self._open = True
-        self._taken: dict[int, LayerRows] = {}
-        self._used: torch.Tensor | None = None
+        self._reached: set[int] = set()
+        dtype = wire_dtype(max(r.num_experts for r in routers), routers[0].top_k)
+        self._mark = missing_mark(dtype)
+        # (T, routers, k) each; the layers write into views.
+        blank = partial(torch.full, (tokens, len(routers), routers[0].top_k), self._mark, dtype=dtype)
+        self._used = blank(device=device) if recording else None
+        self._native = blank(device=device) if comparing else None
+        self._used_in_forward: torch.Tensor | None = None
 
     def rows(self, slots: tuple[int, ...], device: torch.device) -> tuple[LayerRows, ...]:
-        """Return the rows of a layer's routers, on the layer's device.
+        """Return the rows of a layer's routers; those given on the layer's device.
 
         Raises:
             ReplayError: a router takes its rows a second time in one forward.
         """
-        return tuple(self._rows(slot, device) for slot in slots)
-
-    def _rows(self, slot: int, device: torch.device) -> LayerRows:
-        given = None if self.given is None else self.given[:, slot].to(device)
-        if not self._open:
-            return LayerRows(given, self._taken[slot].used)
-        if slot in self._taken:
-            raise ReplayError(
-                f"router {self._routers[slot].name} took its rows twice in one forward; each row is consumed once"
-            )
-        used = self._blank(slot, device) if self._recording else None
-        native = self._blank(slot, device) if self._comparing else None
-        rows = self._taken[slot] = LayerRows(given, used, native)
-        return rows
-
-    def _blank(self, slot: int, device: torch.device) -> torch.Tensor:
-        shape = (self._tokens, self._routers[slot].top_k)
-        return torch.full(shape, missing_mark(self._dtype), dtype=self._dtype, device=device)
+        for slot in slots:
+            if self._open and slot in self._reached:
+                raise ReplayError(
+                    f"router {self._routers[slot].name} took its rows twice in one forward; each row is consumed once"
+                )
+            self._reached.add(slot)
+        parts = (self.given, self._used, self._native if self._open else None)
+        columns = [[None if p is None else p[:, slot] for p in parts] for slot in slots]
+        return tuple(LayerRows(None if given is None else given.to(device), *out) for given, *out in columns)
 
     def close(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """End the forward; return what the routers used and would have chosen, (T, routers, k) each if asked for.
@@ -226,28 +223,25 @@ class RoutedCall:
             ReplayError: routers that took no rows.
         """
         self._open = False
-        unreached = [r.name for i, r in enumerate(self._routers) if i not in self._taken]
+        unreached = [r.name for i, r in enumerate(self._routers) if i not in self._reached]
         if unreached:
             raise ReplayError(
                 f"routes never reached {len(unreached)} of {len(self._routers)} routers: {', '.join(unreached)}. The "
                 "model must pass its keyword arguments to all decoder layers, and run each of them"
             )
-        used, native = self._join("used"), self._join("native")
-        watched = self.given is not None and torch.is_grad_enabled()
-        for slot, rows in self._taken.items():
-            if rows.used is not None and watched:
-                rows.used.fill_(missing_mark(self._dtype))
-            self._taken[slot] = LayerRows(None, rows.used if watched else None)
-        self._used = used if watched else None
-        return used, native
+        used = self._used
+        if used is not None and torch.is_grad_enabled():
+            used = used.clone()
+            if self.given is not None:
+                self._used_in_forward = used
+                self._used.fill_(self._mark)
+        if self._used_in_forward is None:
+            self._used = None
+        return used, self._native
 
     def recomputed(self) -> torch.Tensor | None:
         """Return what the routers used since `close`, missing where they did not run."""
-        return None if self._used is None else self._join("used")
-
-    def _join(self, column: str) -> torch.Tensor | None:
-        parts = [getattr(self._taken[slot], column) for slot in range(len(self._routers))]
-        return torch.stack([part.to(self._device) for part in parts], dim=1) if parts[0] is not None else None
+        return None if self._used_in_forward is None else self._used
 
     def stats(self) -> ReplayStats:
         """Count the rows; waits for the device."""
@@ -257,7 +251,7 @@ class RoutedCall:
             counted = ~self.padding.unsqueeze(1)
             real = int(counted.sum())
         missing = self._missing(counted, real)
-        reached = [slot in self._taken for slot in range(len(self._routers))]
+        reached = [slot in self._reached for slot in range(len(self._routers))]
         again, differs = self._run_again(counted)
         return ReplayStats(
             routers=tuple(r.name for r in self._routers),
@@ -274,15 +268,15 @@ class RoutedCall:
         """Return per slot how many counted rows the router chooses itself."""
         if self.given is None:
             return [real] * len(self._routers)
-        missing = missing_rows(self.given)
+        missing = missing_rows(self.given)  # (T, routers)
         missing[:, [i for i, r in enumerate(self._routers) if r.fixed_output is not None]] = True
         return list((missing & counted).sum(0).tolist())
 
     def _run_again(self, counted: torch.Tensor) -> tuple[Counts, Counts]:
         """Return per slot how many counted rows ran again, and how many of them with other experts."""
         again = self.recomputed()
-        if again is None or self._used is None:
+        if again is None:
             return (), ()
         ran = ~missing_rows(again) & counted
-        differs = ran & (again != self._used).any(-1)
+        differs = ran & (again != self._used_in_forward).any(-1)
         return tuple(ran.sum(0).tolist()), tuple(differs.sum(0).tolist())
