@@ -53,10 +53,10 @@ class GapReplay(RouterReplay):  # type: ignore[misc]
         """Return scores and ids of the given rows, and of the router's own choice where a row is missing."""
         action = self.router_replay_action
         if action not in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):
-            chosen: tuple[torch.Tensor, torch.Tensor] = super().get_replay_topk(
+            own: tuple[torch.Tensor, torch.Tensor] = super().get_replay_topk(
                 scores, topk, num_groups, group_topk, default_compute_topk
             )
-            return chosen
+            return own
         target = self._target(action).to(scores.device)
         if tuple(target.shape) != (len(scores), topk):
             raise ReplayError(
@@ -64,14 +64,14 @@ class GapReplay(RouterReplay):  # type: ignore[misc]
                 f"{tuple(target.shape)}; split them over ranks as the router's input is (rows_of_rank)"
             )
         missing = (target < 0).all(-1, keepdim=True)
-        ids = target
-        if bool(missing.any()):
-            _, native = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            ids = torch.where(missing, native, target)
+        native, ids = int(missing.sum()), target
+        if native:
+            _, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            ids = torch.where(missing, chosen, target)
         if action == RouterReplayAction.REPLAY_FORWARD:
             self.forwards += 1
-            self.native += int(missing.sum())
-            self.replayed += len(scores) - int(missing.sum())
+            self.native += native
+            self.replayed += len(scores) - native
         return scores.gather(1, ids), ids
 
     def _target(self, action: RouterReplayAction) -> torch.Tensor:
@@ -101,19 +101,15 @@ class MegatronRouterReplay:
             ReplayError: no routers with a replay object, layers that do not fit `moe_layer_freq`, or a capacity factor,
                 with which a router drops choices that it was given.
         """
-        found: dict[int, GapReplay] = {}
-        self._chunks: list[dict[int, GapReplay]] = []
-        for chunk in chunks:
-            own = dict(_routers(chunk))
-            if twice := sorted(found.keys() & own.keys()):
-                raise ReplayError(
-                    f"decoder layer {twice[0]} has two routers in these chunks; give each chunk once"
-                )
-            for replay in own.values():
-                replay.__class__ = GapReplay
-            self._chunks.append(dict(sorted(own.items())))
-            found.update(own)
-        if not found:
+        self._chunks: list[dict[int, GapReplay]] = [
+            dict(sorted(dict(_routers(chunk)).items())) for chunk in chunks
+        ]
+        numbers = sorted(layer for own in self._chunks for layer in own)
+        if twice := [layer for layer in numbers if numbers.count(layer) > 1]:
+            raise ReplayError(
+                f"decoder layer {twice[0]} has two routers in these chunks; give each chunk once"
+            )
+        if not numbers:
             raise ReplayError(
                 "these chunks have no router with a replay object; build the model with "
                 "moe_enable_routing_replay=True and with experts"
@@ -127,13 +123,16 @@ class MegatronRouterReplay:
         self.layer_map = LayerMap(config.num_layers, moe_layers(config))
         self.top_k = int(config.moe_router_topk)
         self.num_experts = int(config.num_moe_experts)
-        strangers = sorted(set(found) - set(self.layer_map.moe_layers))
+        strangers = sorted(set(numbers) - set(self.layer_map.moe_layers))
         if strangers:
             raise ReplayError(
                 f"decoder layers {strangers} have routers, and moe_layer_freq={config.moe_layer_freq} calls them dense"
             )
-        self._routers = dict(sorted(found.items()))
+        everything = {layer: router for own in self._chunks for layer, router in own.items()}
+        self._routers = {layer: everything[layer] for layer in numbers}
         self._last: dict[int, GapReplay] = {}
+        for router in everything.values():
+            router.__class__ = GapReplay
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -143,11 +142,8 @@ class MegatronRouterReplay:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Write down the choices of the forwards inside; `recorded` returns those of the last one."""
-        self._act(RouterReplayAction.RECORD)
-        try:
+        with self._acting(RouterReplayAction.RECORD, self._routers):
             yield
-        finally:
-            self._act(None)
 
     def recorded(self, chunk: int | None = None) -> torch.Tensor:
         """Return (tokens, routers of this rank, k) of the last recorded forward; of one chunk's routers, if given."""
@@ -180,30 +176,25 @@ class MegatronRouterReplay:
         for layer, router in running.items():
             slot = self.layer_map.moe_layers.index(layer)
             router.start(signed_routes(ids[:, slot]).contiguous(), keeps=keep_for_recompute)
-        self._act(RouterReplayAction.REPLAY_FORWARD, running)
         self._last, failed = running, True
         try:
-            yield
-            idle = [layer for layer, r in running.items() if not r.forwards]
-            if idle:
+            with self._acting(RouterReplayAction.REPLAY_FORWARD, running):
+                yield
+            if idle := [layer for layer, router in running.items() if not router.forwards]:
                 raise ReplayError(
                     f"routes never reached the routers of decoder layers {idle}; where a virtual pipeline runs one "
                     "chunk at a time, say which: forward(ids, chunk=...)"
                 )
             failed = False
         finally:
-            self._act(None, running)
             for router in running.values():
                 router.end(failed=failed)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Replay the kept rows, oldest forward first, in the recomputes of the backward pass inside."""
-        self._act(RouterReplayAction.REPLAY_BACKWARD)
-        try:
+        with self._acting(RouterReplayAction.REPLAY_BACKWARD, self._routers):
             yield
-        finally:
-            self._act(None)
 
     def finish(self) -> None:
         """End a step.
@@ -212,13 +203,10 @@ class MegatronRouterReplay:
             ReplayError: rows that were kept for a recompute that did not come.
         """
         left = {layer: len(r.replay_backward_list) for layer, r in self._routers.items()}
-        self.clear()
-        if any(left.values()):
-            raise ReplayError(f"rows kept for recompute were not consumed (decoder layer: forwards): {left}")
-
-    def clear(self) -> None:
         for router in self._routers.values():
             router.clear_indices()
+        if any(left.values()):
+            raise ReplayError(f"rows kept for recompute were not consumed (decoder layer: forwards): {left}")
 
     def stats(self) -> ReplayStats:
         """Return what became of the rows of the last forward on this rank.
@@ -247,9 +235,15 @@ class MegatronRouterReplay:
             raise ReplayError(f"chunk={chunk}; this rank has the chunks 0 to {len(self._chunks) - 1}")
         return self._chunks[chunk]
 
-    def _act(self, action: RouterReplayAction | None, routers: dict[int, GapReplay] | None = None) -> None:
-        for router in (self._routers if routers is None else routers).values():
+    @contextmanager
+    def _acting(self, action: RouterReplayAction, routers: dict[int, GapReplay]) -> Iterator[None]:
+        for router in routers.values():
             router.router_replay_action = action
+        try:
+            yield
+        finally:
+            for router in routers.values():
+                router.router_replay_action = None
 
 
 def moe_layers(config: Any) -> tuple[int, ...]:
