@@ -106,12 +106,9 @@ def _padded_rows(data: BatchedDataDict, lengths: torch.Tensor | None = None) -> 
     salts = data[ROUTE_SALTS] if ROUTE_SALTS in data else torch.zeros_like(ends)  # 0 for rows without names
     places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     salts = salts.to(tokens.device).view(-1, 1).expand(tokens.shape)
-    columns = (tokens, places, salts, places < ends - 1, places < ends)
-    return AlignedMicrobatch(
-        data[ROUTED_EXPERTS_FIELD].flatten(0, 1),
-        *(column.flatten() for column in columns),
-        lengths=data[INPUT_LENGTHS].cpu() if lengths is None else lengths,
-    )
+    columns = (column.flatten() for column in (tokens, places, salts, places < ends - 1, places < ends))
+    lengths = data[INPUT_LENGTHS].cpu() if lengths is None else lengths
+    return AlignedMicrobatch(data[ROUTED_EXPERTS_FIELD].flatten(0, 1), *columns, lengths)
 
 
 class RouteReplayer:

@@ -229,19 +229,17 @@ class RoutedCall:
                 f"routes never reached {len(unreached)} of {len(self._routers)} routers: {', '.join(unreached)}. The "
                 "model must pass its keyword arguments to all decoder layers, and run each of them"
             )
-        used = self._used
-        if used is not None and torch.is_grad_enabled():
-            used = used.clone()
+        used, buffer = self._used, self._used
+        self._used = None
+        if buffer is not None and torch.is_grad_enabled():
+            used = buffer.clone()
             if self.given is not None:
-                self._used_in_forward = used
-                self._used.fill_(self._mark)
-        if self._used_in_forward is None:
-            self._used = None
+                self._used_in_forward, self._used = used, buffer.fill_(self._mark)
         return used, self._native
 
     def recomputed(self) -> torch.Tensor | None:
         """Return what the routers used since `close`, missing where they did not run."""
-        return None if self._used_in_forward is None else self._used
+        return None if self._open else self._used
 
     def stats(self) -> ReplayStats:
         """Count the rows; waits for the device."""
@@ -274,9 +272,9 @@ class RoutedCall:
 
     def _run_again(self, counted: torch.Tensor) -> tuple[Counts, Counts]:
         """Return per slot how many counted rows ran again, and how many of them with other experts."""
-        again = self.recomputed()
-        if again is None:
+        again, used = self.recomputed(), self._used_in_forward
+        if again is None or used is None:
             return (), ()
         ran = ~missing_rows(again) & counted
-        differs = ran & (again != self._used_in_forward).any(-1)
+        differs = ran & (again != used).any(-1)
         return tuple(ran.sum(0).tolist()), tuple(differs.sum(0).tolist())
