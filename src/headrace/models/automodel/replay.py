@@ -106,9 +106,15 @@ def _padded_rows(data: BatchedDataDict, lengths: torch.Tensor | None = None) -> 
     salts = data[ROUTE_SALTS] if ROUTE_SALTS in data else torch.zeros_like(ends)  # 0 for rows without names
     places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     salts = salts.to(tokens.device).view(-1, 1).expand(tokens.shape)
-    columns = (column.flatten() for column in (tokens, places, salts, places < ends - 1, places < ends))
-    lengths = data[INPUT_LENGTHS].cpu() if lengths is None else lengths
-    return AlignedMicrobatch(data[ROUTED_EXPERTS_FIELD].flatten(0, 1), *columns, lengths)
+    return AlignedMicrobatch(
+        data[ROUTED_EXPERTS_FIELD].flatten(0, 1),
+        tokens.flatten(),
+        places.flatten(),
+        salts.flatten(),
+        counted=(places < ends - 1).flatten(),
+        real=(places < ends).flatten(),
+        lengths=data[INPUT_LENGTHS].cpu() if lengths is None else lengths,
+    )
 
 
 class RouteReplayer:
