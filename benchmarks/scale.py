@@ -41,8 +41,6 @@ from scale_model import (
 
 from headrace.data_plane import KVBatchMeta, pack_columns
 from headrace.data_plane.adapters.transfer_queue_index import Call, Indexes, Put
-from headrace.data_plane.checks import checked_leaves
-from headrace.data_plane.packed_payload import PackedColumns, pack
 from headrace.data_plane.preshard import shard_meta_for_dp
 from headrace.data_plane.schema import (
     DP_TRAIN_FIELDS,
@@ -52,7 +50,8 @@ from headrace.data_plane.schema import (
     ROLLOUT_FIELDS,
     Kind,
 )
-from headrace.data_plane.store.chunks import chunk_from_leaf
+from headrace.data_plane.store.blocks import PackedColumns, pack
+from headrace.data_plane.store.columns import checked_put
 from headrace.distributed.topology import policy_sharding
 from headrace.distributed.worker_groups.rank import Reply
 from headrace.distributed.worker_groups.ray_group import RayWorkerGroup
@@ -242,9 +241,8 @@ def packed_like(rows: int, names: Sequence[str]) -> PackedColumns:
         is_wide = spec.kind is Kind.PER_TOKEN and not spec.broadcast
         shape = (rows, int(TOKENS.value)) if is_wide else (rows,)
         values[name] = lengths if name == INPUT_LENGTHS else torch.zeros(shape, dtype=spec.dtype)
-    leaves = checked_leaves(pack_columns(values, lengths=lengths, rows=rows), rows)
-    ids = [str(row) for row in range(rows)]
-    return pack({name: chunk_from_leaf(name, leaves[name], ids) for name in names}, "block")
+    wire = pack_columns(values, lengths=lengths, rows=rows)
+    return pack(checked_put([str(row) for row in range(rows)], "p", wire, None).columns, "block")
 
 
 def measure_index(bench: Bench, rows: int, rank_rows: int) -> dict[str, float]:

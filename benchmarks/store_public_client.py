@@ -21,8 +21,8 @@ from headrace.data_plane.adapters.transfer_queue import TransferQueueDataPlaneCl
 from headrace.data_plane.adapters.transfer_queue_cluster import find_lost
 from headrace.data_plane.adapters.transfer_queue_payloads import FIELD, PayloadClient, _meta, _rows
 from headrace.data_plane.interfaces import DataPlaneConfig
-from headrace.data_plane.packed_payload import BlockInfo, Frames, PackedColumns, select_rows
-from headrace.data_plane.store.chunks import Rows
+from headrace.data_plane.store.blocks import BlockInfo, Frames, PackedColumns, select_rows
+from headrace.data_plane.store.columns import Rows
 from headrace.distributed.ragged import nested_from_ragged
 
 Blocks = Sequence[torch.Tensor | Frames]

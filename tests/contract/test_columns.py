@@ -7,8 +7,8 @@ from contract_batches import put_numbers, tokens, wire
 
 from headrace.data_plane import DataPlaneClient, kv_first_write, read_columns
 from headrace.data_plane.codec import nest
-from headrace.data_plane.object_codec import object_array
 from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
 from headrace.errors import SchemaError
 from ragged_cases import DTYPES, arbitrary

@@ -14,8 +14,8 @@ from contract_batches import numbers, put_numbers, tokens, wire
 
 from headrace.data_plane import build_data_plane_client
 from headrace.data_plane.adapters.transfer_queue_index import Call
-from headrace.data_plane.packed_payload import BlockError, pack
-from headrace.data_plane.store.chunks import chunk_from_leaf
+from headrace.data_plane.store.blocks import BlockError, pack
+from headrace.data_plane.store.columns import chunk_of_leaf
 from headrace.errors import CapacityExceeded, ConfigError, DataPlaneError, SchemaError, TransportError
 from ray_session import MOONCAKE, SIMPLE, fresh_store
 
@@ -97,7 +97,7 @@ def test_a_slot_that_holds_another_block_by_now_is_a_lost_block(client: Any) -> 
     (block,) = client._ask("select", "p", ids, ["x"])["x"].blocks
     taken: Future[list[int]] = Future()
     taken.set_result([block.slot])
-    fewer = pack({"x": chunk_from_leaf("x", torch.zeros(2), ["a", "b"])}, "other")
+    fewer = pack({"x": [chunk_of_leaf("x", torch.zeros(2), ["a", "b"], [])]}, "other")
     client._link.payloads.put(client._queue_partition, taken, fewer, 10)
     for asked in (["s7", "s0"], ["s1", "s0"], ids):
         with pytest.raises(BlockError, match="block"):
@@ -168,13 +168,13 @@ def test_sixty_thousand_short_rows_take_seconds_at_most(client: Any) -> None:
 def test_a_hundred_and_twenty_eight_connections_at_once_all_work(client: Any) -> None:
     from headrace.data_plane.adapters.transfer_queue_cluster import find_lost
     from headrace.data_plane.adapters.transfer_queue_payloads import PayloadClient
-    from headrace.data_plane.packed_payload import pack
-    from headrace.data_plane.store.chunks import chunk_from_leaf
+    from headrace.data_plane.store.blocks import pack
+    from headrace.data_plane.store.columns import chunk_of_leaf
 
     def work(worker: int) -> bool:
         mine = PayloadClient(client._connection, 120, find_lost)
-        chunk = chunk_from_leaf("x", torch.full((1, 16 + worker), worker), ["a"])
-        packed = pack({"x": chunk}, f"k{worker}")
+        chunk = chunk_of_leaf("x", torch.full((1, 16 + worker), worker), ["a"], [])
+        packed = pack({"x": [chunk]}, f"k{worker}")
         mine.put("many", mine.reserve("many", [packed.blocks[0].key]), packed, 120)
         mine.close()
         return True

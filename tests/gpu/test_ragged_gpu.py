@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from headrace.data_plane import materialize, pack_columns
-from headrace.data_plane.codec import RowPacker
-from headrace.data_plane.leaves import wire_tensordict
+from headrace.data_plane.codec import RowPacker, wire_tensordict
 from headrace.distributed import ragged
 from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged import (
@@ -245,7 +244,7 @@ def test_offsets_of_all_columns_and_lengths_come_in_one_copy() -> None:
     lengths = LENGTHS.cuda()
     with synchronisations(1):
         packer = RowPacker(lengths, columns=given.values())
-        packed = {name: packer.pack(name, column) for name, column in given.items()}
+        packed = wire_tensordict({name: packer.pack(name, column) for name, column in given.items()}, 4)
     assert len({id(column.offsets()) for column in packed.values() if isinstance(column, torch.Tensor)}) == 1
     with synchronisations(1):
         back = materialize(wire_tensordict(given, 4))

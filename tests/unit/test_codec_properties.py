@@ -14,6 +14,7 @@ from headrace.data_plane.codec import (
     response_from_nested,
     stack_or_nest,
     to_nested_by_length,
+    wire_tensordict,
 )
 from ragged_cases import RaggedCase, ragged_cases
 from reference import pad, response_scores, rows_of, same_bits, same_rows, unpad
@@ -31,10 +32,15 @@ def test_every_packing_function_agrees_where_all_apply(case: RaggedCase) -> None
     expected = unpad(case.padded, case.lengths)
     exact = case.padded[:, : max(case.lengths)]
     packer = RowPacker(lengths, per_token=frozenset({"x"}))
+
+    def packed(column: torch.Tensor) -> torch.Tensor:
+        wire: torch.Tensor = wire_tensordict({"x": packer.pack("x", column)}, len(case.lengths))["x"]
+        return wire
+
     assert same_rows(rows_of(pack_per_token_field(case.padded, lengths)), expected)
     assert same_rows(rows_of(maybe_pack_jagged(exact, lengths)), expected)
-    assert same_rows(rows_of(packer.pack("x", case.padded)), expected)
-    assert same_rows(rows_of(packer.pack("x", nest(expected))), expected)
+    assert same_rows(rows_of(packed(case.padded)), expected)
+    assert same_rows(rows_of(packed(nest(expected))), expected)
 
 
 @given(ragged_cases(), st.integers(0, 12), st.sampled_from([0, 1]))

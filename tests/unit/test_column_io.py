@@ -22,10 +22,10 @@ from headrace.data_plane import (
 )
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.codec import nest
-from headrace.data_plane.object_codec import object_array
 from headrace.data_plane.observability import MetricsDataPlaneClient
 from headrace.data_plane.schema import GLOBAL_FORWARD_PAD_SEQLEN, PAD_TO_MULTIPLE
 from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
 from headrace.errors import SampleNotFound, SchemaError
 from ragged_cases import RaggedCase, ragged_cases

@@ -12,10 +12,9 @@ import yaml
 
 from headrace.config import RecipeConfig
 from headrace.data_plane import pack_columns
-from headrace.data_plane.checks import checked_leaves
-from headrace.data_plane.packed_payload import MAX_BLOCK_BYTES, pack
 from headrace.data_plane.schema import FIELDS, Kind
-from headrace.data_plane.store.chunks import chunk_from_leaf
+from headrace.data_plane.store.blocks import MAX_BLOCK_BYTES, pack
+from headrace.data_plane.store.columns import checked_put
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text()
@@ -63,9 +62,8 @@ def test_blocks_as_they_are_stored_take_the_bytes_of_the_table() -> None:
     }
     columns["message_log"] = [[{"role": "assistant", "content": 4 * tokens * "x"}]] * rows
     lengths = torch.full((rows,), tokens)
-    leaves = checked_leaves(pack_columns(columns, lengths=lengths, rows=rows), rows)
-    ids = [str(row) for row in range(rows)]
-    packed = pack({name: chunk_from_leaf(name, leaf, ids) for name, leaf in leaves.items()}, "block")
+    wire = pack_columns(columns, lengths=lengths, rows=rows)
+    packed = pack(checked_put([str(row) for row in range(rows)], "p", wire, None).columns, "block")
     for name, blocks in packed.columns.items():
         per_token = sum(block.nbytes for block in blocks) / (rows * tokens)
         assert per_token == pytest.approx(int(TABLE[name]), rel=0.01), name

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,11 +9,13 @@ from tensordict import TensorDict
 
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.codec import nest
-from headrace.data_plane.encoded_objects import EncodedObjects, messages_of
-from headrace.data_plane.object_codec import object_array
+from headrace.data_plane.object_codec import encode
 from headrace.data_plane.observability import MetricsDataPlaneClient
+from headrace.distributed.columns import object_array
 from reference import rows_of
 
+# Six rows at most, of three columns; a block may keep half of its rows for nothing.
+MOST_BYTES = 2000
 IDS = "abcdef"
 SOME = st.lists(st.sampled_from(IDS), min_size=1, max_size=6, unique=True)
 # Whole partitions in their order are common in a run, and have a way of their own through the books.
@@ -45,7 +46,7 @@ def plain_rows(column: Any) -> list[Any]:
 def held_bytes(held: dict[str, dict[str, Any]]) -> int:
     def size(name: str, value: Any) -> int:
         if name == "log":
-            return len(messages_of("log", object_array([value]))[0])
+            return len(encode(value))
         return 4 if name == "x" else 8 * len(value)
 
     return sum(size(name, value) for row in held.values() for name, value in row.items())
@@ -74,18 +75,8 @@ def test_every_row_is_what_was_put_last_and_every_byte_is_counted(steps: list[An
         else:
             client.clear_samples(ids if kind == "clear" else None, "p")
             held = {} if kind == "clear all" else {r: c for r, c in held.items() if r not in ids}
-        assert client.snapshot()["bytes_held"] == held_bytes(held)
+        least = held_bytes(held)
+        assert least <= client.snapshot()["bytes_held"] <= MOST_BYTES * (least > 0)
         known = client.inner.sample_ids("p") if steps else []
         assert sorted(known) == sorted(held)
     client.close()
-
-
-def test_messages_stay_with_the_very_column_they_were_made_of() -> None:
-    column = object_array([[1], {"a": 2}, "three"])
-    encoded = EncodedObjects.of("log", column)
-    assert messages_of("log", encoded) == messages_of("log", column)
-    assert list(encoded) == list(column)
-    for derived in (encoded[1:], encoded.copy(), encoded[np.array([2, 0, 1])]):
-        assert isinstance(derived, EncodedObjects)
-        assert derived.messages is None
-    assert messages_of("log", encoded[1:]) == messages_of("log", column[1:])

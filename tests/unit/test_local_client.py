@@ -1,5 +1,7 @@
 """What the local store does beyond the contract."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,11 +10,10 @@ from tensordict import TensorDict
 from headrace.data_plane import build_data_plane_client
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.adapters.noop import NoOpDataPlaneClient
-from headrace.data_plane.codec import nest
-from headrace.data_plane.leaves import as_leaf, place_of
-from headrace.data_plane.object_codec import object_array
+from headrace.data_plane.codec import nest, read_wire, wire_tensordict
 from headrace.data_plane.sharing import flat_rows
-from headrace.data_plane.store.chunks import chunk_from_leaf, read_rows
+from headrace.data_plane.store.columns import Chunk, chunk_of_leaf, own_offsets, read_rows
+from headrace.distributed.columns import object_array
 from headrace.errors import ConfigError, DataPlaneError
 
 
@@ -98,7 +99,12 @@ def test_every_way_to_read_over_chunks_agrees_with_row_by_row(kind: str, pattern
         "ragged": [nest(part) for part in rows],
         "objects": [object_array([row.tolist() for row in part]) for part in rows],
     }[kind]
-    chunks = [chunk_from_leaf("x", as_leaf("x", column), list("abcd")) for column in columns]
+
+    def chunk(column: Any) -> Chunk:
+        leaf: Any = read_wire(TensorDict({"x": column}, batch_size=[4]))["x"]
+        return chunk_of_leaf("x", leaf, list("abcd"), [])
+
+    chunks = [chunk(column) for column in columns]
     picks = {
         "whole": [(0, r) for r in range(4)],
         "in order": [(c, r) for c in range(3) for r in range(1, 4)],
@@ -108,7 +114,9 @@ def test_every_way_to_read_over_chunks_agrees_with_row_by_row(kind: str, pattern
         "none": [],
     }[pattern]
     chunk_of, row_of = (np.array([pick[i] for pick in picks], dtype=np.int64) for i in (0, 1))
-    leaf = read_rows(chunks, chunk_of, row_of).leaf()
+    read = read_rows(chunks, (chunk_of, row_of))
+    assert all(read.values.data_ptr() != chunk.values.data_ptr() for chunk in chunks if read.values.numel())
+    leaf = wire_tensordict({"x": read.leaf([])}, len(picks))["x"]
     expected = {
         "dense": [10.0 * c + r for c, r in picks],
         "ragged": [rows[c][r].tolist() for c, r in picks],
@@ -142,12 +150,14 @@ def test_columns_that_are_read_share_offsets_exactly_where_their_rows_have_equal
     assert places == {"x": (0, 1), "y": (1, 1), "z": (0, 1)}
 
 
-def test_place_of_puts_new_offsets_at_the_end_and_finds_equal_ones() -> None:
+def test_equal_offsets_of_a_call_become_one_copy() -> None:
     first, second = torch.tensor([0, 1, 3]), torch.tensor([0, 2])
-    known: list[torch.Tensor] = []
-    assert [place_of(o, known) for o in (first, second, first.clone(), second)] == [0, 1, 0, 1]
-    assert known[0] is first
-    assert known[1] is second
+    known: list[tuple[torch.Tensor, torch.Tensor]] = []
+    own = [own_offsets(offsets, known) for offsets in (first, second, first.clone(), second)]
+    assert own[0] is own[2]
+    assert own[1] is own[3]
+    assert own[0] is not first
+    assert (own[0].tolist(), own[1].tolist()) == ([0, 1, 3], [0, 2])
 
 
 def test_a_store_that_is_switched_off_is_an_error() -> None:

@@ -10,26 +10,29 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from headrace.data_plane.adapters.transfer_queue_index import Call, Indexes, Put, SampleIndex
-from headrace.data_plane.checks import checked_leaves
-from headrace.data_plane.codec import nest
-from headrace.data_plane.object_codec import object_array
-from headrace.data_plane.packed_payload import BlockError, PackedColumns, pack, select_rows, unpack
-from headrace.data_plane.requests import Registration
-from headrace.data_plane.store.chunks import Chunk, chunk_from_leaf, read_rows
+from headrace.data_plane.adapters.transfer_queue_index import Call, Indexes, SampleIndex
+from headrace.data_plane.codec import nest, wire_tensordict
+from headrace.data_plane.store.blocks import BlockError, PackedColumns, pack, select_rows, unpack
+from headrace.data_plane.store.columns import Chunk, Put, checked_put, read_rows
+from headrace.data_plane.store.requests import Registration
+from headrace.distributed.columns import object_array
 from headrace.errors import CapacityExceeded, DataPlaneError, SampleNotFound, SchemaError, TransportError
 from reference import rows_of, same_bits, same_rows
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.bfloat16, torch.float64]
 
 
-def chunks_of(count: int, **columns: Any) -> dict[str, Chunk]:
+def chunks_of(count: int, **columns: Any) -> Any:
     ids, wire = [f"s{i}" for i in range(count)], TensorDict(columns, batch_size=[count])
-    return {name: chunk_from_leaf(name, leaf, ids) for name, leaf in checked_leaves(wire, count).items()}
+    return checked_put(ids, "p", wire, None).columns
+
+
+def plain(chunk: Chunk) -> Any:
+    return wire_tensordict({"x": chunk.leaf([])}, chunk.rows)["x"]
 
 
 def put(index: SampleIndex, partition: str, ids: list[str], packed: PackedColumns) -> None:
-    index.put(Put(partition, ids, packed.columns, None, packed.lengths))
+    index.put(Put(partition, ids, packed.columns, None, {}))
 
 
 def numbers(key: str, rows: int = 1, **columns: torch.Tensor) -> PackedColumns:
@@ -48,7 +51,7 @@ def bytes_of(packed: PackedColumns) -> list[torch.Tensor]:
 def column_of(packed: PackedColumns, name: str) -> Any:
     data = dict(zip([block.key for block in packed.blocks], bytes_of(packed)))
     parts = [unpack(block, data[block.key]) for block in packed.columns[name]]
-    return (parts[0].join(parts[1:]) if len(parts) > 1 else parts[0]).leaf()
+    return plain(read_rows(parts, None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -112,7 +115,7 @@ def test_bytes_that_are_not_the_blocks_own_are_refused(fault: str) -> None:
         "another dtype": data.view(torch.int64),
         "padded": data[None],
     }[fault]
-    assert unpack(first.blocks[0], data).leaf().tolist() == [1, 2]  # type: ignore[union-attr]
+    assert plain(unpack(first.blocks[0], data)).tolist() == [1, 2]
     with pytest.raises(BlockError, match=r"block 'k\.0'"):
         unpack(first.blocks[0], wrong)
 
@@ -143,7 +146,7 @@ def test_blocks_become_garbage_when_their_last_row_goes() -> None:
 def test_blocks_of_a_registered_again_partition_are_garbage() -> None:
     index = SampleIndex(16)
     put(index, "p", ["a"], numbers("k"))
-    index.register(Registration.of("p", [], 1, [], None, None, None))
+    index.register(Registration.of("p", [], 1, []))
     assert garbage(index) == ["k.0"]
 
 
@@ -155,7 +158,7 @@ def test_a_put_that_cannot_be_committed_is_refused_before_its_blocks_are_stored(
         (["a"], numbers("m", x=torch.tensor([1])), SchemaError),
     ):
         with pytest.raises(error):
-            index.begin_put(b"me", Put("p", ids, packed.columns, None, packed.lengths), 60)
+            index.begin_put(b"me", Put("p", ids, packed.columns, None, {}), 60)
     with pytest.raises(SampleNotFound):
         index.select("p", ["b"], ["x"])
     assert garbage(index) == []
@@ -163,7 +166,7 @@ def test_a_put_that_cannot_be_committed_is_refused_before_its_blocks_are_stored(
 
 def begin(index: SampleIndex, owner: bytes, key: str, limit_s: float = 60) -> int:
     packed = numbers(key)
-    return index.begin_put(owner, Put("p", [key], packed.columns, None, packed.lengths), limit_s)
+    return index.begin_put(owner, Put("p", [key], packed.columns, None, {}), limit_s)
 
 
 def test_blocks_of_a_put_that_its_process_did_not_live_to_commit_are_garbage() -> None:
@@ -221,9 +224,10 @@ def test_a_column_over_several_blocks_is_read_in_any_order() -> None:
     located = index.select("p", [ids[i] for i in order], ["x"])["x"]
     chunks = [unpack(block, data[block.key]) for block in located.blocks]
     assert located.places is not None
-    got = read_rows(chunks, *(numbers.astype(np.int64) for numbers in located.places)).leaf()
+    block_of, row_of = (numbers.astype(np.int64) for numbers in located.places)
+    got = plain(read_rows(chunks, (block_of, row_of)))
     assert len(packed.blocks) > 3
-    assert torch.equal(got, values[order])  # type: ignore[arg-type]
+    assert torch.equal(got, values[order])
 
 
 def test_the_books_refuse_to_mix_forms() -> None:
@@ -242,7 +246,7 @@ def test_stores_of_one_cluster_are_apart() -> None:
     one, two = (indexes.open_store(b"me", name, 4, "me")[0] for name in ("one", "two"))
     assert (indexes.attach("one"), indexes.attach("two")) == (one, two)
     packed = numbers("k")
-    indexes.run(Call(b"me", one, "put", (Put("p", ["a"], packed.columns, None, packed.lengths),)))
+    indexes.run(Call(b"me", one, "put", (Put("p", ["a"], packed.columns, None, {}),)))
     assert (ids_in(indexes, one), ids_in(indexes, two)) == ({"p": ["a"]}, {})
     with pytest.raises(DataPlaneError, match="'one' is open already, by me, which lives"):
         indexes.open_store(b"it", "one", 4, "it")
@@ -281,9 +285,9 @@ def test_some_rows_of_a_block_are_those_rows_of_its_column(dtype: torch.dtype) -
     for order in ([4, 0, 2], [], [0], [1, 2, 3]):
         some = [select_rows(frames, np.array(order, np.int64)) for frames in packed.frames]
         chunks = [unpack(block, part, len(order)) for block, part in zip(packed.blocks, some, strict=True)]
-        got = dict(zip(packed.columns, (chunk.leaf() for chunk in chunks), strict=True))
-        assert same_bits(got["dense"], dense[order])  # type: ignore[arg-type]
-        assert same_rows(rows_of(got["rows"]), [rows[i] for i in order])  # type: ignore[arg-type]
+        got = dict(zip(packed.columns, map(plain, chunks), strict=True))
+        assert same_bits(got["dense"], dense[order])
+        assert same_rows(rows_of(got["rows"]), [rows[i] for i in order])
         assert (got["none"].shape, list(got["log"])) == ((len(order), 0), ["abcde"[i] for i in order])
 
 

@@ -6,25 +6,25 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
-from headrace.data_plane.codec import nest
-from headrace.data_plane.leaves import as_leaf
-from headrace.data_plane.requests import ClaimRequest, Registration
-from headrace.data_plane.store.chunks import chunk_from_leaf
+from headrace.data_plane.codec import nest, read_wire
+from headrace.data_plane.store.columns import Chunk, Put, chunk_of_leaf
 from headrace.data_plane.store.partition import Partition
-from headrace.data_plane.store.sample_store import LocalStore
+from headrace.data_plane.store.requests import ClaimRequest, Registration
+from headrace.data_plane.store.sample_store import SampleStore
 from headrace.errors import DataPlaneError, SchemaError
 
 
 def registration(name: str, rows: int, group_size: int | None = None) -> Registration:
-    return Registration.of(name, [], rows, ["train"], group_size, None, None)
+    return Registration.of(name, [], rows, ["train"], group_size)
 
 
 def claim(name: str, rows: int) -> ClaimRequest:
-    return ClaimRequest.of(name, "train", [], rows, False)
+    return ClaimRequest.of(name, "train", [], rows)
 
 
-def fill_and_end(store: LocalStore, first: int, count: int) -> float:
+def fill_and_end(store: SampleStore[Chunk], first: int, count: int) -> float:
     """Open, fill and clear partitions; the seconds that each takes, at best."""
     best = 1.0
     for number in range(first, first + count):
@@ -32,14 +32,14 @@ def fill_and_end(store: LocalStore, first: int, count: int) -> float:
         for name in (f"registered {number}", f"by hand {number}"):
             if name.startswith("registered"):
                 store.register(registration(name, 2))
-            store.put(name, ["a", "b"], {}, None, {})
+            store.put(Put(name, ["a", "b"], {}, None, {}))
             store.clear(name, None)
         best = min(best, time.perf_counter() - start)
     return best
 
 
 def test_partitions_that_have_ended_take_neither_memory_nor_time() -> None:
-    store = LocalStore(8)
+    store = SampleStore[Chunk](8)
     tracemalloc.start()
     early_s = fill_and_end(store, 0, 50)
     fill_and_end(store, 50, 1000)
@@ -54,10 +54,10 @@ def test_partitions_that_have_ended_take_neither_memory_nor_time() -> None:
 
 
 def test_of_the_partitions_that_have_ended_the_latest_can_be_filled_again() -> None:
-    store = LocalStore(8)
+    store = SampleStore[Chunk](8)
     fill_and_end(store, 0, 1001)
     for name in ("registered 1", "registered 1000"):
-        store.put(name, ["a"], {}, None, {})
+        store.put(Put(name, ["a"], {}, None, {}))
         assert store.claim(claim(name, 1)) is not None
     with pytest.raises(DataPlaneError, match="unknown partition 'registered 0'"):
         store.claim(claim("registered 0", 1))
@@ -65,11 +65,12 @@ def test_of_the_partitions_that_have_ended_the_latest_can_be_filled_again() -> N
 
 def test_the_writer_says_which_columns_say_lengths_also_those_that_the_books_do_not_know() -> None:
     def put(name: str, rows: torch.Tensor, **lengths: list[int]) -> None:
-        chunk = chunk_from_leaf(name, as_leaf(name, rows), ["a", "b"])
-        said = {column: np.array(numbers) for column, numbers in lengths.items()}
-        store.put("p", ["a", "b"], {name: [chunk]}, None, said)
+        leaf = read_wire(TensorDict({name: rows}, batch_size=[2]))[name]
+        chunk = chunk_of_leaf(name, leaf, ["a", "b"], [])  # type: ignore[arg-type]
+        said = {column: np.array(numbers, np.int32) for column, numbers in lengths.items()}
+        store.put(Put("p", ["a", "b"], {name: [chunk]}, None, said))
 
-    store = LocalStore(8)
+    store = SampleStore[Chunk](8)
     put("hint", torch.ones(2, 3), hint=[3, 3])
     with pytest.raises(SchemaError, match=r"'other' has 4 tokens for sample 'b'; column 'hint' .* says 3"):
         put("other", nest([torch.ones(3), torch.ones(4)]), other=[3, 4])
@@ -80,14 +81,16 @@ def test_the_writer_says_which_columns_say_lengths_also_those_that_the_books_do_
 @pytest.mark.parametrize("group_size", [None, 4])
 def test_a_claim_costs_what_it_hands_out(group_size: int | None) -> None:
     def claims(rows: int) -> float:
-        partition = Partition[object]("p", registration("p", rows, group_size))
-        partition.put([f"u{i // 4}_g{i % 4}" for i in range(rows)], None, {}, None, {})
+        partition = Partition[Chunk]("p", registration("p", rows, group_size))
+        put = Put[Chunk]("p", [f"u{i // 4}_g{i % 4}" for i in range(rows)], {}, None, {})
+        partition.write(put, partition.locate(put.ids))
         times = []
         for first in range(0, 4096, 64):
             start = time.perf_counter()
-            slots = partition.claim(claim("p", 64))
+            claimed = partition.claim(claim("p", 64))
             times.append(time.perf_counter() - start)
-            assert np.array_equal(slots, np.arange(first, first + 64))
+            assert claimed is not None
+            assert np.array_equal(claimed[1].at, np.arange(first, first + 64))
         return float(np.median(times))
 
     small, large = claims(4096), claims(262_144)

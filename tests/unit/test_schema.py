@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from headrace.data_plane import schema
+from headrace.data_plane.codec import check_declared
 from headrace.data_plane.schema import (
     FIELDS,
     FieldSpec,
     Kind,
-    check_dtype,
     fields_with_optional_routed_experts,
     pad_values,
 )
@@ -120,9 +120,9 @@ def test_tensors_need_a_dtype_and_objects_have_none() -> None:
 
 
 def test_a_dtype_that_a_declared_column_does_not_take_is_refused_by_name() -> None:
-    check_dtype("input_ids", torch.int32)
-    check_dtype("undeclared", torch.complex64)
+    check_declared("input_ids", torch.ones(1, 1, dtype=torch.int32))
+    check_declared("undeclared", torch.ones(1, dtype=torch.complex64))
     with pytest.raises(SchemaError, match=r"'input_ids'.*got torch\.float32"):
-        check_dtype("input_ids", torch.float32)
+        check_declared("input_ids", torch.ones(1, 1))
     with pytest.raises(SchemaError, match=r"'message_log'.*objects"):
-        check_dtype("message_log", torch.int64)
+        check_declared("message_log", torch.ones(1, dtype=torch.int64))

@@ -1,41 +1,44 @@
-"""Padded to jagged and back: how columns look on the wire and in a batch. Pure functions, no I/O.
+"""How columns look on the wire and in a batch, and the ways between the two. Pure functions, no I/O.
 
 On the wire a per-token column is a jagged nested tensor whose rows have the declared lengths, a per-sample column
 is dense (N,), an object column is a NumPy array of dtype object. Padding exists only where a reader asks for
 it. Nested tensors that one call returns share their offsets if they share their lengths.
+
+A TensorDict holds an object array as NonTensorData around the array; `td[name]` returns that very array, while
+`td[rows]` does not select from it. So a wire TensorDict is only a carrier: select rows through the store or a
+BatchedDataDict.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from headrace.data_plane.leaves import (
-    Leaf,
-    Ragged,
-    read_leaves,
-    unwrap_wire_stripped_payload,
-    wire_tensordict,
-)
 from headrace.data_plane.object_codec import ObjectArray
-from headrace.data_plane.schema import FIELDS, PER_TOKEN_FIELDS, FieldSpec, Kind, Layout
+from headrace.data_plane.schema import FIELDS, INPUT_LENGTHS, PER_TOKEN_FIELDS, Kind, Layout
 from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged import (
     PadValue,
+    RaggedParts,
     RowLayout,
     gather_spans,
     is_nested,
     nested_from_ragged,
     offsets_from_lengths,
     row_lengths,
-    shape_of,
     take_apart,
-    wraps,
 )
 from headrace.errors import SchemaError
+
+Leaf = torch.Tensor | RaggedParts | ObjectArray
+"""One column told apart: dense (N, ...), ragged rows, or objects (N,)."""
+
+_LONGEST = 2**31 - 1
 
 __all__ = [
     "RowPacker",
@@ -48,6 +51,187 @@ __all__ = [
     "to_nested_by_length",
     "unwrap_wire_stripped_payload",
 ]
+
+
+# The wire.
+
+
+def read_wire(wire: TensorDict) -> dict[str, Leaf | PackedTensor]:
+    """Return each column of a wire TensorDict (a dict will do) as its leaf.
+
+    Media without rows are a PackedTensor, since no row says what the column is. Offsets on a device are brought to
+    the CPU in one copy for all columns.
+
+    Raises:
+        SchemaError: a nested TensorDict, or a value that is no column.
+    """
+    rows = wire.batch_size[0] if isinstance(wire, TensorDictBase) and wire.batch_size else 0
+    columns = {str(name): wire.get(name) for name in list(wire.keys())}
+    read = OffsetsReader(columns.values())
+    return {
+        name: (take_apart(column, read) if is_nested(column) else column)
+        if isinstance(column, torch.Tensor)
+        else _read_objects(name, column, rows)
+        for name, column in columns.items()
+    }
+
+
+def _read_objects(name: str, value: Any, rows: int) -> ObjectArray | PackedTensor:
+    """Return a column of objects; `rows` is how many a NonTensorData without batch dimensions stands for."""
+    if isinstance(value, NonTensorData):
+        rows = value.batch_size[0] if value.batch_dims else rows
+        value = value.data
+        if isinstance(value, PackedTensor) and not len(value) and not rows:
+            return value
+        if not isinstance(value, np.ndarray) or not value.ndim or rows not in (0, len(value)):
+            return object_array([value] * rows)
+    if isinstance(value, np.ndarray):
+        return value if value.dtype == object and value.ndim == 1 else object_array(value.tolist())
+    is_bare = isinstance(value, TensorDictBase) and not value.keys() and value.batch_dims
+    if is_bare or isinstance(value, NonTensorStack | LazyStackedTensorDict):
+        value = value.unbind(0)
+    if isinstance(value, list | tuple):
+        return object_array([unwrap_wire_stripped_payload(item) for item in value])
+    raise SchemaError(
+        f"column '{name}' is a {type(value).__name__}; expected a tensor, a nested tensor or an object array"
+    )
+
+
+def wire_tensordict(columns: Mapping[str, Leaf | PackedTensor], rows: int) -> TensorDict:
+    """Return columns that are known to have `rows` rows as a TensorDict, batch_size [rows]."""
+    wire: dict[str, Any] = {}
+    for name, leaf in columns.items():
+        if isinstance(leaf, RaggedParts):
+            offsets = leaf.offsets if leaf.device_offsets is None else leaf.device_offsets
+            wire[name] = nested_from_ragged(leaf.values, offsets, leaf.ragged_dim, leaf.offsets)
+        else:
+            wire[name] = leaf
+    if not all(isinstance(column, torch.Tensor) for column in wire.values()):
+        return TensorDict(wire, batch_size=[rows])
+    # The public constructor asks every jagged tensor for its shape: 30 us each.
+    made: TensorDict = TensorDict._new_unsafe(wire, batch_size=torch.Size([rows]))
+    return made
+
+
+def unwrap_wire_stripped_payload(item: object) -> object:
+    """Return what a transport left of one object: its payload, or None where the payload was lost.
+
+    A NonTensorData gives its payload, also after it has been rebuilt as a plain TensorDict that still carries
+    the payload's dict. The empty TensorDict without batch dimensions is what remains of a lost payload. Any
+    other value, TensorDicts with data included, is returned unchanged.
+    """
+    if isinstance(item, NonTensorData):
+        return item.data
+    if not isinstance(item, TensorDictBase):
+        return item
+    payload = getattr(item, "_non_tensordict", None)
+    if isinstance(payload, Mapping) and "data" in payload:
+        return payload["data"]
+    return None if not item.batch_dims and not item.keys() else item
+
+
+# What a column may be.
+
+
+def checked_columns(fields: TensorDict | None, rows: int) -> dict[str, Leaf]:
+    """Return the columns of a put by name.
+
+    Raises:
+        SchemaError: another number of rows, or a declared column of another kind, dtype or number of dimensions,
+            or without values for its tokens, or whose rows do not have the lengths that the same put declares;
+            lengths that no row can have.
+    """
+    columns: dict[str, Leaf] = {
+        name: object_array([]) if isinstance(leaf, PackedTensor) else leaf
+        for name, leaf in (read_wire(fields) if fields is not None else {}).items()
+    }
+    for name, leaf in columns.items():
+        count = leaf_rows(leaf)
+        if count != rows:
+            got = "is a single number" if count < 0 else f"has {count} rows"
+            raise SchemaError(f"column '{name}' {got}; expected {rows} rows, one per sample id")
+        check_declared(name, leaf)
+    declared = columns.get(INPUT_LENGTHS)
+    if isinstance(declared, torch.Tensor):
+        _check_lengths(columns, declared.reshape(-1).cpu().long())
+    return columns
+
+
+def leaf_rows(leaf: Leaf) -> int:
+    """Return how many rows a column has; -1: it is a single number."""
+    if isinstance(leaf, RaggedParts):
+        return len(leaf.offsets) - 1
+    return leaf.shape[0] if leaf.ndim else -1
+
+
+def check_declared(name: str, leaf: Leaf) -> None:
+    """Hold a column to its declaration; an undeclared one passes.
+
+    Raises:
+        SchemaError: another kind, dtype or number of dimensions than declared, or no values for its tokens.
+    """
+    spec = FIELDS.get(name)
+    if spec is None or (isinstance(leaf, np.ndarray) and spec.kind is Kind.OBJECT):
+        return
+    if isinstance(leaf, np.ndarray):
+        raise SchemaError(f"column '{name}' is an array of objects; it is declared as {spec.kind.value}")
+    values, is_ragged = (leaf.values, True) if isinstance(leaf, RaggedParts) else (leaf, False)
+    if values.dtype not in spec.accepts:
+        raise spec.refusal(values.dtype)
+    if spec.kind is Kind.PER_SAMPLE:
+        if is_ragged or values.dim() > 2 or (values.dim() == 2 and values.shape[1] != 1):
+            shape = "ragged rows" if is_ragged else f"shape {tuple(values.shape)}"
+            raise SchemaError(f"column '{name}' has {shape}; it is declared per sample: (N,) or (N, 1)")
+    elif is_ragged or values.dim() > 1 or not spec.broadcast:
+        _check_tokens(name, leaf, 2 + spec.trailing_dims)
+        token = tuple(values.shape[values.dim() - spec.trailing_dims :])
+        if 0 in token and len(values):
+            raise SchemaError(
+                f"column '{name}' has {token} values per token; expected 1 or more along each axis"
+            )
+
+
+def _check_tokens(name: str, leaf: torch.Tensor | RaggedParts, wanted: int | None = None) -> None:
+    """Hold a per-token column to its number of dimensions: rows, tokens, and the `wanted` in all; None: any."""
+    ragged_dim = leaf.ragged_dim if isinstance(leaf, RaggedParts) else 1
+    dims = leaf.values.dim() + 1 if isinstance(leaf, RaggedParts) else leaf.dim()
+    wanted = max(dims, 2) if wanted is None else wanted
+    if dims != wanted:
+        raise SchemaError(
+            f"column '{name}' has {dims} dimensions; a per-token column of this name has {wanted}: "
+            f"(N, S{', ...' if wanted > 2 else ''})"
+        )
+    if ragged_dim != 1:
+        raise SchemaError(f"column '{name}' is ragged in dimension {ragged_dim}; tokens are dimension 1")
+
+
+def _check_lengths(columns: Mapping[str, Leaf], lengths: torch.Tensor) -> None:
+    """Hold declared per-token columns to the lengths that their own put declares."""
+    wrong = (lengths < 0) | (lengths > _LONGEST)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise SchemaError(
+            f"column '{INPUT_LENGTHS}' is {int(lengths[row])} in row {row}; expected tokens, 0 to {_LONGEST}"
+        )
+    for name, leaf in columns.items():
+        if name not in PER_TOKEN_FIELDS or isinstance(leaf, np.ndarray):
+            continue
+        if isinstance(leaf, RaggedParts):
+            got, hint = leaf.offsets.diff(), ""
+        elif leaf.dim() > 1:
+            got = torch.full((len(leaf),), leaf.shape[1])
+            hint = "; pack padded rows with kv_first_write or write_columns"
+        else:
+            continue
+        if not torch.equal(got, lengths):
+            row = int((got != lengths).nonzero()[0])
+            raise SchemaError(
+                f"column '{name}' has {int(got[row])} tokens in row {row}; column '{INPUT_LENGTHS}' says "
+                f"{int(lengths[row])}{hint}"
+            )
+
+
+# Padded to jagged.
 
 
 def to_nested_by_length(padded: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -90,11 +274,17 @@ def nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Raises:
         SchemaError: rows that differ in dtype, device or trailing dimensions, or have no dimension.
     """
+    values, offsets, *_ = joined_rows(tensors)
+    return nested_from_ragged(values, offsets)
+
+
+def joined_rows(tensors: Sequence[torch.Tensor]) -> RaggedParts:
+    """Do what `nest` does, without the nested tensor."""
     _check_same_kind(tensors)
     if not tensors[0].dim():
         raise SchemaError("rows are single numbers; expected rows of shape (L, ...)")
     lengths = torch.tensor([row.shape[0] for row in tensors], dtype=torch.int64)
-    return nested_from_ragged(torch.cat(list(tensors)), offsets_from_lengths(lengths))
+    return RaggedParts(torch.cat(list(tensors)), offsets_from_lengths(lengths), 1, None)
 
 
 def _check_same_kind(tensors: Sequence[torch.Tensor]) -> None:
@@ -153,41 +343,31 @@ def pack_jagged_fields(
 
     Raises:
         TypeError: a value that is neither a tensor nor an object array, with its column.
-        SchemaError: a declared column that does not fit its declaration or the lengths.
+        SchemaError: a declared column that does not fit its declaration or the lengths, or columns that differ in
+            their number of rows.
     """
     for name, value in fields.items():
-        if not isinstance(value, torch.Tensor) and not (
-            isinstance(value, np.ndarray) and value.dtype == object
-        ):
-            kind = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
-            raise TypeError(
-                f"column '{name}' is of type {kind}; expected a tensor or an array of dtype object"
-            )
-    if lengths is None:
-        return wire_dict(fields)
-    packer = RowPacker(lengths, frozenset(token_aligned_fields or ()), fields.values())
-    packed: dict[str, torch.Tensor | ObjectArray] = {}
+        if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and value.dtype == object):
+            continue
+        kind = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+        raise TypeError(f"column '{name}' is of type {kind}; expected a tensor or an array of dtype object")
+    packer = None if lengths is None else RowPacker(lengths, token_aligned_fields or (), fields.values())
+    rows = None if packer is None else packer.rows
+    packed: dict[str, Leaf] = {}
     for name, value in fields.items():
-        if isinstance(value, torch.Tensor) and not packer.is_declared(name):
+        if not value.ndim:
+            raise SchemaError(f"column '{name}' is a single number; expected one row per sample, (N, ...)")
+        rows = value.shape[0] if rows is None else rows
+        if value.shape[0] != rows:
+            raise SchemaError(f"column '{name}' has {value.shape[0]} rows; expected {rows}, one per sample")
+        is_guess = isinstance(value, torch.Tensor) and not (packer and packer.is_declared(name))
+        if packer is None:
+            packed[name] = value
+        elif is_guess and isinstance(value, torch.Tensor):
             packed[name] = maybe_pack_jagged(value, packer.lengths)
         else:
             packed[name] = packer.pack(name, value)
-    return wire_dict(packed, rows=packer.rows)
-
-
-def wire_dict(columns: Mapping[str, torch.Tensor | ObjectArray], rows: int | None = None) -> TensorDict:
-    """Return packed columns as one TensorDict, batch_size [N].
-
-    Raises:
-        SchemaError: columns that differ in their number of rows, with both numbers.
-    """
-    for name, column in columns.items():
-        if column.ndim == 0:
-            raise SchemaError(f"column '{name}' is a single number; expected one row per sample, (N, ...)")
-        rows = column.shape[0] if rows is None else rows
-        if column.shape[0] != rows:
-            raise SchemaError(f"column '{name}' has {column.shape[0]} rows; expected {rows}, one per sample")
-    return wire_tensordict(columns, rows or 0)
+    return wire_tensordict(packed, rows or 0)
 
 
 class RowPacker:
@@ -201,102 +381,72 @@ class RowPacker:
     def __init__(
         self,
         lengths: torch.Tensor | Sequence[int],
-        per_token: frozenset[str] = frozenset(),
+        per_token: Iterable[str] = (),
         columns: Iterable[object] = (),
     ) -> None:
-        self._read = OffsetsReader(columns)
-        self._layout = RowLayout(lengths, read=self._read)
+        self.read = OffsetsReader(columns)
+        self._layout = RowLayout(lengths, read=self.read)
         self.lengths, self.rows = self._layout.lengths, self._layout.rows
-        self._per_token = per_token
+        self._per_token = frozenset(per_token)
 
     def is_declared(self, name: str) -> bool:
-        """Return whether `pack` holds a column to a declaration."""
         return name in FIELDS or name in self._per_token
 
-    def pack(self, name: str, column: torch.Tensor | ObjectArray) -> torch.Tensor | ObjectArray:
-        """Return a column in its wire form.
+    def pack(self, name: str, column: Leaf) -> Leaf:
+        """Return a column, which may be a nested tensor, as it goes on the wire.
 
-        Per token: padded (N, S, ...) with S >= every length is cut to jagged, jagged must have these lengths, and
+        Per token: padded (N, S, ...) with S >= every length is cut to ragged, ragged must have these lengths, and
         (N,) stays where the declaration allows one value per sample. Per sample: (N,) or (N, 1) gives (N,).
         Undeclared columns are returned as they are.
 
         Raises:
             SchemaError: naming the column, and the row and sizes where there is one.
         """
-        shape = shape_of(column)
-        if not shape or shape[0] != self.rows:
-            got = f"{shape[0]} rows" if shape else "no rows"
-            raise SchemaError(f"column '{name}' has {got}; expected {self.rows}, one per sample")
-        spec = FIELDS.get(name)
-        if name in self._per_token or (spec and spec.kind is Kind.PER_TOKEN):
-            return self._pack_per_token(name, _as_tensor(name, column), spec)
-        if spec is None:
-            return column
-        if spec.kind is Kind.PER_SAMPLE:
-            return _pack_per_sample(name, _as_tensor(name, column))
-        if isinstance(column, torch.Tensor):
-            raise SchemaError(f"column '{name}' is declared as objects; got a tensor of {column.dtype}")
+        leaf = column
+        if isinstance(leaf, torch.Tensor) and is_nested(leaf):
+            leaf = take_apart(leaf, self.read)
+        rows = leaf_rows(leaf)
+        if rows != self.rows:
+            got = "no" if rows < 0 else rows
+            raise SchemaError(f"column '{name}' has {got} rows; expected {self.rows}, one per sample")
+        check_declared(name, leaf)
+        if isinstance(leaf, np.ndarray):
+            return leaf
+        if name in PER_TOKEN_FIELDS:
+            return self._pack_per_token(name, leaf)
+        if name in self._per_token:
+            _check_tokens(name, leaf)
+            return self._pack_per_token(name, leaf)
+        if isinstance(leaf, torch.Tensor) and name in FIELDS:
+            return leaf.reshape(self.rows)
         return column
 
-    def _pack_per_token(self, name: str, column: torch.Tensor, spec: FieldSpec | None) -> torch.Tensor:
-        shape = shape_of(column)
-        if spec and spec.broadcast and len(shape) == 1:
-            return column
-        check_trailing_dims(name, len(shape), spec)
-        if is_nested(column):
-            return self._pack_nested(name, column)
-        width = shape[1]
-        if width < self._layout.longest:
-            row = int((self.lengths > width).nonzero()[0])
-            raise SchemaError(
-                f"column '{name}' is {width} tokens wide; row {row} has {int(self.lengths[row])} tokens. "
-                "Give a per-token column one entry for every token of its row"
-            )
-        if width != self._layout.width:
-            self._layout = self._layout.with_width(width)
-        offsets = self._layout.offsets_on(column.device)
-        return nested_from_ragged(self._layout.strip(column), offsets, host_offsets=self._layout.offsets)
-
-    def _pack_nested(self, name: str, column: torch.Tensor) -> torch.Tensor:
-        values, offsets, ragged_dim, device_offsets = take_apart(column, self._read)
-        if ragged_dim != 1:
-            raise SchemaError(f"column '{name}' is ragged in dimension {ragged_dim}; tokens are dimension 1")
-        if not self._layout.has(offsets):
-            got = offsets.diff()
-            row = int((got != self.lengths).nonzero()[0])
-            raise SchemaError(
-                f"column '{name}' has {int(got[row])} tokens in row {row}; its sequence length is "
-                f"{int(self.lengths[row])}"
-            )
-        self._layout.keep(offsets, device_offsets)
-        shared = self._layout.offsets_on(values.device)
-        if wraps(column, values, shared):
-            return column
-        return nested_from_ragged(values, shared, host_offsets=self._layout.offsets)
-
-
-def check_trailing_dims(name: str, dims: int, spec: FieldSpec | None) -> None:
-    """Hold a per-token column to its number of dimensions: rows, tokens, and the declared trailing ones."""
-    wanted = 2 + spec.trailing_dims if spec else max(dims, 2)
-    if dims != wanted:
-        trailing = ", ..." if wanted > 2 else ""
-        raise SchemaError(
-            f"column '{name}' has {dims} dimensions; a per-token column of this name has {wanted}: (N, S{trailing})"
-        )
-
-
-def _as_tensor(name: str, column: torch.Tensor | ObjectArray) -> torch.Tensor:
-    if not isinstance(column, torch.Tensor):
-        raise SchemaError(f"column '{name}' is an array of objects; its declaration asks for a tensor")
-    return column
-
-
-def _pack_per_sample(name: str, column: torch.Tensor) -> torch.Tensor:
-    if column.is_nested or column.dim() > 2 or (column.dim() == 2 and column.shape[1] != 1):
-        raise SchemaError(
-            f"column '{name}' has shape {tuple(column.shape)}; it is declared per sample: (N,) or (N, 1)"
-        )
-    return column.reshape(column.shape[0])
+    def _pack_per_token(self, name: str, leaf: torch.Tensor | RaggedParts) -> Leaf:
+        layout = self._layout
+        if isinstance(leaf, RaggedParts):
+            values, offsets = leaf.values, leaf.offsets
+            if not layout.has(offsets):
+                row = int((offsets.diff() != self.lengths).nonzero()[0])
+                raise SchemaError(
+                    f"column '{name}' has {int(offsets.diff()[row])} tokens in row {row}; its sequence length is "
+                    f"{int(self.lengths[row])}"
+                )
+            layout.keep(offsets, leaf.device_offsets)
+        elif leaf.dim() == 1:
+            return leaf
+        else:
+            width = leaf.shape[1]
+            if width < layout.longest:
+                row = int((self.lengths > width).nonzero()[0])
+                raise SchemaError(
+                    f"column '{name}' is {width} tokens wide; row {row} has {int(self.lengths[row])} tokens. "
+                    "Give a per-token column one entry for every token of its row"
+                )
+            if width != layout.width:
+                layout = self._layout = layout.with_width(width)
+            values = layout.strip(leaf)
+        shared = layout.offsets_on(values.device)
+        return RaggedParts(values, layout.offsets, 1, None if shared.is_cpu else shared)
 
 
 def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -332,6 +482,9 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
     return nested_from_ragged(gather_spans(values, starts, responses), response_offsets)
 
 
+# The wire to a batch.
+
+
 def materialize(
     td: TensorDict,
     layout: Layout = "padded",
@@ -350,66 +503,56 @@ def materialize(
     """
     if layout not in ("padded", "jagged"):
         raise SchemaError(f"layout='{layout}'; expected 'padded' or 'jagged'")
-    pad_values = pad_value_dict or {}
-    padder = _Padder(pad_to_seqlen) if layout == "padded" else None
-    return BatchedDataDict(
-        {name: _materialize(name, leaf, padder, pad_values.get(name, 0)) for name, leaf in read_leaves(td)}
-    )
+    batch: dict[str, Any] = {}
+    layouts: list[RowLayout] = []
+    for name, leaf in read_wire(td).items():
+        batch[name] = leaf
+        if isinstance(leaf, np.ndarray):
+            if len(leaf) and all(isinstance(value, PackedTensor) for value in leaf):
+                batch[name] = PackedTensor.concat(leaf.tolist())
+        elif isinstance(leaf, PackedTensor):
+            continue
+        elif name in FIELDS and FIELDS[name].kind is Kind.PER_SAMPLE:
+            batch[name] = _one_per_sample(name, leaf)
+        elif layout == "padded":
+            try:
+                batch[name] = _pad(name, leaf, (pad_value_dict or {}).get(name, 0), pad_to_seqlen, layouts)
+            except SchemaError as error:
+                raise SchemaError(f"column '{name}': {error}") from error
+        elif isinstance(leaf, RaggedParts):
+            batch[name] = td.get(name)
+    return BatchedDataDict(batch)
 
 
-def _materialize(
-    name: str, leaf: Leaf | PackedTensor, padder: "_Padder | None", pad_value: PadValue
-) -> torch.Tensor | ObjectArray | PackedTensor:
-    if isinstance(leaf, PackedTensor):
-        return leaf
-    if isinstance(leaf, np.ndarray):
-        media = len(leaf) > 0 and all(isinstance(value, PackedTensor) for value in leaf)
-        return PackedTensor.concat(leaf.tolist()) if media else leaf
-    spec = FIELDS.get(name)
-    if spec and spec.kind is Kind.PER_SAMPLE:
-        return _pack_per_sample(name, _rows_of_one(name, leaf) if isinstance(leaf, Ragged) else leaf)
-    if padder is None:
-        return leaf.nested() if isinstance(leaf, Ragged) else leaf
-    try:
-        if isinstance(leaf, Ragged):
-            return padder.pad(leaf, pad_value)
-        return padder.widen(leaf, pad_value) if name in PER_TOKEN_FIELDS and leaf.dim() > 1 else leaf
-    except SchemaError as error:
-        raise SchemaError(f"column '{name}': {error}") from error
-
-
-def _rows_of_one(name: str, rows: Ragged) -> torch.Tensor:
+def _one_per_sample(name: str, leaf: torch.Tensor | RaggedParts) -> torch.Tensor:
+    if not isinstance(leaf, RaggedParts):
+        check_declared(name, leaf)
+        return leaf.reshape(len(leaf))
     # Some backends carry (N,) as rows of length 1.
-    wrong = (rows.offsets.diff() != 1).nonzero()
+    lengths = leaf.offsets.diff()
+    wrong = (lengths != 1).nonzero()
     if len(wrong):
         row = int(wrong[0])
-        length = int(rows.offsets[row + 1] - rows.offsets[row])
-        raise SchemaError(f"column '{name}' has {length} values in row {row}; it is declared per sample")
-    return rows.values
+        raise SchemaError(
+            f"column '{name}' has {int(lengths[row])} values in row {row}; it is declared per sample"
+        )
+    return leaf.values.reshape(len(lengths))
 
 
-class _Padder:
-    """Pads columns to one target, looking at equal offsets once."""
-
-    def __init__(self, pad_to_seqlen: int) -> None:
-        self._target = pad_to_seqlen
-        self._layouts: list[RowLayout] = []
-
-    def pad(self, rows: Ragged, pad_value: PadValue) -> torch.Tensor:
-        padded = self._layout(rows.offsets, rows.device_offsets).pad(rows.values, pad_value)
-        return padded if rows.ragged_dim == 1 else padded.movedim(1, rows.ragged_dim)
-
-    def widen(self, column: torch.Tensor, pad_value: PadValue) -> torch.Tensor:
-        if column.shape[1] >= self._target:
-            return column
-        lengths = torch.full((column.shape[0],), column.shape[1], dtype=torch.int64)
-        return self._layout(offsets_from_lengths(lengths)).pad(column.flatten(0, 1), pad_value)
-
-    def _layout(self, offsets: torch.Tensor, device_offsets: torch.Tensor | None = None) -> RowLayout:
-        layout = next((known for known in self._layouts if known.has(offsets)), None)
-        if layout is None:
-            tight = RowLayout(offsets.diff())
-            layout = tight.with_width(max(tight.longest, self._target))
-            self._layouts.append(layout)
-        layout.keep(offsets, device_offsets)
-        return layout
+def _pad(
+    name: str, leaf: torch.Tensor | RaggedParts, pad_value: PadValue, target: int, layouts: list[RowLayout]
+) -> torch.Tensor:
+    """Pad a column to `target` at least; equal offsets are looked at once, in `layouts`."""
+    if not isinstance(leaf, RaggedParts):
+        if name not in PER_TOKEN_FIELDS or leaf.dim() < 2 or leaf.shape[1] >= target:
+            return leaf
+        lengths = torch.full((leaf.shape[0],), leaf.shape[1], dtype=torch.int64)
+        leaf = RaggedParts(leaf.flatten(0, 1), offsets_from_lengths(lengths), 1, None)
+    layout = next((known for known in layouts if known.has(leaf.offsets)), None)
+    if layout is None:
+        lengths = leaf.offsets.diff()
+        layout = RowLayout(lengths, max(int(lengths.numpy().max(initial=0)), target))
+        layouts.append(layout)
+    layout.keep(leaf.offsets, leaf.device_offsets)
+    padded = layout.pad(leaf.values, pad_value)
+    return padded if leaf.ragged_dim == 1 else padded.movedim(1, leaf.ragged_dim)

@@ -7,25 +7,32 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from headrace.data_plane.checks import check_route_ids, checked_tags, column_names
-from headrace.data_plane.codec import RowPacker, materialize, nest, stack_or_nest
+from headrace.data_plane.codec import (
+    Leaf,
+    RowPacker,
+    joined_rows,
+    leaf_rows,
+    materialize,
+    stack_or_nest,
+    wire_tensordict,
+)
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from headrace.data_plane.leaves import wire_tensordict
-from headrace.data_plane.object_codec import ObjectArray, object_array
-from headrace.data_plane.routes_codec import RouteShape
+from headrace.data_plane.routes_codec import RouteShape, check_routes, most_experts
 from headrace.data_plane.schema import (
     FIELDS,
     GLOBAL_FORWARD_PAD_SEQLEN,
     INPUT_LENGTHS,
     PAD_TO_MULTIPLE,
     PER_TOKEN_FIELDS,
+    ROUTED_EXPERTS_FIELD,
     Kind,
     Layout,
-    check_dtype,
 )
+from headrace.data_plane.store.columns import checked_tags
 from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
-from headrace.distributed.ragged import PadValue, dtype_of, is_nested, wants_grad
+from headrace.distributed.ragged import PadValue, is_nested, ragged_from_nested, wants_grad
 from headrace.errors import SchemaError
 from headrace.utils.arguments import texts, whole_number
 from headrace.utils.rounding import round_up
@@ -52,7 +59,7 @@ def read_columns(
     Raises:
         SampleNotFound: unknown ids, or columns that a row does not have.
     """
-    wire = dp_client.get_samples(meta.sample_ids, meta.partition_id, column_names(select_fields))
+    wire = dp_client.get_samples(meta.sample_ids, meta.partition_id, select_fields)
     target = int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0))
     return materialize(wire, layout=layout, pad_value_dict=pad_value_dict, pad_to_seqlen=target)
 
@@ -73,7 +80,7 @@ def write_columns(
             router can have chosen.
     """
     wire = pack_columns(fields, lengths=meta.sequence_lengths, rows=meta.size)
-    check_route_ids(wire, meta, route_shape)
+    _check_route_ids(wire, meta, route_shape)
     dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=wire)
     meta.add_fields(list(wire.keys()))
     return meta
@@ -106,16 +113,16 @@ def kv_first_write(
         SchemaError: no `input_lengths`, one text in place of ids, a number of ids other than the rows, a column that
             does not fit, routes that no router can have chosen, or a `pad_to_multiple` below 1.
     """
-    ids = texts("sample_ids", sample_ids)
     if INPUT_LENGTHS not in final_batch_cpu:
         raise SchemaError(f"the batch has no column '{INPUT_LENGTHS}'; it says how many tokens each row has")
     info = dict(extra_info or {})
     multiple = whole_number(PAD_TO_MULTIPLE, pad_to_multiple, 1)
     if multiple > 1:
         info[PAD_TO_MULTIPLE] = multiple
-    lengths = as_column(INPUT_LENGTHS, final_batch_cpu[INPUT_LENGTHS])
+    lengths = _as_leaf(INPUT_LENGTHS, final_batch_cpu[INPUT_LENGTHS])
     if not isinstance(lengths, torch.Tensor):
         raise SchemaError(f"column '{INPUT_LENGTHS}' holds objects; expected one integer per row")
+    ids = texts("sample_ids", sample_ids)
     wire = pack_columns(final_batch_cpu, lengths=lengths.reshape(-1), rows=len(ids))
     meta = KVBatchMeta(
         partition_id=partition_id,
@@ -124,12 +131,35 @@ def kv_first_write(
         fields=list(wire.keys()),
         sequence_lengths=lengths.reshape(-1).tolist(),
         extra_info=info,
-        tags=checked_tags(tags, len(ids)),
+        tags=None if tags is None else checked_tags(tags, len(ids)),
     )
     if not routes_checked:
-        check_route_ids(wire, meta, route_shape)
+        _check_route_ids(wire, meta, route_shape)
     dp_client.put_samples(meta.sample_ids, partition_id, fields=wire, tags=meta.tags)
     return meta
+
+
+def _check_route_ids(wire: TensorDict, meta: KVBatchMeta, shape: RouteShape | None) -> None:
+    """Refuse routes among the columns packed for the rows of `meta` that no router can have chosen.
+
+    Without `shape`, layers and k are those of the column, and there may be as many experts as its dtype has room for.
+    Then a row that is partly missing passes in an unsigned dtype: [255, 3] in uint8 is a choice of 256 experts.
+    """
+    column = wire.get(ROUTED_EXPERTS_FIELD, None)
+    if column is None:
+        return
+    values, _, _ = ragged_from_nested(column)
+    if shape is None:
+        layers, top_k = values.shape[1:]
+        shape = RouteShape(layers, top_k, most_experts(values.dtype, top_k))
+    check_routes(
+        values,
+        num_experts=shape.num_experts,
+        num_layers=shape.num_layers,
+        top_k=shape.top_k,
+        lengths=meta.sequence_lengths,
+        sample_ids=meta.sample_ids,
+    )
 
 
 def pack_columns(
@@ -151,28 +181,22 @@ def pack_columns(
     Raises:
         SchemaError: a column that does not fit, with its name, and the row, sizes or dtype.
     """
-    if lengths is None:
-        for name in fields:
-            if name in PER_TOKEN_FIELDS:
-                raise SchemaError(
-                    f"column '{name}' is per token, and the meta has no sequence_lengths to pack it by"
-                )
+    per_token = next((name for name in fields if name in PER_TOKEN_FIELDS), None)
+    if lengths is None and per_token is not None:
+        raise SchemaError(
+            f"column '{per_token}' is per token, and the meta has no sequence_lengths to pack it by"
+        )
     if lengths is not None and rows is not None and len(lengths) != rows:
         raise SchemaError(f"{len(lengths)} sequence lengths for {rows} sample ids; expected one per sample")
-    columns = {name: as_column(name, value) for name, value in fields.items()}
+    columns = {name: _as_leaf(name, value) for name, value in fields.items()}
     if lengths is None and rows is None:
-        rows = next((column.shape[0] for column in columns.values() if column.ndim), 0)
+        rows = max(leaf_rows(next(iter(columns.values()))), 0) if columns else 0
     packer = RowPacker([0] * (rows or 0) if lengths is None else lengths, columns=columns.values())
-    packed: dict[str, torch.Tensor | ObjectArray] = {}
-    for name, column in columns.items():
-        packed[name] = packer.pack(name, column)
-        if isinstance(column, torch.Tensor):
-            check_dtype(name, dtype_of(column))
-    return wire_tensordict(packed, packer.rows)
+    return wire_tensordict({name: packer.pack(name, leaf) for name, leaf in columns.items()}, packer.rows)
 
 
-def as_column(name: str, value: Any) -> torch.Tensor | ObjectArray:
-    """Return a column as a tensor or an object array.
+def _as_leaf(name: str, value: Any) -> Leaf:
+    """Return a column as a tensor, which may be nested, as ragged rows or an object array.
 
     Raises:
         SchemaError: a value that is no column, or rows that do not fit together.
@@ -201,30 +225,26 @@ def _from_array(name: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
         raise SchemaError(f"column '{name}': torch has no dtype for arrays of {array.dtype}") from error
 
 
-def _from_rows(name: str, rows: Sequence[Any]) -> torch.Tensor | ObjectArray:
+def _from_rows(name: str, rows: Sequence[Any]) -> Leaf:
     spec = FIELDS.get(name)
-    declared = spec is not None and spec.dtype is not None
-    if _are_tensors(rows) and (declared or spec is None):
+    dtype = spec.dtype if spec else None
+    # Asked of the types first, which is much faster than asking `_is_numeric` of each row.
+    are_tensors = set(map(type, rows)) == {torch.Tensor} and not any(row.is_nested for row in rows)
+    if are_tensors and (dtype is not None or spec is None):
         tensors = rows
-    elif spec is not None and spec.dtype is not None:
+    elif spec is not None and dtype is not None:
         if not rows:
-            return torch.empty((0,) if spec.kind is Kind.PER_SAMPLE else (0, 0), dtype=spec.dtype)
-        tensors = [_declared_row(name, row, value, spec.dtype) for row, value in enumerate(rows)]
+            return torch.empty((0,) if spec.kind is Kind.PER_SAMPLE else (0, 0), dtype=dtype)
+        tensors = [_declared_row(name, row, value, dtype) for row, value in enumerate(rows)]
     elif spec is None and rows and all(_is_numeric(value) for value in rows):
         tensors = [_as_row(name, value) for value in rows]
     else:
         return object_array(rows)
+    tensors = [row.detach() for row in tensors] if any(row.requires_grad for row in tensors) else tensors
     try:
-        scalars = all(tensor.dim() == 0 for tensor in tensors)
-        column = stack_or_nest(tensors) if scalars else nest(tensors)
+        return stack_or_nest(tensors) if not any(row.dim() for row in tensors) else joined_rows(tensors)
     except SchemaError as error:
         raise SchemaError(f"column '{name}': {error}") from error
-    return column.detach() if wants_grad(column) else column
-
-
-def _are_tensors(rows: Sequence[Any]) -> bool:
-    """Return whether all rows (one at least) are plain tensors; much faster than asking `_is_numeric` of each."""
-    return set(map(type, rows)) == {torch.Tensor} and not any(row.is_nested for row in rows)
 
 
 def _is_numeric(value: object) -> bool:

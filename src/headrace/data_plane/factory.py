@@ -9,9 +9,9 @@ from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.adapters.transfer_queue_index import StoreFacts
 from headrace.data_plane.adapters.transfer_queue_version import check_version
-from headrace.data_plane.checks import shown
 from headrace.data_plane.interfaces import DataPlaneClient
 from headrace.data_plane.observability import MetricsDataPlaneClient, print_event
+from headrace.data_plane.store.columns import shown
 from headrace.errors import ConfigError, DataPlaneError
 from headrace.utils.config_errors import validated
 

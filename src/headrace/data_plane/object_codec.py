@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.ragged import byte_view
 from headrace.errors import SchemaError
@@ -79,16 +80,8 @@ def copied_tag(tag: Mapping[str, object], row: int) -> dict[str, Any]:
     return copied
 
 
-def decode_column(messages: Iterable[bytes]) -> ObjectArray:
+def decode_column(messages: Iterable[bytes | memoryview]) -> ObjectArray:
     return object_array([decode(message) for message in messages])
-
-
-def object_array(values: Sequence[object]) -> ObjectArray:
-    """Return a 1-D object array with exactly these values, lists and arrays included."""
-    column = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):
-        column[row] = value
-    return column
 
 
 def encode(value: object) -> bytes:
@@ -101,7 +94,7 @@ def encode(value: object) -> bytes:
         raise _NotStorableError(f"a value that msgpack cannot carry ({error})") from error
 
 
-def decode(message: bytes) -> Any:
+def decode(message: bytes | memoryview) -> Any:
     return _decoder.decode(message)
 
 

@@ -10,18 +10,16 @@ from dataclasses import dataclass, field
 from functools import update_wrapper
 from typing import Any, Literal, TypedDict, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from headrace.data_plane.checks import id_list
-from headrace.data_plane.encoded_objects import EncodedObjects, messages_of
+from headrace.data_plane.codec import read_wire
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from headrace.data_plane.leaves import Leaf, Ragged, leaves
+from headrace.data_plane.object_codec import encode_column
+from headrace.distributed.multimodal import PackedTensor
+from headrace.distributed.ragged import RaggedParts
 from headrace.errors import ClaimTimeout
 
-RowBytes = NDArray[np.int64]
 Status = Literal["ok", "error", "timeout"]
 
 Wrapper = TypeVar("Wrapper", bound=DataPlaneClient)
@@ -62,8 +60,7 @@ class OpTotals(TypedDict):
 class Snapshot(TypedDict):
     """Totals since the client was made.
 
-    `bytes_by_column` sums what puts and gets moved. `bytes_held` is what this client's puts have left in the
-    store: an overwrite replaces, a clear removes.
+    `bytes_by_column` sums what puts and gets moved. `bytes_held` is what the store holds now, whoever put it.
     """
 
     ops: dict[str, OpTotals]
@@ -106,8 +103,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
 
     What a store has beyond the contract is to be had here as well, unmeasured.
 
-    Object columns that are read are encoded once more to know their size; those of a put are encoded here, and
-    `inner` stores what came of it. What `on_event` raises reaches the caller.
+    Object columns are encoded once more to know their size. What `on_event` raises reaches the caller.
     """
 
     def __init__(
@@ -118,16 +114,21 @@ class MetricsDataPlaneClient(DataPlaneClient):
         self._lock = threading.Lock()
         self._ops: dict[str, OpTotals] = {}
         self._moved: dict[str, Counter[str]] = {"put": Counter(), "get": Counter()}
-        self._held = _HeldBytes()
 
     def snapshot(self) -> Snapshot:
         """Return totals per operation and column so far."""
+        held = self.inner.stored_bytes()
         with self._lock:
             return Snapshot(
                 ops={op: OpTotals(**totals) for op, totals in self._ops.items()},
                 bytes_by_column={direction: dict(columns) for direction, columns in self._moved.items()},
-                bytes_held=self._held.total,
+                bytes_held=held,
             )
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Return the bytes that puts and gets have moved so far, by column."""
+        with self._lock:
+            return dict(sum(self._moved.values(), Counter()))
 
     def register_partition(
         self,
@@ -145,8 +146,6 @@ class MetricsDataPlaneClient(DataPlaneClient):
         with self._measure("register_partition", partition_id, 0) as record:
             self.inner.register_partition(*asked, group_tag=group_tag)
             record.rows = int(num_samples)
-            with self._lock:
-                self._held.clear(partition_id, None)
 
     def claim_meta(
         self,
@@ -188,12 +187,8 @@ class MetricsDataPlaneClient(DataPlaneClient):
     ) -> KVBatchMeta:
         """Measure `put_samples`."""
         with self._measure("put_samples", partition_id, len(sample_ids)) as record:
-            encoded, columns = _encoded(fields, sample_ids)
-            meta = self.inner.put_samples(sample_ids, partition_id, encoded, tags)
-            by_row = {name: _row_bytes(name, leaf) for name, leaf in columns.items()}
-            record.columns = {name: int(sizes.sum()) for name, sizes in by_row.items()}
-            with self._lock:
-                self._held.put(partition_id, meta.sample_ids, by_row)
+            meta = self.inner.put_samples(sample_ids, partition_id, fields, tags)
+            record.columns = _column_bytes(fields)
             return meta
 
     def get_samples(
@@ -210,8 +205,6 @@ class MetricsDataPlaneClient(DataPlaneClient):
         rows = 0 if sample_ids is None else len(sample_ids)
         with self._measure("clear_samples", partition_id, rows):
             self.inner.clear_samples(sample_ids, partition_id)
-            with self._lock:
-                self._held.clear(partition_id, sample_ids)
 
     def close(self) -> None:
         """Close `inner`."""
@@ -259,107 +252,14 @@ class _Record:
     columns: dict[str, int] = field(default_factory=dict)
 
 
-class _HeldBytes:
-    """Bytes of every cell (partition, column, sample) that was put and not cleared."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._partitions: dict[str, _Cells] = {}
-
-    def put(self, partition: str, ids: Sequence[str], by_row: Mapping[str, RowBytes]) -> None:
-        self.total += self._partitions.setdefault(partition, _Cells()).put(ids, by_row)
-
-    def clear(self, partition: str, ids: Sequence[str] | None) -> None:
-        cells = self._partitions.get(partition)
-        if cells is not None:
-            self.total -= cells.clear(ids)
-            if not len(cells):
-                del self._partitions[partition]
-
-
-class _Cells:
-    """Bytes by column and sample of one partition; samples are rows of arrays, cleared ones make room."""
-
-    def __init__(self) -> None:
-        self._row_of: dict[str, int] = {}
-        self._free: list[int] = []
-        self._columns: dict[str, RowBytes] = {}
-
-    def __len__(self) -> int:
-        return len(self._row_of)
-
-    def put(self, ids: Sequence[str], by_row: Mapping[str, RowBytes]) -> int:
-        """Replace cells, and return by how many bytes there are more."""
-        rows, more = self._rows(ids), 0
-        for name, sizes in by_row.items():
-            column = self._columns.get(name, np.zeros(0, np.int64))
-            if len(column) < len(self._row_of) + len(self._free):
-                grown = np.zeros(2 * (len(self._row_of) + len(self._free)), np.int64)
-                grown[: len(column)] = column
-                column = self._columns[name] = grown
-            more += int(sizes.sum()) - int(column[rows].sum())
-            column[rows] = sizes
-        return more
-
-    def _rows(self, ids: Sequence[str]) -> RowBytes:
-        rows = []
-        for sample_id in ids:
-            row = self._row_of.get(sample_id)
-            if row is None:
-                row = self._row_of[sample_id] = self._free.pop() if self._free else len(self._row_of)
-            rows.append(row)
-        return np.array(rows, np.int64)
-
-    def clear(self, ids: Sequence[str] | None) -> int:
-        """Forget samples, None: all, and return how many bytes they had."""
-        known = list(self._row_of) if ids is None else dict.fromkeys(map(str, ids))
-        gone = [self._row_of.pop(sample_id) for sample_id in known if sample_id in self._row_of]
-        rows, freed = np.array(gone, np.int64), 0
-        self._free += gone
-        for column in self._columns.values():
-            mine = rows[rows < len(column)]
-            freed += int(column[mine].sum())
-            column[mine] = 0
-        return freed
-
-
-def _encoded(
-    wire: TensorDict | None, sample_ids: Sequence[str]
-) -> tuple[TensorDict | None, Mapping[str, Leaf]]:
-    """Return the columns of a put with object columns encoded, and their leaves."""
-    if wire is None:
-        return None, {}
-    columns: dict[str, Leaf] = dict(leaves(wire))
-    ids = id_list(sample_ids)
-    objects = {
-        name: EncodedObjects.of(name, leaf, ids if len(ids) == len(leaf) else None)
-        for name, leaf in columns.items()
-        if isinstance(leaf, np.ndarray)
-    }
-    if not objects:
-        return wire, columns
-    encoded = wire.copy()
-    for name, column in objects.items():
-        encoded[name] = column
-    return encoded, {**columns, **objects}
-
-
-def _column_bytes(wire: TensorDict) -> dict[str, int]:
-    return {name: _bytes(name, leaf) for name, leaf in leaves(wire)}
-
-
-def _bytes(name: str, leaf: Leaf) -> int:
-    if isinstance(leaf, np.ndarray):
-        return sum(map(len, messages_of(name, leaf)))
-    values = leaf.values if isinstance(leaf, Ragged) else leaf
-    return values.numel() * values.element_size()
-
-
-def _row_bytes(name: str, leaf: Leaf) -> RowBytes:
-    if isinstance(leaf, Ragged):
-        token_bytes = leaf.values[:1].numel() * leaf.values.element_size()
-        sizes: RowBytes = leaf.offsets.diff().numpy() * token_bytes
-        return sizes
-    if isinstance(leaf, torch.Tensor):
-        return np.full(leaf.shape[0], leaf[:1].numel() * leaf.element_size(), np.int64)
-    return np.array(list(map(len, messages_of(name, leaf))), np.int64)
+def _column_bytes(wire: TensorDict | None) -> dict[str, int]:
+    """Return the bytes of each column: its values, or the messages that its objects become."""
+    sizes: dict[str, int] = {}
+    for name, leaf in (read_wire(wire) if wire is not None else {}).items():
+        if isinstance(leaf, RaggedParts):
+            sizes[name] = leaf.values.nbytes
+        elif isinstance(leaf, torch.Tensor):
+            sizes[name] = leaf.nbytes
+        else:
+            sizes[name] = 0 if isinstance(leaf, PackedTensor) else sum(map(len, encode_column(name, leaf)))
+    return sizes

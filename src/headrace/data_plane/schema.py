@@ -99,6 +99,14 @@ class FieldSpec:
         if self.dtype is not None and not self.accepts:
             object.__setattr__(self, "accepts", frozenset({self.dtype}))
 
+    def refusal(self, dtype: torch.dtype) -> SchemaError:
+        """Return the error for a column of tensors with a dtype that is not accepted."""
+        wanted = ", ".join(sorted(str(d) for d in self.accepts)) or "objects (numpy array of dtype object)"
+        return SchemaError(
+            f"column '{self.name}' is declared as {self.kind.value} and takes {wanted}; got {dtype}. "
+            f"Cast it to {self.dtype or 'an object array'} before the put, or use an undeclared column name."
+        )
+
 
 _INTEGERS = frozenset({torch.int64, torch.int32})
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
@@ -262,19 +270,3 @@ def pad_values(pad_token_id: int) -> dict[str, int | float]:
         for s in FIELDS.values()
         if s.kind is Kind.PER_TOKEN
     }
-
-
-def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Hold a declared column to its dtypes; an undeclared one passes.
-
-    Raises:
-        SchemaError: the column is declared and does not take `dtype`.
-    """
-    spec = FIELDS.get(name)
-    if spec is None or dtype in spec.accepts:
-        return
-    wanted = ", ".join(sorted(str(d) for d in spec.accepts)) or "objects (numpy array of dtype object)"
-    raise SchemaError(
-        f"column '{name}' is declared as {spec.kind.value} and takes {wanted}; got {dtype}. "
-        f"Cast it to {spec.dtype or 'an object array'} before the put, or use an undeclared column name."
-    )

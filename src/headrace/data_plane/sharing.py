@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from headrace.data_plane.leaves import Ragged, place_of, read_leaves, wire_tensordict
+from headrace.data_plane.codec import read_wire, wire_tensordict
 from headrace.distributed.collectives import broadcast_columns
+from headrace.distributed.ragged import RaggedParts
 
 _LAYOUT = "\0layout"
 """Beside the columns; no column has such a name."""
@@ -23,7 +23,12 @@ def share_rows(read: Callable[[], TensorDict], *, src: int, group: dist.ProcessG
     Raises:
         TransportError: on the siblings of a leader that failed; see `broadcast_columns`.
     """
-    return _nested(broadcast_columns(lambda: flat_rows(read()), src=src, group=group))
+    received = broadcast_columns(lambda: flat_rows(read()), src=src, group=group)
+    rows, places, held = received.pop(_LAYOUT)
+    offsets = [torch.from_numpy(o) for o in held]
+    for name, (place, ragged_dim) in places.items():
+        received[name] = RaggedParts(received[name], offsets[place], ragged_dim, None)
+    return wire_tensordict(received, rows)
 
 
 def flat_rows(wire: TensorDict) -> dict[str, Any]:
@@ -31,19 +36,13 @@ def flat_rows(wire: TensorDict) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     offsets: list[torch.Tensor] = []
     places: dict[str, tuple[int, int]] = {}
-    for name, leaf in read_leaves(wire):
-        if isinstance(leaf, Ragged):
-            places[name] = place_of(leaf.offsets, offsets), leaf.ragged_dim
-        columns[name] = leaf.values if isinstance(leaf, Ragged) else leaf
+    for name, leaf in read_wire(wire).items():
+        columns[name] = leaf
+        if isinstance(leaf, RaggedParts):
+            columns[name], mine, ragged_dim, _ = leaf
+            equal = (i for i, held in enumerate(offsets) if held is mine or torch.equal(held, mine))
+            place = next(equal, len(offsets))
+            offsets += [mine] if place == len(offsets) else []
+            places[name] = place, ragged_dim
     columns[_LAYOUT] = wire.batch_size[0], places, [o.numpy() for o in offsets]
     return columns
-
-
-def _nested(received: dict[str, Any]) -> TensorDict:
-    places: dict[str, tuple[int, int]]
-    offsets: list[np.ndarray[Any, np.dtype[np.int64]]]
-    rows, places, offsets = received.pop(_LAYOUT)
-    known = [torch.from_numpy(o) for o in offsets]
-    for name, (place, ragged_dim) in places.items():
-        received[name] = Ragged(received[name], known[place], ragged_dim).nested()
-    return wire_tensordict(received, rows)

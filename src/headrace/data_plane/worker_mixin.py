@@ -5,7 +5,6 @@ take a BatchedDataDict. Ranks that hold parts of one replica (tensor, context, p
 rows: one of them, the leader, talks to the store.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
@@ -15,9 +14,8 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
-from headrace.data_plane.checks import check_route_ids
 from headrace.data_plane.codec import materialize
-from headrace.data_plane.column_io import pack_columns
+from headrace.data_plane.column_io import write_columns
 from headrace.data_plane.factory import build_data_plane_client
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.observability import MetricsDataPlaneClient
@@ -182,11 +180,8 @@ class TQWorkerMixin:
             SchemaError: a per-token column that does not fit the declared lengths, naming column, row, sizes; or
                 routes that no router can have chosen.
         """
-        if not self._is_replica_leader():
-            return
-        wire = pack_columns(fields, lengths=meta.sequence_lengths, rows=meta.size)
-        check_route_ids(wire, meta)
-        self._client().put_samples(meta.sample_ids, meta.partition_id, fields=wire)
+        if self._is_replica_leader():
+            write_columns(self._client(), meta, fields)
 
     def _write_back_result_field(
         self, meta: KVBatchMeta, result: Mapping[str, Any], *, result_key: str, field: str
@@ -281,10 +276,7 @@ def _attach_plan(data: Batch, meta: KVBatchMeta) -> None:
 
 def bytes_moved(client: DataPlaneClient) -> dict[str, int]:
     """Return the bytes put and got through `client`, by column; empty unless observability is on."""
-    if not isinstance(client, MetricsDataPlaneClient):
-        return {}
-    directions = client.snapshot()["bytes_by_column"].values()
-    return dict(sum((Counter(columns) for columns in directions), Counter()))
+    return client.moved_bytes() if isinstance(client, MetricsDataPlaneClient) else {}
 
 
 def plan_fields(available: Sequence[str] | None, wanted: Sequence[str]) -> list[str]:

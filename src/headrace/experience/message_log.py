@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from headrace.data_plane.object_codec import ObjectArray, object_array
+from headrace.data_plane.object_codec import ObjectArray
 from headrace.data_plane.schema import INPUT_IDS
 from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.ragged import PadValue, RowLayout
 from headrace.errors import SchemaError

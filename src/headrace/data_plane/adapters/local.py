@@ -9,17 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
 from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
-from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags, column_names, id_list
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, meta_of_checked
-from headrace.data_plane.leaves import wire_tensordict
-from headrace.data_plane.requests import ClaimRequest, Registration, waiting_time
-from headrace.data_plane.store.chunks import OwnOffsets, chunk_from_leaf
-from headrace.data_plane.store.lengths import said_lengths
-from headrace.data_plane.store.sample_store import LocalStore, RowFacts
+from headrace.data_plane.codec import wire_tensordict
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.store.columns import Chunk, Known, checked_put, read_rows
+from headrace.data_plane.store.requests import ClaimRequest, Registration, waiting_time
+from headrace.data_plane.store.sample_store import SampleStore
 from headrace.errors import DataPlaneError
 from headrace.utils.arguments import texts
 
@@ -35,9 +32,9 @@ class LocalDataPlaneClient(DataPlaneClient):
     and results are on the CPU. Columns whose rows have the same lengths come back around the same offsets.
     """
 
-    def __init__(self, store: LocalStore | None = None) -> None:
+    def __init__(self, store: SampleStore[Chunk] | None = None) -> None:
         self._owns_store = store is None
-        self._store = LocalStore(DataPlaneConfig().storage_capacity) if store is None else store
+        self._store = SampleStore(DataPlaneConfig().storage_capacity) if store is None else store
         self._name: str | None = None
         self._is_closed = False
 
@@ -48,7 +45,7 @@ class LocalDataPlaneClient(DataPlaneClient):
         Raises:
             DataPlaneError: there is one of that name.
         """
-        client = cls(LocalStore(storage_capacity))
+        client = cls(SampleStore(storage_capacity))
         client._owns_store = True
         with _owners_lock:
             if name in _owners:
@@ -87,8 +84,8 @@ class LocalDataPlaneClient(DataPlaneClient):
         *,
         group_tag: str | None = None,
     ) -> None:
-        asked = (partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, group_tag)
-        self._open().register(Registration.of(*asked))
+        asked = (partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums)
+        self._open().register(Registration.of(*asked, group_tag=group_tag))
 
     def claim_meta(
         self,
@@ -110,7 +107,7 @@ class LocalDataPlaneClient(DataPlaneClient):
             raise store.claim_timeout(request)
         if facts is None or not facts.sample_ids:
             return None
-        return _meta(partition_id, task_name, request.fields, facts)
+        return facts.meta(partition_id, task_name, request.fields)
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """Read the rows of `meta`."""
@@ -130,30 +127,26 @@ class LocalDataPlaneClient(DataPlaneClient):
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
         """Write columns and tags of rows; a tag written twice keeps the last value, others stay."""
-        store = self._open()
-        ids = checked_ids(sample_ids)
-        copied_tags = checked_tags(tags, len(ids))
-        leaves = checked_leaves(fields, len(ids))
-        shared = OwnOffsets()
-        copies = {name: chunk_from_leaf(name, leaf, ids).copy(shared) for name, leaf in leaves.items()}
-        chunks, lengths = {name: [chunk] for name, chunk in copies.items()}, said_lengths(copies)
-        facts = store.put(partition_id, ids, chunks, copied_tags, lengths)
-        return _meta(partition_id, "", list(chunks), facts)
+        store, put = self._open(), checked_put(sample_ids, partition_id, fields, tags)
+        own = {name: [chunk.copy() for chunk in chunks] for name, chunks in put.columns.items()}
+        facts, _ = store.put(put._replace(columns=own))
+        return facts.meta(partition_id, "", list(own))
 
     def get_samples(
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]
     ) -> TensorDict:
         """Read columns of rows, in the order asked, repeated ids included."""
         # The store makes texts of ids that it has to look up, which all rows in their order are not.
-        ids = sample_ids if type(sample_ids) is list else id_list(sample_ids)
-        chunks = self._open().get(partition_id, ids, column_names(select_fields))
-        offsets: list[torch.Tensor] = []
-        columns = {name: chunk.with_shared_offsets(offsets).leaf() for name, chunk in chunks.items()}
+        ids = sample_ids if type(sample_ids) is list else texts("sample_ids", sample_ids)
+        names = list(dict.fromkeys(texts("select_fields", select_fields)))
+        known: Known = []
+        selected = self._open().select(partition_id, ids, names)
+        columns = {name: read_rows(*selection).leaf(known) for name, selection in selected.items()}
         return wire_tensordict(columns, len(ids))
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
         """Remove rows, or with None the partition; ids that are not there are ignored."""
-        ids = None if sample_ids is None else id_list(sample_ids)
+        ids = None if sample_ids is None else texts("sample_ids", sample_ids)
         self._open().clear(partition_id, ids)
 
     def close(self) -> None:
@@ -177,13 +170,7 @@ class LocalDataPlaneClient(DataPlaneClient):
         by_partition = self._open().stored_bytes()
         return sum(by_partition.values()) if partition_id is None else by_partition.get(partition_id, 0)
 
-    def _open(self) -> LocalStore:
+    def _open(self) -> SampleStore[Chunk]:
         if self._is_closed:
             raise DataPlaneError("this client is closed; build a new one with build_data_plane_client")
         return self._store
-
-
-def _meta(partition_id: str, task_name: str, fields: list[str], facts: RowFacts) -> KVBatchMeta:
-    return meta_of_checked(
-        partition_id, task_name, facts.sample_ids, fields, facts.sequence_lengths, tags=facts.tags
-    )

@@ -1,6 +1,6 @@
 """The data plane over TransferQueue (backends simple and mooncake_cpu), for many processes.
 
-A put packs its columns into blocks (`packed_payload`), announces them to the index actor, which is the truth about
+A put packs its columns into blocks (`store/blocks.py`), announces them to the index actor, which is the truth about
 which rows there are, stores them in TransferQueue, and commits them. A get asks the index where rows lie and fetches
 the blocks. Bulk goes from the producer to the storage units and from there to the consumer.
 """
@@ -24,11 +24,10 @@ from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters import transfer_queue_cluster as cluster
 from headrace.data_plane.adapters.transfer_queue_channel import STARTUP_KNOB
 from headrace.data_plane.adapters.transfer_queue_cluster import Deadline, queue_partition
-from headrace.data_plane.adapters.transfer_queue_index import Garbage, Located, Put
-from headrace.data_plane.checks import checked_ids, checked_leaves, checked_tags, column_names, id_list
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, meta_of_checked
-from headrace.data_plane.leaves import wire_tensordict
-from headrace.data_plane.packed_payload import (
+from headrace.data_plane.adapters.transfer_queue_index import Garbage, Located
+from headrace.data_plane.codec import wire_tensordict
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.store.blocks import (
     MAX_BLOCK_BYTES,
     MIN_BLOCK_BYTES,
     BlockError,
@@ -37,15 +36,17 @@ from headrace.data_plane.packed_payload import (
     pack,
     unpack,
 )
-from headrace.data_plane.requests import ClaimRequest, Registration, waiting_time
-from headrace.data_plane.store.chunks import (
+from headrace.data_plane.store.columns import (
     Chunk,
     Form,
+    Known,
+    Put,
     Rows,
-    chunk_from_leaf,
-    empty_chunk,
+    checked_put,
+    chunk_of_bytes,
     read_rows,
 )
+from headrace.data_plane.store.requests import ClaimRequest, Registration, waiting_time
 from headrace.data_plane.store.sample_store import RowFacts
 from headrace.errors import ClaimTimeout, DataPlaneError, HeadraceError, TransportError
 from headrace.utils.arguments import texts
@@ -130,8 +131,8 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         *,
         group_tag: str | None = None,
     ) -> None:
-        asked = (partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, group_tag)
-        self._ask("register", Registration.of(*asked))
+        asked = (partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums)
+        self._ask("register", Registration.of(*asked, group_tag=group_tag))
 
     def claim_meta(
         self,
@@ -154,7 +155,7 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
             if wait.is_over():
                 raise ClaimTimeout(self._ask("claim_timeout", request))
             time.sleep(min(self._config.claim_meta_poll_interval_s, wait.left()))
-        return _meta(partition_id, task_name, request.fields, facts) if facts.sample_ids else None
+        return facts.meta(partition_id, task_name, request.fields) if facts.sample_ids else None
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """Read the rows of `meta`."""
@@ -181,18 +182,15 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
                 message says that the commit itself went unanswered.
         """
         self._open()
-        ids = checked_ids(sample_ids)
-        copied_tags = checked_tags(tags, len(ids))
-        leaves = checked_leaves(fields, len(ids))
-        chunks = {name: chunk_from_leaf(name, leaf, ids) for name, leaf in leaves.items()}
+        put = checked_put(sample_ids, partition_id, fields, tags)
         size = MAX_BLOCK_BYTES if self._open().payloads.gives_rows else MIN_BLOCK_BYTES
-        packed = pack(chunks if ids else {}, f"{self._prefix}.{next(self._puts)}", size)
+        packed = pack(put.columns if put.ids else {}, f"{self._prefix}.{next(self._puts)}", size)
         deadline = Deadline(self._config.timeout_s)
-        put = Put(partition_id, ids, packed.columns, copied_tags, packed.lengths)
-        facts = self._store_put(put, packed, deadline)
-        return _meta(partition_id, "", list(chunks), facts._replace(sample_ids=ids))
+        stored = Put(partition_id, put.ids, packed.columns, put.tags, put.lengths)
+        facts = self._store_put(stored, packed, deadline)
+        return facts._replace(sample_ids=put.ids).meta(partition_id, "", list(put.columns))
 
-    def _store_put(self, put: Put, packed: PackedColumns, deadline: Deadline) -> RowFacts:
+    def _store_put(self, put: Put[BlockInfo], packed: PackedColumns, deadline: Deadline) -> RowFacts:
         owner, limit_s = self._open().books.owner(), deadline.left() + _LEASE_MARGIN_S
         ticket: int = self._ask("begin_put", owner, put, limit_s, deadline=deadline)
         keys = [block.key for block in packed.blocks]
@@ -226,11 +224,12 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         Raises:
             TransportError: no answer in time, or blocks that are lost or are not what was put.
         """
-        ids, names = id_list(sample_ids), column_names(select_fields)
+        ids = texts("sample_ids", sample_ids)
+        names = list(dict.fromkeys(texts("select_fields", select_fields)))
         deadline = Deadline(self._config.timeout_s)
         chunks = self._fetch(partition_id, ids, names, deadline)
-        offsets: list[torch.Tensor] = []
-        columns = {name: chunk.with_shared_offsets(offsets).leaf() for name, chunk in chunks.items()}
+        known: Known = []
+        columns = {name: chunk.leaf(known) for name, chunk in chunks.items()}
         return wire_tensordict(columns, len(ids))
 
     def _fetch(
@@ -266,7 +265,7 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
 
         A block's bytes are freed when the last of its rows is gone.
         """
-        self._ask("clear", partition_id, None if sample_ids is None else id_list(sample_ids))
+        self._ask("clear", partition_id, None if sample_ids is None else texts("sample_ids", sample_ids))
 
     def close(self) -> None:
         """Let go of the store; the client that opened it drops it, and ends the processes that it started."""
@@ -381,14 +380,5 @@ class _Read(NamedTuple):
     def gather(self, blocks: Mapping[str, Chunk], count: int) -> Chunk:
         """Return the `count` rows out of the blocks that came, in fresh memory."""
         if not count:
-            return empty_chunk(self.form)
-        chunks = [blocks[block.key] for block in self.blocks]
-        if self.places is None:
-            return chunks[0].join(chunks[1:]) if len(chunks) > 1 else chunks[0].copy()
-        return read_rows(chunks, *self.places)
-
-
-def _meta(partition_id: str, task_name: str, fields: list[str], facts: RowFacts) -> KVBatchMeta:
-    return meta_of_checked(
-        partition_id, task_name, facts.sample_ids, fields, facts.sequence_lengths, tags=facts.tags
-    )
+            return chunk_of_bytes(self.form, 0, torch.empty(0, dtype=torch.uint8), None)
+        return read_rows([blocks[block.key] for block in self.blocks], self.places)

@@ -7,18 +7,16 @@ drops it from TransferQueue, until that has happened.
 """
 
 import secrets
-import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from headrace.data_plane.adapters.transfer_queue_leases import Leases
-from headrace.data_plane.packed_payload import BlockInfo, placed
-from headrace.data_plane.requests import ClaimRequest, Registration
-from headrace.data_plane.store.chunks import Form, RowBlock, Rows
-from headrace.data_plane.store.lengths import Said
+from headrace.data_plane.store.blocks import BlockInfo, placed
+from headrace.data_plane.store.columns import Form, Places, Put, Rows
+from headrace.data_plane.store.requests import ClaimRequest, Registration
 from headrace.data_plane.store.sample_store import RowFacts, SampleStore
 from headrace.errors import DataPlaneError, TransportError
 
@@ -26,46 +24,12 @@ from headrace.errors import DataPlaneError, TransportError
 _DROP_S = 60.0
 
 
-class StoredBlock(RowBlock):
-    """A block in TransferQueue."""
-
-    def __init__(self, info: BlockInfo) -> None:
-        self.info = info
-
-    @property
-    def form(self) -> Form:
-        return self.info.form
-
-    @property
-    def nbytes(self) -> int:
-        return self.info.nbytes
-
-    def __len__(self) -> int:
-        return self.info.rows
-
-    def shrunk(self, rows: Rows) -> None:
-        """Return None: blocks go as a whole."""
-
-
 class Located(NamedTuple):
     """Where rows of a column lie: all rows of `blocks`, in order; or row i is row `places[1][i]` of `places[0][i]`."""
 
     form: Form
     blocks: list[BlockInfo]
-    places: tuple[Rows, Rows] | None
-
-
-class Put(NamedTuple):
-    """What the index is told of a put; a slot of its blocks is where it is stored.
-
-    `lengths` is what `said_lengths` gives for the columns.
-    """
-
-    partition_id: str
-    ids: list[str]
-    columns: Mapping[str, Sequence[BlockInfo]]
-    tags: Sequence[Mapping[str, Any]] | None
-    lengths: Said
+    places: Places
 
 
 class Garbage(NamedTuple):
@@ -83,7 +47,7 @@ class SampleIndex:
     """The books of one store; `is_alive` says whether a client's process is."""
 
     def __init__(self, capacity: int, is_alive: Callable[[bytes], bool] = _everyone_is_alive) -> None:
-        self._store: SampleStore[StoredBlock] = SampleStore(capacity)
+        self._store: SampleStore[BlockInfo] = SampleStore(capacity)
         self._garbage: deque[str] = deque()
         self._leases = Leases(is_alive)
 
@@ -105,15 +69,18 @@ class SampleIndex:
         self._garbage.extend(self._leases.end(tickets))
 
     def register(self, registration: Registration) -> None:
-        self._store.register(registration)
+        self._free(self._store.register(registration))
 
-    def begin_put(self, owner: bytes, put: Put, limit_s: float) -> int:
+    def _free(self, blocks: Sequence[BlockInfo]) -> None:
+        self._garbage.extend(block.key for block in blocks)
+
+    def begin_put(self, owner: bytes, put: Put[BlockInfo], limit_s: float) -> int:
         """Lease the blocks of a put, which are not stored yet, to a client; return the ticket for `commit`.
 
         Raises:
             HeadraceError: what a commit would raise.
         """
-        self._store.check_put(put.partition_id, put.ids, _stored(put.columns), put.tags, put.lengths)
+        self._store.check_put(put)
         keys = [block.key for blocks in put.columns.values() for block in blocks]
         return self._leases.grant(owner, keys, limit_s, put)
 
@@ -130,28 +97,24 @@ class SampleIndex:
             raise TransportError(
                 "the put took so long that its blocks were dropped, or its process was taken for dead; put again"
             )
-        put: Put = lease.purpose
+        put: Put[BlockInfo] = lease.purpose
         facts = self.put(put._replace(columns=placed(put.columns, slots)))
         self._leases.end([ticket])
         return facts
 
-    def put(self, put: Put) -> RowFacts:
+    def put(self, put: Put[BlockInfo]) -> RowFacts:
         """Commit rows whose blocks are stored and leased to nobody."""
-        blocks = _stored(put.columns)
-        facts = self._store.put(put.partition_id, put.ids, blocks, put.tags, put.lengths)
-        for block in (block for parts in blocks.values() for block in parts):
-            weakref.finalize(block, self._garbage.append, block.info.key).atexit = False
+        facts, gone = self._store.put(put)
+        self._free(gone)
         return facts._replace(sample_ids=[])
 
     def select(self, partition_id: str, ids: list[str], names: Sequence[str]) -> dict[str, Located]:
         """Return where columns of rows lie."""
-        located: dict[str, Located] = {}
-        for name, (blocks, places) in self._store.select(partition_id, ids, names).items():
-            infos = [block.info for block in blocks]
-            located[name] = Located(
-                blocks[0].form, infos, None if places is None else _places(infos, *places)
-            )
-        return located
+        selected = self._store.select(partition_id, ids, names)
+        return {
+            name: Located(blocks[0].form, blocks, None if places is None else _places(blocks, *places))
+            for name, (blocks, places) in selected.items()
+        }
 
     def shared_columns(self, partition_id: str, ids: list[str]) -> list[str]:
         """Return the columns that all of `ids` have."""
@@ -159,7 +122,7 @@ class SampleIndex:
 
     def clear(self, partition_id: str, ids: Sequence[str] | None) -> None:
         """Remove rows, or with None the partition; what is not there is ignored."""
-        self._store.clear(partition_id, ids)
+        self._free(self._store.clear(partition_id, ids))
 
     def claim(self, request: ClaimRequest) -> RowFacts | None:
         """Take rows for a task; None if too few are ready."""
@@ -182,7 +145,7 @@ class SampleIndex:
         self._store.close()
 
 
-def _places(blocks: Sequence[BlockInfo], block_of: Rows, row_of: Rows) -> tuple[Rows, Rows] | None:
+def _places(blocks: Sequence[BlockInfo], block_of: Rows, row_of: Rows) -> Places:
     """Return where rows lie, in few bytes; None: they are all rows of `blocks`, in order."""
     counts = [block.rows for block in blocks]
     if len(row_of) == sum(counts):
@@ -330,10 +293,6 @@ class Indexes:
 
     def _ended_of(self, name: str) -> list[str]:
         return [handle for handle, ended in self._ended.items() if ended == name]
-
-
-def _stored(columns: Mapping[str, Sequence[BlockInfo]]) -> dict[str, list[StoredBlock]]:
-    return {name: list(map(StoredBlock, blocks)) for name, blocks in columns.items()}
 
 
 def _closed(name: str) -> DataPlaneError:

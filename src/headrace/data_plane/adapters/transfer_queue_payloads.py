@@ -29,8 +29,8 @@ from transfer_queue.metadata import BatchMeta
 
 from headrace.data_plane.adapters.transfer_queue_channel import KNOB, PATIENCE_S, STARTUP_KNOB, Endpoint
 from headrace.data_plane.adapters.transfer_queue_units import FIELD, StorageUnits
-from headrace.data_plane.packed_payload import BlockError, BlockInfo, Frames, PackedColumns
-from headrace.data_plane.store.chunks import Rows
+from headrace.data_plane.store.blocks import BlockError, BlockInfo, Frames, PackedColumns
+from headrace.data_plane.store.columns import Rows
 from headrace.distributed.ragged import nested_from_ragged, ragged_from_nested
 from headrace.errors import TransportError
 

@@ -24,8 +24,8 @@ from transfer_queue.utils.zmq_utils import (
 )
 
 from headrace.data_plane.adapters.transfer_queue_channel import has_answer
-from headrace.data_plane.packed_payload import BlockError, BlockInfo, Frames, select_rows
-from headrace.data_plane.store.chunks import Rows
+from headrace.data_plane.store.blocks import BlockError, BlockInfo, Frames, select_rows
+from headrace.data_plane.store.columns import Rows
 
 FIELD = "block"
 

@@ -1,15 +1,13 @@
 """What each task of a partition has claimed, and which samples it may claim next."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data_plane.checks import shown
-from headrace.data_plane.requests import ClaimRequest, Registration
-from headrace.data_plane.store.chunks import Rows
+from headrace.data_plane.store.columns import Rows, shown
 from headrace.data_plane.store.groups import Groups
+from headrace.data_plane.store.requests import ClaimRequest, Registration
 from headrace.errors import DataPlaneError
 
 Mask = NDArray[np.bool_]
@@ -29,58 +27,52 @@ class _Cursor:
         self.count = 0
 
 
-class PartitionClaims:
+class Claims:
     """The claims on the samples of a partition, by slot.
 
     Slots have an order in which they are handed out: their own, or that of groups, one after the other. A task looks
     from the first place on at which there is anything left for it, so a claim costs what it hands out, not what the
-    partition holds.
+    partition holds. Samples that have come since the last call are taken in by the next, which is told how many slots
+    there are.
     """
 
     def __init__(self, name: str, registration: Registration | None) -> None:
-        self.alive: Mask = np.empty(0, bool)
+        self.groups: Groups | None = None
         self._name = name
+        self._gone: Mask = np.empty(0, bool)
         self._slots = 0
         self._expected = 1
-        self._groups: Groups | None = None
         self._cursors: dict[str, _Cursor] = {}
         if registration is not None:
             self._expected = max(registration.num_samples, 1)
             self._cursors = {task: _Cursor() for task in registration.tasks}
             if registration.group_size > 1:
-                self._groups = Groups(name, registration.group_size, registration.group_tag)
+                self.groups = Groups(name, registration.group_size, registration.group_tag)
 
-    def check(self, ids: Sequence[str], slots: Rows | None, tags: Sequence[Mapping[str, Any]] | None) -> None:
-        if self._groups is not None:
-            self._groups.check(ids, slots, tags)
-
-    def add(self, ids: Sequence[str], tags: Sequence[Mapping[str, Any]] | None) -> None:
-        """Take in new samples, which get the next slots."""
-        first, self._slots = self._slots, self._slots + len(ids)
-        if len(self.alive) < self._slots:
-            size = max(self._slots, 2 * len(self.alive))
-            self.alive = _grown(self.alive, size)
+    def _see(self, slots: int) -> None:
+        """Take in samples up to that number of slots."""
+        self._slots = max(self._slots, slots)
+        if len(self._gone) < self._slots:
+            size = max(self._slots, 2 * len(self._gone))
+            self._gone = _grown(self._gone, size)
             for cursor in self._cursors.values():
                 cursor.taken = _grown(cursor.taken, size)
-        self.alive[first : self._slots] = True
-        if self._groups is not None:
-            self._groups.add(ids, first, tags)
 
     def drop(self, slots: Rows) -> None:
         """Forget samples."""
-        self.alive[slots] = False
-        if self._groups is not None:
-            self._groups.drop(slots)
+        self._see(int(slots.max(initial=-1)) + 1)
+        self._gone[slots] = True
+        if self.groups is not None:
+            self.groups.drop(slots)
 
     def renumber(self, slots: Rows) -> None:
         """Let what is slot `slots[i]` now be slot i; all other slots are free."""
-        self.alive, self._slots = self.alive[slots], len(slots)
+        self._see(int(slots.max(initial=-1)) + 1)
+        self._gone, self._slots = self._gone[slots], len(slots)
         for cursor in self._cursors.values():
             cursor.taken, cursor.start = cursor.taken[slots], 0
-        if self._groups is not None:
-            self._groups.renumber(slots)
-
-    # Claiming.
+        if self.groups is not None:
+            self.groups.renumber(slots)
 
     def claim(self, request: ClaimRequest, ids: Sequence[str], held_by: Mapping[str, Held]) -> Rows | None:
         """Take the next rows for a task; None if they are not there yet, no rows if it has had them all.
@@ -90,30 +82,35 @@ class PartitionClaims:
         Raises:
             DataPlaneError: an unknown task, or what `Groups.check_claim` refuses.
         """
+        self._see(len(ids))
         cursor = self._cursor(request.task)
-        if self._groups is not None:
-            self._groups.check_claim(request.rows, ids)
+        if self.groups is not None:
+            self.groups.check_claim(request.rows, ids)
         self._advance(cursor)
         slots = self._ready(cursor, held_by, request.rows)
-        if len(slots) < request.rows and not (request.allow_partial and self._is_rest(cursor, slots)):
-            return None
+        if len(slots) < request.rows:
+            left = self._left(cursor)
+            is_rest = len(slots) == left and cursor.count + left >= self._expected
+            if not request.allow_partial or not is_rest:
+                return None
         cursor.taken[slots] = True
         cursor.count += len(slots)
         return slots
 
-    def _is_rest(self, cursor: _Cursor, ready: Rows) -> bool:
-        left = self._left(cursor)
-        return len(ready) == left and cursor.count + left >= self._expected
-
     def _left(self, cursor: _Cursor) -> int:
-        return int(np.count_nonzero(self.alive & ~cursor.taken))
+        return int(np.count_nonzero(self._is_free(cursor)))
+
+    def _is_free(self, cursor: _Cursor, slots: Rows | None = None) -> Mask:
+        which = slice(self._slots) if slots is None else slots
+        free: Mask = ~(self._gone[which] | cursor.taken[which])
+        return free
 
     def _ready(self, cursor: _Cursor, held_by: Mapping[str, Held], limit: int) -> Rows:
         """Return the next slots that the task may have, at most `limit`."""
         parts = [np.empty(0, np.int64)]
         found, start, width = 0, cursor.start, self._width(2 * limit)
         while found < limit and len(slots := self._order(start, start + width)):
-            free = self._free(cursor, slots)
+            free = self._is_free(cursor, slots)
             for held in held_by.values():
                 free &= held(slots)
             ready = slots.reshape(-1, self._size)[free.reshape(-1, self._size).all(axis=1)]
@@ -125,7 +122,7 @@ class PartitionClaims:
         """Move the place to look from to the first group (or sample) of which nothing is taken or gone."""
         width = self._width()
         while len(slots := self._order(cursor.start, cursor.start + width)):
-            whole = self._free(cursor, slots).reshape(-1, self._size).all(axis=1)
+            whole = self._is_free(cursor, slots).reshape(-1, self._size).all(axis=1)
             if whole.any():
                 cursor.start += int(whole.argmax()) * self._size
                 return
@@ -133,20 +130,16 @@ class PartitionClaims:
 
     @property
     def _size(self) -> int:
-        return 1 if self._groups is None else self._groups.size
+        return 1 if self.groups is None else self.groups.size
 
     def _width(self, least: int = 0) -> int:
         """Return how many places to look at: whole groups."""
         return max(_WINDOW, least) // self._size * self._size or self._size
 
     def _order(self, start: int, stop: int) -> Rows:
-        if self._groups is None:
+        if self.groups is None:
             return np.arange(start, min(stop, self._slots))
-        return self._groups.order[start:stop]
-
-    def _free(self, cursor: _Cursor, slots: Rows) -> Mask:
-        free: Mask = self.alive[slots] & ~cursor.taken[slots]
-        return free
+        return self.groups.order[start:stop]
 
     def _cursor(self, task: str) -> _Cursor:
         if task not in self._cursors:
@@ -156,27 +149,27 @@ class PartitionClaims:
             )
         return self._cursors[task]
 
-    # Reports.
-
-    def describe_wait(self, task: str, held_by: Mapping[str, Held]) -> str:
+    def describe_wait(self, task: str, slots: int, held_by: Mapping[str, Held]) -> str:
         """Return what a claim is waiting for: ready samples, how far each column has come, and those yet to come."""
+        self._see(slots)
         cursor = self._cursor(task)
-        left = np.flatnonzero(self.alive & ~cursor.taken)
+        left = np.flatnonzero(self._is_free(cursor))
         ready = len(self._ready(cursor, held_by, self._slots))
         parts = [f"{ready} are ready of {len(left)} not claimed yet"]
         for name, held in held_by.items():
             count = int(np.count_nonzero(held(left)))
             if count < len(left) or not len(left):
                 parts.append(f"column '{name}' is written for {count} of them")
-        if self._groups is not None:
-            parts.append(self._groups.describe())
+        if self.groups is not None:
+            parts.append(self.groups.describe())
         come = cursor.count + len(left)
         if come < self._expected:
             parts.append(f"{come} of {self._expected} registered samples have come")
         return "; ".join(parts)
 
-    def is_consumed(self, tasks: Sequence[str]) -> bool:
+    def is_consumed(self, tasks: Sequence[str], slots: int) -> bool:
         """Return whether all samples that were registered have come, and each task has had them."""
+        self._see(slots)
         cursors = [self._cursor(task) for task in tasks]
         return bool(cursors) and all(
             cursor.count >= self._expected and not self._left(cursor) for cursor in cursors

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.data_plane.checks import shown
-from headrace.data_plane.store.chunks import Rows
+from headrace.data_plane.store.columns import Rows, shown
 from headrace.errors import DataPlaneError, SchemaError
 
 _MARK = "_g"
@@ -41,17 +40,16 @@ class Groups:
         """Slots group by group, in the order in which groups became whole; groups that samples have left included."""
         return self._order[: self._places]
 
-    def check(self, ids: Sequence[str], slots: Rows | None, tags: Sequence[Mapping[str, Any]] | None) -> None:
+    def check(self, ids: Sequence[str], slots: Rows, tags: Sequence[Mapping[str, Any]] | None) -> None:
         """Refuse a put after which a group has too many samples, or that does not say a new sample's group.
 
         Raises:
             SchemaError: with the group, or the sample.
         """
-        if slots is not None:
-            if self._tag is not None and tags is not None:
-                self._check_moves(self._tag, ids, slots.tolist(), tags)
-            new = np.flatnonzero(slots < 0).tolist()
-            ids, tags = [ids[row] for row in new], None if tags is None else [tags[row] for row in new]
+        if self._tag is not None and tags is not None:
+            self._check_moves(self._tag, ids, slots.tolist(), tags)
+        new = np.flatnonzero(slots < 0).tolist()
+        ids, tags = [ids[row] for row in new], None if tags is None else [tags[row] for row in new]
         uids = self._uids(ids, tags)
         for uid, count in Counter(uids).items():
             held = len(self._by_uid[uid].slots) if uid in self._by_uid else 0

@@ -1,24 +1,22 @@
-"""One partition of a store: its samples, their columns and tags, and its tasks.
+"""One partition of a store: its samples, their columns, lengths and tags, and its tasks.
 
 Not thread-safe by itself: the store calls it under its lock.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic
 
 import numpy as np
-from numpy.typing import NDArray
 
-from headrace.data_plane.checks import check_same_axes, copied_tags, shown
-from headrace.data_plane.requests import ClaimRequest, Registration
-from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS
-from headrace.data_plane.store.chunks import Rows
-from headrace.data_plane.store.claims import Held, PartitionClaims
-from headrace.data_plane.store.column import Block, Column, Selection
-from headrace.data_plane.store.lengths import PartitionLengths, Said
+from headrace.data_plane.object_codec import copied_tag
+from headrace.data_plane.schema import FIELDS, INPUT_IDS, INPUT_LENGTHS
+from headrace.data_plane.store.claims import Claims, Held
+from headrace.data_plane.store.columns import Block, Column, Lengths, Put, Rows, Selection, Slots, shown
+from headrace.data_plane.store.requests import ClaimRequest, Registration
 from headrace.errors import CapacityExceeded, SampleNotFound, SchemaError
 
 _FEW_SLOTS = 1024
+_UNKNOWN = -1
 
 
 class Partition(Generic[Block]):
@@ -30,14 +28,16 @@ class Partition(Generic[Block]):
         self._ids: list[str] = []
         # None: slot i is that of the i-th id, and nobody has asked for a single one yet; see `_slot_of`.
         self._slots_by_id: dict[str, int] | None = None
-        # All slots in order, where no sample has gone; one object until samples come or go, see `Column`.
-        self._everyone: Rows | None = None
+        # Counts up when samples come or go.
+        self._version = 0
+        self._all_slots: Slots | None = None
         self._tags: dict[str, dict[str, Any]] = {}
         self._columns: dict[str, Column[Block]] = {}
-        self._lengths = PartitionLengths()
-        # Columns whose last put said the lengths of its rows: writers know which do, and books may not.
+        # Tokens by slot. A number stays when the last column that said it has gone: then it binds nobody.
+        self._lengths: Lengths = np.empty(0, np.int32)
+        # Columns whose last put said the lengths of its rows.
         self._saying: set[str] = set()
-        self._claims = PartitionClaims(name, registration)
+        self._claims = Claims(name, registration)
 
     def __len__(self) -> int:
         return len(self._ids if self._slots_by_id is None else self._slots_by_id)
@@ -52,195 +52,202 @@ class Partition(Generic[Block]):
     def nbytes(self) -> int:
         return sum(column.nbytes for column in self._columns.values())
 
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for column in self._columns.values() for block in column.blocks]
+
     def sample_ids(self) -> list[str]:
         return list(self._ids if self._slots_by_id is None else self._slots_by_id)
 
     # Writing.
 
-    def locate(self, ids: Sequence[str]) -> Rows | None:
-        """Return each id's slot, -1 where there is none; None: the partition has no samples."""
+    def locate(self, ids: Sequence[str]) -> Slots:
+        """Return each id's slot, -1 where there is none."""
         if not len(self):
-            return None
+            return Slots(np.full(len(ids), -1))
         if len(ids) == len(self._ids) == len(self) and ids == self._ids:
-            if self._everyone is None:
-                self._everyone = np.arange(len(ids))
-            return self._everyone
+            if self._all_slots is None:
+                self._all_slots = Slots(np.arange(len(ids)), self._version)
+            return self._all_slots
         slot_of = self._slot_of.get
-        return np.array([slot_of(sample_id, -1) for sample_id in map(str, ids)], dtype=np.int64)
+        return Slots(np.array([slot_of(sample_id, -1) for sample_id in map(str, ids)], dtype=np.int64))
 
-    def count_new(self, ids: Sequence[str], slots: Rows | None) -> int:
-        """Return how many of `ids` it does not have; `slots` are what `locate` gave for them."""
-        if slots is None:
-            return len(ids)
-        return 0 if slots is self._everyone else int(np.count_nonzero(slots < 0))
-
-    def check_room(self, new: int) -> None:
-        """Refuse more samples than were registered.
+    def check(self, put: Put[Block], slots: Slots) -> int:
+        """Return how many samples of a put are new; `slots` are what `locate` gives for its ids.
 
         Raises:
-            CapacityExceeded: with all numbers.
+            CapacityExceeded: more samples than were registered.
+            SchemaError: a put that would mix forms in a column, or lengths in a row, or groups, or whose tags are
+                outside enums.
         """
-        limit = None if self.registration is None else self.registration.num_samples
-        if limit is not None and len(self) + new > limit:
+        new = 0 if slots.version is not None else int(np.count_nonzero(slots.at < 0))
+        registration = self.registration
+        if registration is not None and len(self) + new > registration.num_samples:
             raise CapacityExceeded(
                 f"a put of {new} new samples does not fit into partition '{self.name}': it was registered for "
-                f"num_samples={limit} and holds {len(self)}. Clear samples that are done with, or register more"
+                f"num_samples={registration.num_samples} and holds {len(self)}. Clear samples that are done with, or "
+                "register more"
             )
-
-    def check_put(
-        self,
-        ids: Sequence[str],
-        slots: Rows | None,
-        chunks: Mapping[str, Sequence[Block]],
-        tags: Sequence[Mapping[str, Any]] | None,
-        lengths: Said,
-    ) -> None:
-        """Refuse a put that would mix forms in a column, or lengths in a row, or whose tags are outside enums."""
-        for name, parts in chunks.items():
-            column = self._columns.get(name)
-            form = column.form if column else None
-            if column is None or form is None or form == parts[0].form:
-                continue
-            check_same_axes(name, parts[0].form.trailing, form.trailing, ids, self.name)
-            if not self._overwrites(column, slots):
-                raise SchemaError(
-                    f"column '{name}' of partition '{self.name}' holds {form}; got {parts[0].form}. Put the same "
-                    "kind, dtype and shape, overwrite all its rows at once, or use another column name"
-                )
-        self._lengths.check(ids, slots, lengths, lambda some: self._says_length(some, chunks))
-        self._claims.check(ids, slots, tags)
-        for tag, allowed in (self.registration.enums if self.registration else {}).items():
-            for row, values in enumerate(tags or ()):
+        for name, blocks in put.columns.items():
+            if name in self._columns:
+                self._check_form(name, blocks[0], put.ids, slots.at)
+        if put.lengths:
+            self._check_lengths(put, slots.at)
+        if self._claims.groups is not None:
+            self._claims.groups.check(put.ids, slots.at, put.tags)
+        for tag, allowed in (registration.enums if registration else {}).items():
+            for row, values in enumerate(put.tags or ()):
                 if tag in values and values[tag] not in allowed:
                     raise SchemaError(
-                        f"tag '{tag}' of sample '{ids[row]}' is {values[tag]!r}; partition '{self.name}' was "
+                        f"tag '{tag}' of sample '{put.ids[row]}' is {values[tag]!r}; partition '{self.name}' was "
                         f"registered with {', '.join(map(repr, allowed))}"
                     )
+        return new
 
-    @staticmethod
-    def _overwrites(column: Column[Block], slots: Rows | None) -> bool:
-        return slots is not None and column.holds_only(slots[slots >= 0])
-
-    def put(
-        self,
-        ids: Sequence[str],
-        slots: Rows | None,
-        chunks: Mapping[str, Sequence[Block]],
-        tags: Sequence[Mapping[str, Any]] | None,
-        lengths: Said,
-    ) -> Rows:
-        """Write what `check_put` has let pass, and return the slots; `slots` are what `locate` gave."""
-        slots = self._with_new(ids, slots, tags)
-        everyone = self._everyone
-        if len(ids):
-            self._lengths.write(slots, lengths, everyone=everyone, size=len(self._ids))
-            self._saying = (self._saying - chunks.keys()) | lengths.keys()
-            for name, parts in chunks.items():
-                self._columns.setdefault(name, Column()).write(slots, parts, everyone)
-        for sample_id, values in zip(ids, tags or ()):
-            self._tags.setdefault(sample_id, {}).update(values)
-        return slots
-
-    def _with_new(
-        self, ids: Sequence[str], slots: Rows | None, tags: Sequence[Mapping[str, Any]] | None
-    ) -> Rows:
-        """Give slots to samples that have none."""
-        if slots is None:
-            return self._add(ids, tags)
-        if self.count_new(ids, slots):
-            new = np.flatnonzero(slots < 0)
-            rows = new.tolist()
-            slots[new] = self._add(
-                [ids[row] for row in rows], None if tags is None else [tags[r] for r in rows]
+    def _check_form(self, name: str, block: Block, ids: Sequence[str], slots: Rows) -> None:
+        column, got = self._columns[name], block.form
+        held = column.form
+        if held is None or held == got:
+            return
+        axes = FIELDS[name].trailing_dims if name in FIELDS else 0
+        if axes and got.trailing[-axes:] != held.trailing[-axes:]:
+            raise SchemaError(
+                f"column '{name}' of {shown(ids) or 'no samples'} has {got.trailing[-axes:]} values per token; the "
+                f"samples of partition '{self.name}' have {held.trailing[-axes:]} (routes: MoE layers, experts per "
+                "token). Write the rows of one model to one partition, or clear its samples first"
             )
-        return slots
+        if not column.holds_only(slots[slots >= 0]):
+            raise SchemaError(
+                f"column '{name}' of partition '{self.name}' holds {held}; got {got}. Put the same kind, dtype and "
+                "shape, overwrite all its rows at once, or use another column name"
+            )
 
-    def _says_length(
-        self, slots: Rows, besides: Mapping[str, object]
-    ) -> tuple[str, NDArray[np.bool_]] | None:
-        """Return a column, not among `besides`, that says the length of some of the slots, and of which."""
+    def _check_lengths(self, put: Put[Block], slots: Rows) -> None:
+        """Hold the columns of a put to one length per row, and to the rows that are there."""
+        (first, lengths), *others = put.lengths.items()
+        for name, other in others:
+            if other is not lengths and len(rows := np.flatnonzero(other != lengths)):
+                row = int(rows[0])
+                raise _two_lengths(name, put.ids[row], other[row], first, lengths[row], "of the same put")
+        if not len(self._lengths):
+            return
+        held = self._lengths[slots]
+        differs = np.flatnonzero((held != lengths) & (held != _UNKNOWN) & (slots >= 0))
+        if not len(differs):
+            return
         for name, column in self._columns.items():
-            if name in self._saying and name not in besides:
-                held = column.held(slots)
-                if held.any():
-                    return name, held
-        return None
+            if name in self._saying and name not in put.columns:
+                says = column.held(slots[differs])
+                if says.any():
+                    row = int(differs[int(says.argmax())])
+                    where = "that the store holds"
+                    raise _two_lengths(first, put.ids[row], lengths[row], name, held[row], where)
 
-    def _add(self, ids: Sequence[str], tags: Sequence[Mapping[str, Any]] | None) -> Rows:
-        first, count = len(self._ids), len(ids)
-        slots = np.arange(first, first + count)
-        if first:
-            self._slot_of.update(zip(ids, range(first, first + count)))
-        else:
+    def write(self, put: Put[Block], slots: Slots) -> tuple[Slots, list[Block]]:
+        """Write what `check` has let pass; return the slots of all samples, and the blocks that no row is left of."""
+        if slots.version is None:
+            slots = self._with_new(put, slots.at)
+        gone: list[Block] = []
+        if put.ids:
+            self._write_lengths(next(iter(put.lengths.values()), None), slots)
+            self._saying = (self._saying - put.columns.keys()) | put.lengths.keys()
+            for name, blocks in put.columns.items():
+                if name not in self._columns:
+                    self._columns[name] = Column()
+                gone += self._columns[name].write(slots, blocks)
+        for sample_id, values in zip(put.ids, put.tags or ()):
+            self._tags.setdefault(sample_id, {}).update(values)
+        return slots, gone
+
+    def _with_new(self, put: Put[Block], slots: Rows) -> Slots:
+        """Give slots to samples that have none."""
+        rows = np.flatnonzero(slots < 0)
+        if not len(rows):
+            return Slots(slots)
+        first, count = len(self._ids), len(rows)
+        is_first = not first
+        ids, tags = put.ids, put.tags
+        if count < len(slots):
+            ids = [ids[row] for row in rows.tolist()]
+            tags = None if tags is None else [tags[row] for row in rows.tolist()]
+        slots[rows] = np.arange(first, first + count)
+        if is_first:
             self._slots_by_id = None
+        else:
+            self._slot_of.update(zip(ids, range(first, first + count)))
         self._ids.extend(ids)
-        self._everyone = slots if not first else None
-        self._claims.add(ids, tags)
-        return slots
+        self._version += 1
+        self._all_slots = Slots(slots, self._version) if is_first else None
+        if self._claims.groups is not None:
+            self._claims.groups.add(ids, first, tags)
+        return self._all_slots or Slots(slots)
 
-    def clear(self, ids: Sequence[str]) -> None:
-        """Remove samples; ids that it does not have are ignored."""
-        self._everyone = None
-        self._clear_known([sample_id for sample_id in dict.fromkeys(ids) if sample_id in self._slot_of])
+    def _write_lengths(self, lengths: Lengths | None, slots: Slots) -> None:
+        if lengths is not None and slots.version is not None:
+            self._lengths = lengths.copy()
+            return
+        known, size = len(self._lengths), len(self._ids)
+        if known < size:
+            more = max(size, 2 * known) - known
+            self._lengths = np.concatenate([self._lengths, np.full(more, _UNKNOWN, np.int32)])
+        if lengths is not None:
+            self._lengths[slots.at] = lengths
+
+    def clear(self, ids: Sequence[str]) -> list[Block]:
+        """Remove samples, and return the blocks that no row is left of; ids that it does not have are ignored."""
+        known = [sample_id for sample_id in dict.fromkeys(ids) if sample_id in self._slot_of]
+        slots = np.array([self._slot_of.pop(sample_id) for sample_id in known], dtype=np.int64)
+        self._version, self._all_slots = self._version + 1, None
+        self._claims.drop(slots)
+        for sample_id in known:
+            self._tags.pop(sample_id, None)
+        gone = [block for column in self._columns.values() for block in column.drop(slots)]
+        self._columns = {name: column for name, column in self._columns.items() if column.form is not None}
         if not len(self) or len(self._ids) > max(_FEW_SLOTS, 2 * len(self)):
             self._renumber()
-
-    def _clear_known(self, ids: Sequence[str]) -> None:
-        slots = np.array([self._slot_of.pop(sample_id) for sample_id in ids], dtype=np.int64)
-        self._claims.drop(slots)
-        for sample_id in ids:
-            self._tags.pop(sample_id, None)
-        for column in self._columns.values():
-            column.drop(slots)
-        self._columns = {name: column for name, column in self._columns.items() if column.form is not None}
+        return gone
 
     def _renumber(self) -> None:
         """Close the gaps that cleared samples have left."""
-        slots = np.flatnonzero(self._claims.alive)
+        slots = np.array(list(self._slot_of.values()), dtype=np.int64)
         for column in self._columns.values():
             column.renumber(slots)
-        self._ids = [self._ids[slot] for slot in slots.tolist()]
-        self._slots_by_id = None
-        self._lengths.renumber(slots)
+        self._ids, self._slots_by_id = list(self._slot_of), None
+        self._lengths = self._lengths[slots]
         self._claims.renumber(slots)
 
     # Reading.
 
-    def slots(self, ids: Sequence[str], names: Sequence[str]) -> Rows:
+    def slots(self, ids: Sequence[str], names: Sequence[str]) -> Slots:
         """Return the slots of `ids`, all of which have the columns `names`.
 
         Raises:
             SampleNotFound: unknown ids, and columns that known ones lack, all in one message.
         """
-        slots = self.locate(ids)
-        if slots is None:
-            slots = np.full(len(ids), -1)
-        faults = self._unknown(ids, slots)
-        known = slots if not faults else slots[slots >= 0]
+        slots, faults = self.locate(ids), []
+        known = slots
+        if slots.version is None and (slots.at < 0).any():
+            unknown = list(dict.fromkeys(str(ids[row]) for row in np.flatnonzero(slots.at < 0).tolist()))
+            faults.append(f"unknown sample ids {shown(unknown)}")
+            known = Slots(slots.at[slots.at >= 0])
         for name in names:
             column = self._columns.get(name)
             if column is None:
                 faults.append(f"no sample has column '{name}'")
             elif not column.holds_all(known):
-                held = column.held(known)
-                lacking = list(dict.fromkeys(self._ids[slot] for slot in known[~held].tolist()))
-                faults.append(f"column '{name}' is not written for {shown(lacking)}")
+                lacking = known.at[~column.held(known.at)].tolist()
+                ids_lacking = list(dict.fromkeys(self._ids[slot] for slot in lacking))
+                faults.append(f"column '{name}' is not written for {shown(ids_lacking)}")
         if faults:
             raise SampleNotFound(f"partition '{self.name}': {'; '.join(faults)}")
         return slots
-
-    def _unknown(self, ids: Sequence[str], slots: Rows) -> list[str]:
-        if not self.count_new(ids, slots):
-            return []
-        unknown = list(dict.fromkeys(str(ids[row]) for row in np.flatnonzero(slots < 0).tolist()))
-        return [f"unknown sample ids {shown(unknown)}"]
 
     def select(self, ids: Sequence[str], names: Sequence[str]) -> dict[str, Selection[Block]]:
         """Return how to read columns of samples; raises what `slots` raises."""
         slots = self.slots(ids, names)
         return {name: self._columns[name].select(slots) for name in names}
 
-    def shared_columns(self, ids: list[str]) -> list[str]:
+    def shared_columns(self, ids: Sequence[str]) -> list[str]:
         """Return the columns that all of `ids` have."""
         slots = self.slots(ids, ())
         return [name for name, column in self._columns.items() if column.holds_all(slots)]
@@ -249,31 +256,37 @@ class Partition(Generic[Block]):
         """Return copies of the samples' tags; None if none has any."""
         if not self._tags:
             return None
-        tags = copied_tags([self._tags.get(sample_id, {}) for sample_id in ids])
+        tags = [copied_tag(self._tags.get(sample_id, {}), row) for row, sample_id in enumerate(ids)]
         return tags if any(tags) else None
 
-    def lengths_of(self, slots: Rows) -> Rows | None:
+    def lengths_of(self, slots: Slots) -> list[int] | None:
         """Return the samples' lengths if a column says them that all have: of lengths, or of tokens."""
         for name in (INPUT_LENGTHS, INPUT_IDS):
-            column = self._columns.get(name)
-            if column and name in self._saying and column.holds_all(slots):
-                return self._lengths.of(slots)
+            if name in self._saying and name in self._columns and self._columns[name].holds_all(slots):
+                lengths: list[int] = self._lengths[slots.at].tolist()
+                return lengths
         return None
-
-    def ids_of(self, slots: Rows) -> list[str]:
-        return [self._ids[slot] for slot in slots.tolist()]
 
     # Claiming.
 
-    def claim(self, request: ClaimRequest) -> Rows | None:
-        """Take the next samples for a task; raises what `PartitionClaims.claim` raises."""
-        return self._claims.claim(request, self._ids, self._held_by(request.fields))
+    def claim(self, request: ClaimRequest) -> tuple[list[str], Slots] | None:
+        """Take the next samples for a task; raises what `Claims.claim` raises."""
+        slots = self._claims.claim(request, self._ids, self._held_by(request.fields))
+        return None if slots is None else ([self._ids[slot] for slot in slots.tolist()], Slots(slots))
 
     def describe_wait(self, request: ClaimRequest) -> str:
-        return self._claims.describe_wait(request.task, self._held_by(request.fields))
+        return self._claims.describe_wait(request.task, len(self._ids), self._held_by(request.fields))
 
     def is_consumed(self, tasks: Sequence[str]) -> bool:
-        return self._claims.is_consumed(tasks)
+        return self._claims.is_consumed(tasks, len(self._ids))
 
     def _held_by(self, names: Sequence[str]) -> dict[str, Held]:
         return {name: self._columns.get(name, Column[Block]()).held for name in names}
+
+
+def _two_lengths(name: str, sample: str, got: int, other: str, held: int, where: str) -> SchemaError:
+    return SchemaError(
+        f"column '{name}' has {got} tokens for sample '{sample}'; column '{other}' {where} says {held}. Write "
+        "all columns of a sample that have one value per token with one length; to change it, overwrite them, and "
+        f"'{INPUT_LENGTHS}', in one put"
+    )

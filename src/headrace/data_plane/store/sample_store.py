@@ -1,4 +1,4 @@
-"""Partitions behind one lock: `SampleStore` keeps the books, `LocalStore` the bytes as well.
+"""Partitions behind one lock. Where their rows lie, here or elsewhere, is for a client of the store to know.
 
 Bytes are copied outside the lock: a put copies its columns before it takes the lock, and a get only selects
 under the lock, since chunks never change.
@@ -6,15 +6,13 @@ under the lock, since chunks never change.
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple
 
-from headrace.data_plane.checks import shown
-from headrace.data_plane.requests import ClaimRequest, Registration
-from headrace.data_plane.store.chunks import Chunk, OwnOffsets, Rows
-from headrace.data_plane.store.column import Block, Selection, read
-from headrace.data_plane.store.lengths import Said
+from headrace.data_plane.interfaces import KVBatchMeta, meta_of_checked
+from headrace.data_plane.store.columns import Block, Put, Selection, Slots, shown
 from headrace.data_plane.store.partition import Partition
+from headrace.data_plane.store.requests import ClaimRequest, Registration
 from headrace.errors import CapacityExceeded, ClaimTimeout, DataPlaneError, SampleNotFound
 
 _REMEMBERED = 1000
@@ -28,12 +26,18 @@ class RowFacts(NamedTuple):
     sequence_lengths: list[int] | None
     tags: list[dict[str, Any]] | None
 
+    def meta(self, partition_id: str, task_name: str, fields: list[str]) -> KVBatchMeta:
+        return meta_of_checked(
+            partition_id, task_name, self.sample_ids, fields, self.sequence_lengths, tags=self.tags
+        )
+
 
 class SampleStore(Generic[Block]):
-    """Partitions by name, at most `capacity` samples over all of them; their rows may be kept elsewhere.
+    """Partitions by name, at most `capacity` samples over all of them.
 
     A partition ends when it is cleared as a whole or, if nobody has registered it, with its last row. Then nothing is
     left of it but its registration, while it is one of the latest: it begins again, empty, when somebody asks for it.
+    `register`, `put` and `clear` return the blocks that no row is left of.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -45,7 +49,7 @@ class SampleStore(Generic[Block]):
         self._waiting = 0
         self._is_closed = False
 
-    def register(self, registration: Registration) -> None:
+    def register(self, registration: Registration) -> list[Block]:
         """Open a partition, in place of one of the same name.
 
         Raises:
@@ -59,84 +63,59 @@ class SampleStore(Generic[Block]):
             )
         with self._changed:
             self._check_open()
-            self._end(name)
+            gone = self._end(name)
             self._ended.pop(name, None)
             self._partitions[name] = Partition(name, registration)
             self._changed.notify_all()
+            return gone
 
-    def _end(self, name: str) -> None:
+    def _end(self, name: str) -> list[Block]:
         """Drop a partition with its rows; of a registered one, its registration stays for a while."""
         self._ended.pop(name, None)
         partition = self._partitions.pop(name, None)
         if partition is None:
-            return
+            return []
         self._held -= len(partition)
         if partition.registration is not None:
             self._ended[name] = partition.registration
             if len(self._ended) > _REMEMBERED:
                 del self._ended[next(iter(self._ended))]
+        return partition.blocks
 
-    def _find(self, name: str) -> Partition[Block] | None:
-        """Return a partition; one that has ended begins again."""
-        if name in self._ended:
-            self._partitions[name] = Partition(name, self._ended.pop(name))
-        return self._partitions.get(name)
-
-    def put(
-        self,
-        partition_id: str,
-        ids: list[str],
-        chunks: Mapping[str, Sequence[Block]],
-        tags: Sequence[Mapping[str, Any]] | None,
-        lengths: Said,
-    ) -> RowFacts:
-        """Write rows, all or nothing; a partition that was not registered appears with its first put.
-
-        The `chunks` of a column together have one row per id; no ids: one chunk at least. `lengths` are what
-        `said_lengths` gives for the columns.
-        """
+    def put(self, put: Put[Block]) -> tuple[RowFacts, list[Block]]:
+        """Write rows, all or nothing; a partition that was not registered appears with its first put."""
+        name, ids = put.partition_id, put.ids
         with self._changed:
-            partition, slots, new = self._checked(partition_id, ids, chunks, tags, lengths)
+            partition, slots, new = self._checked(put)
             if ids or partition.registration is not None:
-                self._partitions[partition_id] = partition
-                self._ended.pop(partition_id, None)
+                self._partitions[name] = partition
+                self._ended.pop(name, None)
             self._held += new
-            slots = partition.put(ids, slots, chunks, tags, lengths)
-            facts = self._facts(partition, ids, slots)
+            slots, gone = partition.write(put, slots)
+            facts = RowFacts(ids, partition.lengths_of(slots), partition.tags_of(ids))
             if self._waiting:
                 self._changed.notify_all()
-        return facts()
+        return facts, gone
 
-    def check_put(
-        self,
-        partition_id: str,
-        ids: list[str],
-        chunks: Mapping[str, Sequence[Block]],
-        tags: Sequence[Mapping[str, Any]] | None,
-        lengths: Said,
-    ) -> None:
+    def check_put(self, put: Put[Block]) -> None:
         """Raise what `put` would raise."""
         with self._changed:
-            self._checked(partition_id, ids, chunks, tags, lengths)
+            self._checked(put)
 
-    def _checked(
-        self,
-        partition_id: str,
-        ids: list[str],
-        chunks: Mapping[str, Sequence[Block]],
-        tags: Sequence[Mapping[str, Any]] | None,
-        lengths: Said,
-    ) -> tuple[Partition[Block], Rows | None, int]:
+    def _checked(self, put: Put[Block]) -> tuple[Partition[Block], Slots, int]:
         """Return the partition of a put that nothing speaks against, which may be new, the ids' slots, and new rows."""
         self._check_open()
-        partition = self._partitions.get(partition_id)
+        name = put.partition_id
+        partition = self._partitions.get(name)
         if partition is None:
-            partition = Partition(partition_id, self._ended.get(partition_id))
-        slots = partition.locate(ids)
-        new = partition.count_new(ids, slots)
-        self._check_capacity(partition_id, new)
-        partition.check_room(new)
-        partition.check_put(ids, slots, chunks, tags, lengths)
+            partition = Partition(name, self._ended.get(name))
+        slots = partition.locate(put.ids)
+        new = partition.check(put, slots)
+        if self._held + new > self._capacity:
+            raise CapacityExceeded(
+                f"a put of {new} new samples into partition '{name}' does not fit: the store holds {self._held} of "
+                f"at most {self._capacity}. Clear samples that are done with, or raise data_plane.storage_capacity"
+            )
         return partition, slots, new
 
     def select(
@@ -150,24 +129,26 @@ class SampleStore(Generic[Block]):
         with self._changed:
             return self._existing(partition_id, ids).select(ids, names)
 
-    def shared_columns(self, partition_id: str, ids: list[str]) -> list[str]:
+    def shared_columns(self, partition_id: str, ids: Sequence[str]) -> list[str]:
         """Return the columns that all of `ids` have."""
         with self._changed:
             return self._existing(partition_id, ids).shared_columns(ids)
 
-    def clear(self, partition_id: str, ids: Sequence[str] | None) -> None:
+    def clear(self, partition_id: str, ids: Sequence[str] | None) -> list[Block]:
         """Remove rows, or with None the partition; what is not there is ignored."""
         with self._changed:
             self._check_open()
             partition = self._partitions.get(partition_id)
             if partition is None:
-                return
+                return []
+            gone: list[Block] = []
             if ids is not None:
                 before = len(partition)
-                partition.clear(ids)
+                gone = partition.clear(ids)
                 self._held -= before - len(partition)
             if ids is None or (partition.registration is None and not len(partition)):
-                self._end(partition_id)
+                gone += self._end(partition_id)
+            return gone
 
     def claim(self, request: ClaimRequest, timeout_s: float = 0.0) -> RowFacts | None:
         """Take rows for a task, waiting up to `timeout_s` for them.
@@ -176,7 +157,12 @@ class SampleStore(Generic[Block]):
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while (facts := self._claim_now(request)) is None:
+            while True:
+                partition = self._registered(request.partition_id)
+                claimed = partition.claim(request)
+                if claimed is not None:
+                    ids, slots = claimed
+                    return RowFacts(ids, partition.lengths_of(slots), partition.tags_of(ids))
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None
@@ -185,12 +171,6 @@ class SampleStore(Generic[Block]):
                     self._changed.wait(min(left, threading.TIMEOUT_MAX))
                 finally:
                     self._waiting -= 1
-        return facts()
-
-    def _claim_now(self, request: ClaimRequest) -> Callable[[], RowFacts] | None:
-        partition = self._registered(request.partition_id)
-        slots = partition.claim(request)
-        return None if slots is None else self._facts(partition, partition.ids_of(slots), slots)
 
     def claim_timeout(self, request: ClaimRequest) -> ClaimTimeout:
         """Return the error that says what a claim has waited for."""
@@ -221,47 +201,26 @@ class SampleStore(Generic[Block]):
             self._ended.clear()
             self._changed.notify_all()
 
-    def _facts(self, partition: Partition[Block], ids: list[str], slots: Rows) -> Callable[[], RowFacts]:
-        """Gather facts about rows under the lock; the result lists the lengths, outside it."""
-        tags, lengths = partition.tags_of(ids), partition.lengths_of(slots)
-        return lambda: RowFacts(ids, None if lengths is None else lengths.tolist(), tags)
-
-    def _check_capacity(self, partition_id: str, asked: int) -> None:
-        if self._held + asked > self._capacity:
-            raise CapacityExceeded(
-                f"a put of {asked} new samples into partition '{partition_id}' does not fit: the store holds "
-                f"{self._held} of at most {self._capacity}. Clear samples that are done with, or raise "
-                "data_plane.storage_capacity"
-            )
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise DataPlaneError("the store is closed: the client that started it was closed")
 
-    def _registered(self, partition_id: str) -> Partition[Block]:
+    def _registered(self, name: str) -> Partition[Block]:
+        """Return a partition; one that has ended begins again."""
         self._check_open()
-        partition = self._find(partition_id)
-        if partition is None:
-            raise DataPlaneError(f"unknown partition '{partition_id}'; there are: {self._known()}")
-        return partition
+        if name in self._ended:
+            self._partitions[name] = Partition(name, self._ended.pop(name))
+        if name not in self._partitions:
+            raise DataPlaneError(f"unknown partition '{name}'; there are: {self._known()}")
+        return self._partitions[name]
 
-    def _existing(self, partition_id: str, ids: Sequence[str]) -> Partition[Block]:
+    def _existing(self, name: str, ids: Sequence[str]) -> Partition[Block]:
         self._check_open()
-        partition = self._partitions.get(partition_id)
-        if partition is None:
+        if name not in self._partitions:
             raise SampleNotFound(
-                f"unknown partition '{partition_id}' (there are: {self._known()}), so no sample ids {shown(ids)}"
+                f"unknown partition '{name}' (there are: {self._known()}), so no sample ids {shown(ids)}"
             )
-        return partition
+        return self._partitions[name]
 
     def _known(self) -> str:
         return shown(list(self._partitions)) or "none"
-
-
-class LocalStore(SampleStore[Chunk]):
-    """Partitions with their bytes, in this process."""
-
-    def get(self, partition_id: str, ids: Sequence[str], names: Sequence[str]) -> dict[str, Chunk]:
-        """Return columns of rows in memory that is fresh for this call; raises what `select` raises."""
-        selections, shared = self.select(partition_id, ids, names), OwnOffsets()
-        return {name: read(selection, shared) for name, selection in selections.items()}

@@ -1,4 +1,4 @@
-"""What clients ask of a store's books, checked and made plain before it leaves the caller: the same for every store."""
+"""What clients ask of a store, checked and made plain before it leaves the caller: the same for every store."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ class Registration(NamedTuple):
     partition_id: str
     num_samples: int
     tasks: tuple[str, ...]
-    group_size: int
-    group_tag: str | None
-    enums: Mapping[str, tuple[Any, ...]]
+    group_size: int = 1
+    group_tag: str | None = None
+    enums: Mapping[str, tuple[Any, ...]] = {}
 
     @classmethod
     def of(
@@ -26,9 +26,10 @@ class Registration(NamedTuple):
         fields: Sequence[str],
         num_samples: int,
         consumer_tasks: Sequence[str],
-        grpo_group_size: int | None,
-        enums: Mapping[str, Sequence[str]] | None,
-        group_tag: str | None,
+        grpo_group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+        *,
+        group_tag: str | None = None,
     ) -> Self:
         """Return the registration that a call asks for.
 
@@ -61,7 +62,7 @@ class ClaimRequest(NamedTuple):
     task: str
     fields: list[str]
     rows: int
-    allow_partial: bool
+    allow_partial: bool = False
 
     @classmethod
     def of(
@@ -70,7 +71,7 @@ class ClaimRequest(NamedTuple):
         task_name: str,
         required_fields: Sequence[str],
         batch_size: int,
-        allow_partial: bool,
+        allow_partial: bool = False,
     ) -> Self:
         """Return the request that a call asks for.
 

@@ -21,8 +21,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
-from headrace.data_plane.store.chunks import Buffers, Chunk, Form, chunk_from_buffers
-from headrace.data_plane.store.lengths import Lengths, said_lengths
+from headrace.data_plane.store.columns import Chunk, Form, Rows, chunk_of_bytes
 from headrace.distributed.ragged import gather_spans, offsets_from_lengths
 from headrace.distributed.ragged_cpu import Bytes, Ints
 from headrace.errors import TransportError
@@ -58,6 +57,9 @@ class BlockInfo(NamedTuple):
     def flat_bytes(self) -> int:
         return _padded(self.nbytes)
 
+    def shrunk(self, rows: Rows) -> None:
+        """Return None: a block goes as a whole."""
+
 
 class Frames(NamedTuple):
     """The bytes of a block, flat uint8 each."""
@@ -78,15 +80,10 @@ class Frames(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedColumns:
-    """The blocks of a put, and the frames of each in the order of `blocks`; values share the columns' memory.
-
-    `lengths` has the tokens of each row for the columns that say how long samples are; columns that agree share
-    one array.
-    """
+    """The blocks of a put, and the frames of each in the order of `blocks`; values share the columns' memory."""
 
     columns: dict[str, list[BlockInfo]]
     frames: list[Frames]
-    lengths: dict[str, Lengths]
 
     @property
     def blocks(self) -> list[BlockInfo]:
@@ -119,22 +116,22 @@ def placed(columns: Mapping[str, Sequence[BlockInfo]], slots: Sequence[int]) -> 
 
 
 def pack(
-    chunks: Mapping[str, Chunk], key_prefix: str, min_block_bytes: int = MIN_BLOCK_BYTES
+    chunks: Mapping[str, Sequence[Chunk]], key_prefix: str, min_block_bytes: int = MIN_BLOCK_BYTES
 ) -> PackedColumns:
-    """Cut columns into blocks; block i gets the key `<key_prefix>.<i>`.
+    """Cut columns of a put into blocks; block i gets the key `<key_prefix>.<i>`.
 
     Blocks of `MAX_BLOCK_BYTES` at least are for a transport that gives single rows of them.
     """
     columns: dict[str, list[BlockInfo]] = {name: [] for name in chunks}
     frames: list[Frames] = []
-    for name, chunk in chunks.items():
+    for name, (chunk,) in chunks.items():
         for part in _parts(chunk, min_block_bytes):
             number = secrets.randbits(64)
             head, values = part.head(number), part.values
             key, size = f"{key_prefix}.{len(frames)}", len(head) + len(values)
             columns[name].append(BlockInfo(key, number, chunk.form, part.rows, size))
             frames.append(Frames(head, values))
-    return PackedColumns(columns, frames, _row_lengths(chunks))
+    return PackedColumns(columns, frames)
 
 
 def unpack(block: BlockInfo, data: torch.Tensor | Frames, rows: int | None = None) -> Chunk:
@@ -157,7 +154,7 @@ def unpack(block: BlockInfo, data: torch.Tensor | Frames, rows: int | None = Non
         raise BlockError(
             f"block '{block.key}' came back with {len(data.values)} bytes of values; expected {head.value_bytes}"
         )
-    return chunk_from_buffers(block.form, head.rows, data.values[: head.value_bytes], head.offsets(data.head))
+    return chunk_of_bytes(block.form, head.rows, data.values[: head.value_bytes], head.offsets(data.head))
 
 
 def select_rows(frames: Frames, rows: Ints) -> Frames:
@@ -228,9 +225,10 @@ def _head(rows: int, value_bytes: int, number: int, unit: int, offsets: torch.Te
 
 
 class _Part(NamedTuple):
-    """Rows start .. stop - 1 of a column's buffers."""
+    """Rows start .. stop - 1 of a column, whose values are flat bytes."""
 
-    source: Buffers
+    data: torch.Tensor
+    chunk: Chunk
     start: int
     stop: int
 
@@ -239,38 +237,29 @@ class _Part(NamedTuple):
         return self.stop - self.start
 
     @property
-    def offsets(self) -> torch.Tensor | None:
-        """Return the row offsets, counted from the part's first row."""
-        if self.source.offsets is None:
-            return None
-        mine = self.source.offsets[self.start : self.stop + 1]
-        return mine - mine[0]
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """Return the bytes of `values` that are the part's."""
-        offsets, unit = self.source.offsets, self.source.unit
+    def _span(self) -> tuple[int, int]:
+        """The bytes of `data` that are the part's."""
+        offsets, unit = self.chunk.offsets, self.chunk.unit
         if offsets is None:
             return self.start * unit, self.stop * unit
         return int(offsets[self.start]) * unit, int(offsets[self.stop]) * unit
 
     @property
     def values(self) -> torch.Tensor:
-        return self.source.values[slice(*self.span)]
+        return self.data[slice(*self._span)]
 
     def head(self, number: int) -> torch.Tensor:
-        start, stop = self.span
-        return torch.from_numpy(_head(self.rows, stop - start, number, self.source.unit, self.offsets))
+        offsets, (start, stop) = self.chunk.offsets, self._span
+        if offsets is not None:
+            offsets = offsets[self.start : self.stop + 1] - offsets[self.start]
+        return torch.from_numpy(_head(self.rows, stop - start, number, self.chunk.unit, offsets))
 
 
 def _parts(chunk: Chunk, min_bytes: int) -> Iterator[_Part]:
-    source = chunk.buffers()
-    if source.offsets is None:
-        ends = np.arange(len(chunk) + 1, dtype=np.int64) * source.unit
-    else:
-        ends = source.offsets.numpy() * source.unit
-    for start, stop in pairwise(_cuts(ends - ends[0], min_bytes)):
-        yield _Part(source, start, stop)
+    rows = np.arange(chunk.rows + 1, dtype=np.int64) if chunk.offsets is None else chunk.offsets.numpy()
+    data = chunk.flat_bytes()
+    for start, stop in pairwise(_cuts((rows - rows[0]) * chunk.unit, min_bytes)):
+        yield _Part(data, chunk, start, stop)
 
 
 def _cuts(ends: Ints, min_bytes: int) -> Sequence[int]:
@@ -280,20 +269,6 @@ def _cuts(ends: Ints, min_bytes: int) -> Sequence[int]:
     inner = np.searchsorted(ends, np.arange(size, total, size), side="left")
     cuts: list[int] = np.unique(np.concatenate([[0], inner, [rows]])).tolist()
     return cuts
-
-
-def _row_lengths(chunks: Mapping[str, Chunk]) -> dict[str, Lengths]:
-    narrow: list[tuple[object, Lengths]] = []
-    found: dict[str, Lengths] = {}
-    for name, lengths in said_lengths(chunks).items():
-        mine = next((known for wide, known in narrow if wide is lengths), None)
-        if mine is None:
-            # Equal arrays become one, which travels once.
-            fresh = lengths.astype(np.int32)
-            mine = next((known for _, known in narrow if np.array_equal(known, fresh)), fresh)
-            narrow.append((lengths, mine))
-        found[name] = mine
-    return found
 
 
 def _padded(size: int) -> int:

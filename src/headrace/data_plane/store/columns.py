@@ -1,0 +1,450 @@
+"""What every store keeps of a put: columns as chunks, rows of one form in one buffer; and which chunk has which row.
+
+Chunks never change, so readers need no lock.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from headrace.data_plane.codec import Leaf, checked_columns
+from headrace.data_plane.object_codec import copied_tag, decode_column, encode_column
+from headrace.data_plane.schema import INPUT_LENGTHS, PER_TOKEN_FIELDS
+from headrace.distributed.multimodal import PackedTensor
+from headrace.distributed.ragged import (
+    RaggedParts,
+    byte_view,
+    gather_dense,
+    gather_rows,
+    offsets_from_lengths,
+    own_copy,
+)
+from headrace.errors import SchemaError
+from headrace.utils.arguments import names_list, texts
+
+Rows = NDArray[np.int64]
+Lengths = NDArray[np.int32]
+Known = list[tuple[torch.Tensor, torch.Tensor]]
+"""Offsets that a call has met, each with the store's or the caller's own copy."""
+
+_SHOWN = 8
+_NOWHERE = -1
+_NO_ROWS: Rows = np.empty(0, np.int64)
+
+
+def shown(names: Sequence[str]) -> str:
+    """Return names for a message, the first few of many: "'a', 'b' and 3 more"."""
+    text = ", ".join(f"'{name}'" for name in names[:_SHOWN])
+    return text if len(names) <= _SHOWN else f"{text} and {len(names) - _SHOWN} more"
+
+
+class Form(NamedTuple):
+    """What all rows of a column have in common; kinds: dense, ragged, objects, media."""
+
+    kind: str
+    dtype: torch.dtype | None = None
+    trailing: tuple[int, ...] = ()
+    ragged_dim: int = 1
+    """Of media: along which dimension they are packed."""
+
+    def __str__(self) -> str:
+        if self.dtype is None:
+            return self.kind
+        shape = [str(size) for size in self.trailing]
+        if self.kind == "ragged":
+            shape.insert(self.ragged_dim - 1, "L")
+        return f"{self.kind} {self.dtype} rows of shape ({', '.join(shape)})"
+
+
+class RowBlock(Protocol):
+    """Rows of one form, here or elsewhere: what the bookkeeping of a store needs to know of them."""
+
+    @property
+    def form(self) -> Form: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+    def shrunk(self, rows: Rows) -> Self | None:
+        """Return only `rows`, in memory of their own; None if the block can only go as a whole."""
+
+
+Block = TypeVar("Block", bound=RowBlock)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of one form, in memory.
+
+    Dense: `values` (n, ...). Ragged: `values` (sum of lengths, ...) and `offsets` (n + 1). Objects and media: the bytes
+    of all messages, one per row, and their offsets.
+    """
+
+    form: Form
+    values: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.values if self.offsets is None else self.offsets) - (self.offsets is not None)
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (
+            self.offsets.nbytes if self.offsets is not None and self.form.dtype else 0
+        )
+
+    @property
+    def unit(self) -> int:
+        """Bytes of a token, or of a row where `offsets` are None."""
+        return prod(self.form.trailing) * self.values.element_size()
+
+    def copy(self) -> "Chunk":
+        """Return the rows with values in fresh CPU memory, around the same offsets."""
+        return Chunk(self.form, own_copy(self.values), self.offsets)
+
+    def shrunk(self, rows: Rows) -> "Chunk":
+        """Return rows in any order, repeats included, in fresh memory."""
+        index = torch.from_numpy(rows)
+        if self.offsets is None:
+            return Chunk(self.form, gather_dense(self.values, index))
+        return Chunk(self.form, *gather_rows(self.values, self.offsets, index))
+
+    def _span(self, start: int, stop: int) -> "Chunk":
+        if self.offsets is None:
+            return Chunk(self.form, self.values[start:stop])
+        offsets = self.offsets[start : stop + 1]
+        return Chunk(self.form, self.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
+
+    def picked(self, rows: Rows) -> "Chunk":
+        """Return rows in any order, sharing memory where they lie side by side."""
+        if not _are_run(rows):
+            return self.shrunk(rows)
+        start = int(rows[0]) if len(rows) else 0
+        return self if len(rows) == self.rows else self._span(start, start + len(rows))
+
+    def leaf(self, known: Known) -> Leaf | PackedTensor:
+        """Return the column for `wire_tensordict`; values share memory, offsets are copies `known` to a call."""
+        if self.offsets is None:
+            return self.values
+        if self.form.dtype is not None:
+            return RaggedParts(self.values, own_offsets(self.offsets, known), self.form.ragged_dim, None)
+        if self.form.kind == "media" and not self.rows:
+            return PackedTensor([], self.form.ragged_dim)
+        data = self.values.numpy().data
+        return decode_column(data[start:stop] for start, stop in pairwise(self.offsets.tolist()))
+
+    def flat_bytes(self) -> torch.Tensor:
+        """Return the values as flat CPU bytes in C order, shared where they are contiguous there."""
+        return torch.from_numpy(byte_view(self.values.detach().cpu()))
+
+
+def joined(chunks: Sequence[Chunk]) -> Chunk:
+    """Return the rows of chunks, one at least, one after the other; those of a single chunk share its memory."""
+    if len(chunks) == 1:
+        return chunks[0]
+    values = torch.cat([chunk.values for chunk in chunks])
+    lengths = [chunk.offsets.diff() for chunk in chunks if chunk.offsets is not None]
+    return Chunk(chunks[0].form, values, offsets_from_lengths(torch.cat(lengths)) if lengths else None)
+
+
+def read_rows(chunks: Sequence[Chunk], places: "Places") -> Chunk:
+    """Return rows of chunks (one at least) with values in fresh memory; offsets may be those of a chunk."""
+    if places is None:
+        return joined(chunks) if len(chunks) > 1 else chunks[0].copy()
+    chunk_of, row_of = places
+    turns = np.flatnonzero(chunk_of[1:] != chunk_of[:-1]) + 1
+    if not len(turns):
+        chunk = chunks[int(chunk_of[0])] if len(chunk_of) else chunks[0]
+        return chunk.picked(row_of).copy() if _are_run(row_of) else chunk.shrunk(row_of)
+    if len(turns) > 2 * len(chunks):
+        order = np.argsort(chunk_of, kind="stable")
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        return read_rows(chunks, (chunk_of[order], row_of[order])).shrunk(back)
+    bounds = [0, *turns.tolist(), len(chunk_of)]
+    return joined([chunks[int(chunk_of[a])].picked(row_of[a:b]) for a, b in pairwise(bounds)])
+
+
+def _are_run(rows: Rows) -> bool:
+    """Return whether rows follow one another."""
+    return not len(rows) or bool(rows[-1] == rows[0] + len(rows) - 1 and (rows[1:] > rows[:-1]).all())
+
+
+def own_offsets(offsets: torch.Tensor, known: Known) -> torch.Tensor:
+    """Return a copy of offsets; of equal ones that a call has met the same."""
+    for met, own in known:
+        if met is offsets or torch.equal(met, offsets):
+            return own
+    known.append((offsets, offsets.clone()))
+    return known[-1][1]
+
+
+def chunk_of_leaf(name: str, leaf: Leaf, sample_ids: Sequence[str], known: Known) -> Chunk:
+    """Return a column as a chunk that shares its values' memory, with offsets of its own.
+
+    Raises:
+        SchemaError: an object that cannot be stored, with its column, row and sample.
+    """
+    if isinstance(leaf, RaggedParts):
+        values, offsets, ragged_dim, _ = leaf
+        form = Form("ragged", values.dtype, tuple(values.shape[1:]), ragged_dim)
+        return Chunk(form, values, own_offsets(offsets, known))
+    if isinstance(leaf, torch.Tensor):
+        return Chunk(Form("dense", leaf.dtype, tuple(leaf.shape[1:])), leaf)
+    messages = encode_column(name, leaf, sample_ids)
+    lengths = torch.tensor([len(message) for message in messages], dtype=torch.int64)
+    # One byte more, since torch takes no empty buffer.
+    values = torch.frombuffer(bytearray(b"".join((*messages, b"\0"))), dtype=torch.uint8)[:-1]
+    form = Form("objects")
+    if len(leaf) and all(isinstance(value, PackedTensor) for value in leaf):
+        form = Form("media", ragged_dim=leaf[0].dim_to_pack)
+    return Chunk(form, values, offsets_from_lengths(lengths))
+
+
+def chunk_of_bytes(form: Form, rows: int, data: torch.Tensor, offsets: torch.Tensor | None) -> Chunk:
+    """Return the chunk of `rows` rows whose `flat_bytes` and offsets these are, sharing their memory."""
+    if form.dtype is None:
+        return Chunk(form, data, torch.zeros(1, dtype=torch.int64) if offsets is None else offsets)
+    if form.kind == "ragged" and offsets is None:
+        offsets = torch.zeros(1, dtype=torch.int64)
+    tokens = rows if offsets is None else int(offsets[-1])
+    values = data.view(form.dtype) if data.numel() else data.new_empty(0, dtype=form.dtype)
+    return Chunk(form, values.view(tokens, *form.trailing), offsets)
+
+
+class Put(NamedTuple, Generic[Block]):
+    """What a store is told of a put; the blocks of a column together have one row per id.
+
+    `lengths` are the tokens of each row by the columns that say them; columns that agree share one array.
+    """
+
+    partition_id: str
+    ids: list[str]
+    columns: Mapping[str, Sequence[Block]]
+    tags: Sequence[Mapping[str, Any]] | None
+    lengths: Mapping[str, Lengths]
+
+
+def checked_put(
+    sample_ids: Sequence[str],
+    partition_id: str,
+    fields: TensorDict | None,
+    tags: Sequence[Mapping[str, Any]] | None,
+) -> Put[Chunk]:
+    """Return a put with one chunk per column, which shares the memory of its values.
+
+    Raises:
+        SchemaError: an id that appears twice (all such are named), or what `checked_columns` and `checked_tags` refuse.
+    """
+    ids = texts("sample_ids", sample_ids)
+    if len(set(ids)) != len(ids):
+        repeated = [sample_id for sample_id, count in Counter(ids).items() if count > 1]
+        raise SchemaError(f"a put needs every sample id once; repeated: {shown(repeated)}")
+    own_tags = None if tags is None else checked_tags(tags, len(ids))
+    known: Known = []
+    columns = checked_columns(fields, len(ids))
+    chunks = {name: chunk_of_leaf(name, leaf, ids, known) for name, leaf in columns.items()}
+    return Put(partition_id, ids, {n: [c] for n, c in chunks.items()}, own_tags, said_lengths(chunks))
+
+
+def checked_tags(tags: Sequence[Mapping[str, Any]], rows: int) -> list[dict[str, Any]]:
+    """Return copies of the tags of a put.
+
+    Raises:
+        SchemaError: not one mapping per row, or a value that cannot be stored.
+    """
+    if len(names_list("tags", tags)) != rows:
+        raise SchemaError(f"{len(tags)} tags for {rows} sample ids; give one per sample")
+    other = next((tag for tag in tags if not isinstance(tag, Mapping)), None)
+    if other is not None:
+        raise SchemaError(
+            f"tags hold a {type(other).__name__}; expected a mapping of names to values per sample"
+        )
+    return [copied_tag(tag, row) for row, tag in enumerate(tags)]
+
+
+def said_lengths(chunks: Mapping[str, Chunk]) -> dict[str, Lengths]:
+    """Return how many tokens each row has by the columns that say so: `input_lengths`, and declared per-token ones.
+
+    One value per sample, which holds for all its tokens, says nothing.
+    """
+    said: dict[str, Lengths] = {}
+    by_offsets: dict[int, Lengths] = {}
+    for name, (form, values, offsets) in ((n, (c.form, c.values, c.offsets)) for n, c in chunks.items()):
+        if name == INPUT_LENGTHS and form.kind == "dense":
+            found = values.detach().cpu().reshape(-1).numpy().astype(np.int32)
+        elif name not in PER_TOKEN_FIELDS or form.dtype is None or form.ragged_dim != 1:
+            continue
+        elif offsets is not None:
+            if id(offsets) in by_offsets:
+                said[name] = by_offsets[id(offsets)]
+                continue
+            found = np.diff(offsets.numpy()).astype(np.int32)
+        elif form.trailing:
+            found = np.full(len(values), form.trailing[0], np.int32)
+        else:
+            continue
+        said[name] = next((known for known in said.values() if np.array_equal(known, found)), found)
+        if offsets is not None:
+            by_offsets[id(offsets)] = said[name]
+    return said
+
+
+class Slots(NamedTuple):
+    """Rows of a partition by slot, a small number that it gives each sample.
+
+    `version` is the partition's if these are all its slots, in order: it changes when samples come or go.
+    """
+
+    at: Rows
+    version: int | None = None
+
+
+Places = tuple[Rows, Rows] | None
+"""Row i is row `places[1][i]` of block `places[0][i]`; None: they are all rows of all blocks, in order."""
+
+
+class Selection(NamedTuple, Generic[Block]):
+    """Rows of a column, fixed at one moment; one block at least."""
+
+    blocks: list[Block]
+    places: Places
+
+
+class Column(Generic[Block]):
+    """Which block holds each row of one column of a partition.
+
+    Where a column is put whole, as most are, its blocks are the rows of all slots in order, and nothing is kept per
+    row; `_version` is that of the slots it was written for.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Block] = {}
+        self._in_use: dict[int, int] = {}
+        self._next = 0
+        self._version = _NOWHERE
+        self._block_of = self._row_of = _NO_ROWS
+
+    @property
+    def form(self) -> Form | None:
+        """What its rows have in common; None: it holds no rows."""
+        return next(iter(self._blocks.values())).form if self._blocks else None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks.values())
+
+    @property
+    def blocks(self) -> list[Block]:
+        return list(self._blocks.values())
+
+    def held(self, slots: Rows) -> NDArray[np.bool_]:
+        """Return which slots it has a row for."""
+        if self._version != _NOWHERE:
+            return slots < sum(self._in_use.values())
+        held = np.zeros(len(slots), bool)
+        known = slots < len(self._block_of)
+        held[known] = self._block_of[slots[known]] != _NOWHERE
+        return held
+
+    def holds_all(self, slots: Slots) -> bool:
+        return slots.version == self._version or bool(self.held(slots.at).all())
+
+    def holds_only(self, slots: Rows) -> bool:
+        """Return whether it has rows for these (distinct) slots at most."""
+        return sum(self._in_use.values()) == int(np.count_nonzero(self.held(slots)))
+
+    def write(self, slots: Slots, blocks: Sequence[Block]) -> list[Block]:
+        """Let row i of all `blocks` together be the row of slot i; return the blocks that no row is left of."""
+        if slots.version is not None:
+            gone = self.blocks
+            self._blocks, self._block_of, self._row_of = dict(enumerate(blocks)), _NO_ROWS, _NO_ROWS
+            self._in_use = {number: block.rows for number, block in self._blocks.items()}
+            self._next, self._version = len(blocks), slots.version
+            return gone
+        self._spread()
+        self._grow(int(slots.at.max(initial=-1)) + 1)
+        touched = self._detach(slots.at)
+        start = 0
+        for number, block in enumerate(blocks, self._next):
+            mine = slots.at[start : start + block.rows]
+            self._blocks[number], self._in_use[number] = block, block.rows
+            self._block_of[mine], self._row_of[mine] = number, np.arange(block.rows)
+            start += block.rows
+        self._next += len(blocks)
+        return self._compact(touched)
+
+    def drop(self, slots: Rows) -> list[Block]:
+        """Remove rows; return the blocks that none is left of. A block less than half in use shrinks to what is."""
+        self._spread()
+        return self._compact(self._detach(slots[slots < len(self._block_of)]))
+
+    def select(self, slots: Slots) -> Selection[Block]:
+        """Return how to read rows, all of which it holds; valid whatever is written later."""
+        if slots.version == self._version:
+            return Selection(self.blocks, None)
+        self._spread()
+        if not len(slots.at):
+            return Selection(self.blocks[:1], (_NO_ROWS, _NO_ROWS))
+        block_of, row_of = self._block_of[slots.at], self._row_of[slots.at]
+        if (block_of == block_of[0]).all():
+            return Selection([self._blocks[int(block_of[0])]], (np.zeros_like(block_of), row_of))
+        numbers, local = np.unique(block_of, return_inverse=True)
+        return Selection([self._blocks[number] for number in numbers.tolist()], (local, row_of))
+
+    def renumber(self, slots: Rows) -> None:
+        """Let what is slot `slots[i]` now be slot i; all other slots are free."""
+        self._spread()
+        self._grow(int(slots.max(initial=-1)) + 1)
+        self._block_of, self._row_of = self._block_of[slots], self._row_of[slots]
+
+    def _spread(self) -> None:
+        """Begin to keep a block and a row for each slot."""
+        if self._version == _NOWHERE:
+            return
+        numbers, counts = list(self._blocks), [block.rows for block in self._blocks.values()]
+        self._block_of = np.repeat(np.array(numbers, np.int64), counts)
+        self._row_of = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
+        self._version = _NOWHERE
+
+    def _grow(self, slots: int) -> None:
+        if slots > len(self._block_of):
+            more = max(slots, 2 * len(self._block_of)) - len(self._block_of)
+            self._block_of = np.concatenate([self._block_of, np.full(more, _NOWHERE)])
+            self._row_of = np.concatenate([self._row_of, np.zeros(more, np.int64)])
+
+    def _detach(self, slots: Rows) -> list[int]:
+        """Take slots from their blocks and return the blocks' numbers."""
+        if (self._block_of[slots] == _NOWHERE).all():
+            return []
+        numbers, counts = np.unique(self._block_of[slots], return_counts=True)
+        self._block_of[slots] = _NOWHERE
+        touched = [(n, count) for n, count in zip(numbers.tolist(), counts.tolist()) if n != _NOWHERE]
+        for number, count in touched:
+            self._in_use[number] -= count
+        return [number for number, _ in touched]
+
+    def _compact(self, numbers: list[int]) -> list[Block]:
+        gone: list[Block] = []
+        for number in numbers:
+            block, in_use = self._blocks[number], self._in_use[number]
+            if not in_use:
+                gone.append(self._blocks.pop(number))
+                del self._in_use[number]
+            elif 2 * in_use < block.rows:
+                slots = np.flatnonzero(self._block_of == number)
+                shrunk = block.shrunk(self._row_of[slots])
+                if shrunk is not None:
+                    self._blocks[number] = shrunk
+                    self._row_of[slots] = np.arange(in_use)
+        return gone
