@@ -155,13 +155,13 @@ def test_a_stream_to_a_worker_that_is_gone_ends_with_an_error(group: RemoteWorke
 def test_actors_stream_past_the_driver(ray_cluster: str) -> None:
     sender, target = start_ray(policy_sharding(2)), start_ray(policy_sharding(1))
     try:
-        before = sender.crossed_bytes + target.crossed_bytes
+        before = sender.transferred_bytes + target.transferred_bytes
         sender.stream_to(target, "few_weights", "take", 1)
-        calls = sender.crossed_bytes + target.crossed_bytes - before
+        calls = sender.transferred_bytes + target.transferred_bytes - before
         assert calls < 200, "the calls alone, no tensor"
         for _ in sender.stream("few_weights"):
             pass
-        assert sender.crossed_bytes + target.crossed_bytes - before - calls > 500
+        assert sender.transferred_bytes + target.transferred_bytes - before - calls > 500
     finally:
         sender.shutdown()
         target.shutdown()

@@ -51,7 +51,7 @@ class Rollouts(Protocol):
     def moved_bytes(self) -> dict[str, int]: ...
 
     @property
-    def crossed_bytes(self) -> int: ...
+    def transferred_bytes(self) -> int: ...
 
     def shutdown(self) -> None:
         """Let go of everything; may be called twice."""
@@ -66,7 +66,7 @@ class RolloutWorker:
             that records no routes.
     """
 
-    crossed_bytes = 0
+    transferred_bytes = 0
 
     def __init__(
         self,
@@ -203,8 +203,8 @@ class RemoteRollouts:
         return moved
 
     @property
-    def crossed_bytes(self) -> int:
-        return self._group.crossed_bytes
+    def transferred_bytes(self) -> int:
+        return self._group.transferred_bytes
 
     def shutdown(self) -> None:
         """End the actor; may be called twice."""

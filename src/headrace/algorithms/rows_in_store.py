@@ -130,7 +130,7 @@ class DataPlaneRows:
         """Return what went through the store, and what of it through the driver, since the last call."""
         policy = self._policy
         moved = Counter(policy.moved_bytes()) + Counter(self._rollouts.moved_bytes())
-        driver = policy.workers.crossed_bytes + self._rollouts.crossed_bytes
+        driver = policy.workers.transferred_bytes + self._rollouts.transferred_bytes
         if driver:
             driver += sum(bytes_moved(policy.dp_client).values())
         now = Traffic(moved, driver)

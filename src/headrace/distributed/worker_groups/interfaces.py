@@ -26,7 +26,7 @@ class WorkerGroup(Protocol):
         ...
 
     @property
-    def crossed_bytes(self) -> int: ...
+    def transferred_bytes(self) -> int: ...
 
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Call a generator method on every rank, and yield what the first rank's yields.
@@ -65,7 +65,7 @@ class LocalWorkerGroup:
         return 1
 
     @property
-    def crossed_bytes(self) -> int:
+    def transferred_bytes(self) -> int:
         """Always 0: nothing leaves the process."""
         return 0
 

@@ -31,7 +31,7 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankInfo:
     """Where a rank stands in the job, and how it meets the others: the store at `host`:`port`."""
 
     rank: int
@@ -92,7 +92,7 @@ Answer = Reply | WorkerFailure
 class RankServer:
     """Serves one rank's worker."""
 
-    def __init__(self, place: RankPlace, settings: RankSettings) -> None:
+    def __init__(self, place: RankInfo, settings: RankSettings) -> None:
         self._place = place
         self._settings = settings
         self._worker: Any = None
@@ -161,7 +161,7 @@ def open_store(host: str, world_size: int) -> TCPStore:
     return TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
 
 
-def join_process_group(place: RankPlace, settings: RankSettings) -> TCPStore:
+def join_process_group(place: RankInfo, settings: RankSettings) -> TCPStore:
     """Set threads, device and the usual environment variables, and initialise torch.distributed."""
     values = (place.rank, place.world_size, place.local_rank, place.local_world_size, place.host, place.port)
     os.environ.update({name: str(value) for name, value in zip(_NAMES, values)})

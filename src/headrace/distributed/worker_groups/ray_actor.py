@@ -13,7 +13,7 @@ from headrace.distributed.worker_groups.failures import WorkerFailure, WorkerTra
 from headrace.distributed.worker_groups.rank import (
     Answer,
     Call,
-    RankPlace,
+    RankInfo,
     RankServer,
     RankSettings,
     Sink,
@@ -56,7 +56,7 @@ class RankActor:
         return host, self._store.port
 
     def start(
-        self, place: RankPlace, settings: RankSettings, encoded_spec: Payload, path: list[str]
+        self, place: RankInfo, settings: RankSettings, encoded_spec: Payload, path: list[str]
     ) -> Iterator[Answer]:
         """Start the rank; what the driver can import from `path`, it can too, where it has the same files."""
         sys.path.extend(entry for entry in path if entry not in sys.path)

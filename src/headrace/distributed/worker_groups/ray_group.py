@@ -15,7 +15,7 @@ from headrace.distributed.worker_groups.interfaces import WorkerGroup
 from headrace.distributed.worker_groups.rank import (
     Answer,
     Call,
-    RankPlace,
+    RankInfo,
     RankSettings,
     WorkerSpec,
 )
@@ -75,7 +75,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
             first = self._alone or "the first worker"
             raise HeadraceError(f"Ray could not start {first}: {briefly(error)}") from error
         for rank, actor in enumerate(self._actors):
-            place = RankPlace(rank, self.world_size, rank % per_node, per_node, host, port)
+            place = RankInfo(rank, self.world_size, rank % per_node, per_node, host, port)
             self._parts[rank] = actor.start.options(**_ANSWERS).remote(place, settings, encoded, sys.path)
         for _ in self._answers("start-up"):
             pass

@@ -38,7 +38,7 @@ class RemoteWorkerGroup(ABC):
         self._grace_s = grace_s
         self._busy: str | None = None
         self._ended: str | None = None
-        self._crossed_bytes = 0
+        self._transferred_bytes = 0
 
     # How a group reaches its ranks.
 
@@ -76,8 +76,8 @@ class RemoteWorkerGroup(ABC):
         return self.sharding.size
 
     @property
-    def crossed_bytes(self) -> int:
-        return self._crossed_bytes
+    def transferred_bytes(self) -> int:
+        return self._transferred_bytes
 
     def run_sharded(self, method: str, shards: Sequence[Any], **common: Any) -> list[Any]:
         """Call `method(shard, **common)` on every rank with its replica's shard; one result per replica."""
@@ -146,7 +146,7 @@ class RemoteWorkerGroup(ABC):
                 f"cannot run {method}: {self._busy} still streams; read it to its end or close it"
             )
         self._busy = method
-        self._crossed_bytes += sum(call.arguments.nbytes for call in calls.values())
+        self._transferred_bytes += sum(call.arguments.nbytes for call in calls.values())
         self._post(calls)
 
     def _answers(self, doing: str) -> Iterator[tuple[int, Payload]]:
@@ -163,7 +163,7 @@ class RemoteWorkerGroup(ABC):
                 for rank, answer in self._wait(pending, left):
                     if isinstance(answer, Reply):
                         if answer.value is not None:
-                            self._crossed_bytes += answer.value.nbytes
+                            self._transferred_bytes += answer.value.nbytes
                             yield rank, answer.value
                         if not answer.is_last:
                             continue

@@ -17,7 +17,7 @@ from headrace.distributed.worker_groups.failures import lost
 from headrace.distributed.worker_groups.rank import (
     Answer,
     Call,
-    RankPlace,
+    RankInfo,
     RankServer,
     RankSettings,
     WorkerSpec,
@@ -63,7 +63,7 @@ class SpawnWorkerGroup(RemoteWorkerGroup):
         encoded = wire.encode(spec)
         context = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
-            place = RankPlace(rank, self.world_size, rank, self.world_size, _HOST, self._store.port)
+            place = RankInfo(rank, self.world_size, rank, self.world_size, _HOST, self._store.port)
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, args=(theirs, place, settings), name=f"headrace-worker-{rank}", daemon=True
@@ -125,7 +125,7 @@ def _join(processes: list[SpawnProcess], timeout_s: float) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
 
 
-def _serve(pipe: "Connection[Any, Any]", place: RankPlace, settings: RankSettings) -> None:
+def _serve(pipe: "Connection[Any, Any]", place: RankInfo, settings: RankSettings) -> None:
     """Serve one rank until the driver says stop or is gone."""
     for number in TERMINAL_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -17,7 +17,9 @@ from headrace.data_plane.schema import (
     INPUT_LENGTHS,
     LP_SEED_FIELDS,
     PER_TOKEN_FIELDS,
+    PREV_UNFILTERED_LOGPROBS,
     ROUTE_SALTS,
+    UNFILTERED_LOGPROBS,
     fields_with_optional_routed_experts,
 )
 from headrace.distributed.batched_data_dict import BatchedDataDict, DynamicBatchingArgs, SequencePackingArgs
@@ -120,6 +122,18 @@ class Policy:
         return self._logprobs(
             data, "get_reference_policy_logprobs", micro_batch_size=micro_batch_size, timer=timer
         )
+
+    def prev_logprobs(self, rows: Any, *, unfiltered: bool = False) -> None:
+        """Add the column `prev_logprobs` and, if `unfiltered`, `prev_unfiltered_logprobs`."""
+        scored = self.get_logprobs(rows, unfiltered=unfiltered)
+        rows["prev_logprobs"] = scored["logprobs"]
+        if unfiltered:
+            rows[PREV_UNFILTERED_LOGPROBS] = scored[UNFILTERED_LOGPROBS]
+
+    def reference_logprobs(self, rows: Any) -> None:
+        """Add the column `reference_policy_logprobs`."""
+        scored = self.get_reference_policy_logprobs(rows)
+        rows["reference_policy_logprobs"] = scored["reference_logprobs"]
 
     def _logprobs(self, data: Batch, method: str, *, timer: Timer | None, **options: Any) -> Batch:
         wanted = [*fields_with_optional_routed_experts(LP_SEED_FIELDS, enabled=True), ROUTE_SALTS]

@@ -104,7 +104,19 @@ class TQPolicy(Policy):
         parts = [bytes_moved(self.dp_client), *self.workers.run_all("moved_bytes")]
         return dict(sum((Counter(part) for part in parts), Counter()))
 
-    # Stages.
+    # Stages: by the names that `Policy` has, and, below, by those that say `meta`.
+
+    def train(self, data: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Train on the rows of a meta, or on a batch in memory."""
+        if isinstance(data, KVBatchMeta):
+            return self.train_from_meta(data, *args, **kwargs)
+        return super().train(data, *args, **kwargs)
+
+    def prev_logprobs(self, rows: Any, *, unfiltered: bool = False) -> None:
+        self.get_logprobs_from_meta(rows, unfiltered=unfiltered)
+
+    def reference_logprobs(self, rows: Any) -> None:
+        self.get_reference_policy_logprobs_from_meta(rows)
 
     def get_logprobs_from_meta(
         self,
