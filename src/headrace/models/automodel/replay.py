@@ -1,5 +1,6 @@
 """Router replay in a worker: routes for each microbatch's forward, cut with the same indices as its tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -59,18 +60,10 @@ class AlignedMicrobatch:
     real: torch.Tensor
     lengths: torch.Tensor
 
-    def part(self, index: int, count: int) -> "AlignedMicrobatch":
-        """Return part `index` of `count` equal consecutive parts of the tokens."""
-        parts = {name: column.chunk(count)[index] for name, column in self._columns()}
-        return AlignedMicrobatch(**parts, lengths=self.lengths)
-
-    def cut(self, at: torch.Tensor, total: int) -> "AlignedMicrobatch":
-        """Return the tokens at these places, and zeros up to `total` tokens."""
-        cut = {}
-        for name, column in self._columns():
-            cut[name] = column.new_zeros(total, *column.shape[1:])
-            cut[name][: len(at)] = column.index_select(0, at)
-        return AlignedMicrobatch(**cut, lengths=self.lengths)
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "AlignedMicrobatch":
+        """Return the same samples with `change` applied to every column of tokens."""
+        columns = {name: change(column) for name, column in vars(self).items() if name != "lengths"}
+        return AlignedMicrobatch(**columns, lengths=self.lengths)
 
     def digest(self, ids: torch.Tensor) -> int:
         """Return the sum of digests of the counted tokens, with `ids` as their routes."""
@@ -82,9 +75,6 @@ class AlignedMicrobatch:
         own = None if native is None else native[real]
         return TracedRows(self.tokens[real], self.lengths, self.ids[real], used[real], own)
 
-    def _columns(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, column) for name, column in vars(self).items() if name != "lengths"]
-
 
 def align_microbatch(microbatch: ProcessedMicrobatch, *, num_experts: int) -> AlignedMicrobatch:
     """Cut the routes column (b, S, layers, k) of a microbatch as its `input_ids` are cut, packed or padded."""
@@ -93,10 +83,17 @@ def align_microbatch(microbatch: ProcessedMicrobatch, *, num_experts: int) -> Al
     tokens = inputs.input_ids.flatten()
     if inputs.has_flash_attention:
         row, place = ragged_indices(offsets_from_lengths(rows.lengths))
-        at = row * data[INPUT_IDS].shape[1] + place
-        rows = rows.cut(at.to(rows.ids.device), len(tokens))
+        at = (row * data[INPUT_IDS].shape[1] + place).to(rows.ids.device)
+        rows = rows.each(lambda column: _lengthened(column.index_select(0, at), len(tokens)))
     ids = align_padded(rows.ids.unsqueeze(0), rows.counted.unsqueeze(0), num_experts=num_experts).ids
     return replace(rows, ids=ids, tokens=tokens)
+
+
+def _lengthened(column: torch.Tensor, total: int) -> torch.Tensor:
+    """Return `column` with zeros behind it, (total, ...)."""
+    out = column.new_zeros(total, *column.shape[1:])
+    out[: len(column)] = column
+    return out
 
 
 def _padded_rows(data: BatchedDataDict, lengths: torch.Tensor | None = None) -> AlignedMicrobatch:
@@ -176,7 +173,9 @@ class RouteReplayer:
         self._settle()
         if self._stage is None:
             return None
-        aligned = align_microbatch(microbatch, num_experts=self.handle.num_experts).part(*self._part)
+        index, ranks = self._part
+        aligned = align_microbatch(microbatch, num_experts=self.handle.num_experts)
+        aligned = aligned.each(lambda column: column.chunk(ranks)[index])
         compare = self._stage == PREV_LOGPROBS or not self._compared
         routes = Routes.replay(aligned.ids, padding=~aligned.counted, trace=True, compare=compare)
         self._pending = (aligned, routes, compare)

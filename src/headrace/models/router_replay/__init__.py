@@ -10,7 +10,7 @@ from headrace.data_plane.routes_codec import check_routes, route_digest, row_dig
 from headrace.models.router_replay.align import AlignedRoutes, align_jagged, align_packed, align_padded
 from headrace.models.router_replay.diagnosis import RouteDifference, find_difference
 from headrace.models.router_replay.handle import LayerMap, RouterReplay, RouterSpec
-from headrace.models.router_replay.install import install
+from headrace.models.router_replay.modules import install
 from headrace.models.router_replay.routes import Routes
 from headrace.models.router_replay.stats import ReplayStats, route_agreement
 

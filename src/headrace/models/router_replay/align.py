@@ -46,21 +46,15 @@ def align_packed(ids: torch.Tensor, total_tokens: int, *, num_experts: int) -> A
     """
     if ids.dim() != 3 or len(ids) > total_tokens:
         raise ReplayError(f"routes of shape {tuple(ids.shape)} for {total_tokens} packed tokens")
-    place = torch.arange(total_tokens, device=ids.device)
-    return _take(ids, place < len(ids), place, num_experts)
+    return align_jagged(ids, [len(ids)], total_tokens, num_experts=num_experts)
 
 
 def align_jagged(
     values: torch.Tensor, lengths: Sequence[int], width: int, *, num_experts: int, left: bool = False
 ) -> AlignedRoutes:
-    """Return the rows of a padded batch (B, width) whose samples' routes are joined in `values` (sum L, routers, k).
+    """Return the rows of a padded batch (B, width) of samples with these lengths; `left`: padding is on the left.
 
-    Args:
-        values: The routes of the B samples, one after another, one row per token.
-        lengths: Tokens per sample.
-        width: The padded length.
-        num_experts: Experts to spread padding over.
-        left: Whether padding is on the left.
+    `values` (sum of lengths, routers, k) are the routes of the samples, one after another.
 
     Raises:
         ReplayError: lengths that do not add up to the rows, or a sample longer than `width`.

@@ -1,4 +1,4 @@
-"""What installation adds to a model: a `routes` keyword on its forward, and rows for its layers and routers.
+"""Installing router replay: a `routes` keyword on a model's forward, and rows for its layers and routers.
 
 Instances get a subclass of their own class, of the same name, as FSDP2 does; so copies, hooks, compilation and
 sharding before or after installation keep working. The way of the routes: model forward (opens a call) -> keyword
@@ -7,17 +7,70 @@ arguments, through transformers' own code -> decoder layer (takes its rows from 
 activation checkpoint keeps them with the other inputs and the recompute sees the same ones, whatever ran in between.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from inspect import Parameter, signature
 from typing import Any, cast
 
 import torch
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.errors import ReplayError
+from headrace.models.router_replay.families import find_routers
 from headrace.models.router_replay.handle import RouterReplay, RouterSpec
 from headrace.models.router_replay.interception import ChoiceSizes, InterceptTopK, LayerRows, RouterChoice
 from headrace.models.router_replay.routes import RoutedCall, Routes
+
+
+def install(model: torch.nn.Module) -> RouterReplay:
+    """Let `model` record and replay the choices of its routers: its forward takes `routes`.
+
+    The model may be sharded by FSDP2 or wrapped; every `PreTrainedModel` between it and the decoder layers takes
+    `routes` too. Without `routes` a forward is what it was. All state belongs to the model: a copy has its own, and a
+    second install returns the handle of the first.
+
+    >>> replay = install(model)
+    >>> routes = Routes.record()
+    >>> model(input_ids=ids, routes=routes)
+    >>> model(input_ids=ids, routes=Routes.replay(routes.ids))
+
+    Raises:
+        ReplayError: not a transformers model, a dense one, or one with a router that cannot be replayed (the message
+            names its class and the reason).
+    """
+    models = {name: m for name, m in model.named_modules() if isinstance(m, PreTrainedModel)}
+    if not models:
+        raise ReplayError(f"router replay expects a transformers PreTrainedModel; got {type(model).__name__}")
+    installed = (m._replay_handle for m in models.values() if isinstance(m, RoutedModel))
+    handle = next(installed, None) or _install_layers(model, models)
+    for part in _around(models, handle.routers[0].layer_name):
+        _become(part, RoutedModel)
+        cast(RoutedModel, part)._replay_handle = handle
+    return handle
+
+
+def _around(models: Mapping[str, PreTrainedModel], layer_name: str) -> list[PreTrainedModel]:
+    return [m for name, m in models.items() if layer_name.startswith(f"{name}." if name else "")]
+
+
+def _install_layers(model: torch.nn.Module, models: Mapping[str, PreTrainedModel]) -> RouterReplay:
+    decoder = next(iter(models.values())).get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    handle = find_routers(decoder, prefix)
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    routers = [cast(RoutedRouter, model.get_submodule(r.name)) for r in handle.routers]
+    _refuse_own_forward([*_around(models, handle.routers[0].layer_name), *layers, *routers])
+    for layer in layers:
+        _become(layer, RoutedLayer)
+    for router, spec in zip(routers, handle.routers):
+        _become(router, RoutedRouter)
+        router.take_spec(spec)
+    for layer_name in dict.fromkeys(r.layer_name for r in handle.routers):
+        slots = tuple(i for i, r in enumerate(handle.routers) if r.layer_name == layer_name)
+        routed = cast(RoutedLayer, model.get_submodule(layer_name))
+        routed._replay_slots, routed._replay_routers = slots, tuple(routers[i] for i in slots)
+    return handle
 
 
 class Routed(torch.nn.Module):
@@ -142,12 +195,8 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, torch.d
     return embeddings.shape[:-1].numel(), embeddings.device
 
 
-def refuse_own_forward(modules: Iterable[torch.nn.Module]) -> None:
-    """Refuse modules whose forward is an attribute of the instance, which would hide that of their class.
-
-    Raises:
-        ReplayError: there is one.
-    """
+def _refuse_own_forward(modules: Iterable[torch.nn.Module]) -> None:
+    """Refuse modules whose forward is an attribute of the instance, which would hide that of their class."""
     for module in modules:
         if "forward" in vars(module):
             raise ReplayError(
@@ -156,7 +205,7 @@ def refuse_own_forward(modules: Iterable[torch.nn.Module]) -> None:
             )
 
 
-def become(module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
+def _become(module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
     """Make `module` an instance of `kind` too; a second time changes nothing."""
     if not isinstance(module, kind):
         module.__class__ = _subclass(cast(Any, type(module)), cast(Any, kind))

@@ -18,21 +18,11 @@ class Routes:
     Rows are the tokens of the call's `input_ids`, flattened row by row (batch x sequence), padding included.
     """
 
-    def __init__(
-        self,
-        given: torch.Tensor | None,
-        *,
-        padding: torch.Tensor | None = None,
-        recording: bool = False,
-        comparing: bool = False,
-        check: bool = True,
-    ) -> None:
+    def __init__(self) -> None:
         """Use `record` or `replay`."""
-        self._given = given
-        self._padding = padding
-        self._recording = recording
-        self._comparing = comparing
-        self._check = check
+        self._given: torch.Tensor | None = None
+        self._padding: torch.Tensor | None = None
+        self._recording = self._comparing = self._check = False
         self._recorded: list[torch.Tensor] = []
         self._native: torch.Tensor | None = None
         self._calls: list[RoutedCall] = []
@@ -40,7 +30,9 @@ class Routes:
     @classmethod
     def record(cls) -> "Routes":
         """Return routes that every forward they are passed to appends to: a prefill, then each decode step, say."""
-        return cls(None, recording=True)
+        routes = cls()
+        routes._recording = True
+        return routes
 
     @classmethod
     def replay(
@@ -62,7 +54,10 @@ class Routes:
             compare: Also write down what each router would have chosen by itself, as `native`.
             check: Look at every id once per forward; turn it off for routes that `check_routes` has passed.
         """
-        return cls(ids, padding=padding, recording=trace, comparing=compare, check=check)
+        routes = cls()
+        routes._given, routes._padding = ids, padding
+        routes._recording, routes._comparing, routes._check = trace, compare, check
+        return routes
 
     @property
     def ids(self) -> torch.Tensor:
