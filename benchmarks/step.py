@@ -23,7 +23,7 @@ from columns import Batch, lognormal, make_batch
 from run import Bench, main
 
 from headrace.algorithms.grpo import StepContext, StepResult, run_step
-from headrace.algorithms.loss import build_loss
+from headrace.algorithms.loss import PolicyGradientLoss
 from headrace.algorithms.run import Session, build_session
 from headrace.data_plane import KVBatchMeta, kv_first_write, read_columns, write_columns
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
@@ -56,7 +56,7 @@ class DemoLoop:
             recipe,
             self.session.rows,
             self.session.prompts,
-            build_loss(recipe.loss),
+            PolicyGradientLoss(recipe.loss),
             on_stage=lambda _step, _stage: None,
         )
         self.timer, self.results = Timer(), list[StepResult]()

@@ -50,7 +50,7 @@ UNITS = {
         ),
     ),
     "loss": Unit(
-        ("algorithms/loss/*.py",),
+        ("algorithms/loss.py",),
         (
             "unit/test_loss*.py",
             "unit/test_paper_vectors.py",

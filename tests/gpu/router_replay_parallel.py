@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src"), str(ROOT / "benchmarks")
 
 from run import where
 
-from headrace.algorithms.loss.nll import NLLLoss
+from headrace.algorithms.loss import NLLLoss
 from headrace.config import GenerationConfig, PolicyConfig
 from headrace.data_plane.route_binding import bound_digests
 from headrace.distributed.batched_data_dict import BatchedDataDict

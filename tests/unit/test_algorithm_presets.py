@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from headrace.algorithms.loss import build_loss
+from headrace.algorithms.loss import PolicyGradientLoss
 from headrace.algorithms.run import build_session, start_loop, train
 from headrace.config import AdvantageConfig, GRPOConfig, LossConfig
 from headrace.errors import ConfigError
@@ -50,7 +50,7 @@ def test_a_named_algorithm_sets_its_keys(algorithm: str) -> None:
         advantage.estimator,
         advantage.normalize_std,
     )
-    build_loss(loss)
+    PolicyGradientLoss(loss)
     assert not made.needs_reference, "no algorithm asks for a reference of its own accord"
     dapo = algorithm == "dapo"
     assert made.grpo.dynamic_sampling.enabled is dapo

@@ -11,7 +11,7 @@ from headrace.compat.nemo_rl import ALIASES, NemoRLFinder, install, resolve
 
 NAMES = {
     "algorithms.interfaces": ("headrace.algorithms.interfaces", ["LossFunction", "LossType"]),
-    "algorithms.loss.interfaces": ("headrace.algorithms.loss.interfaces", ["LossFunction", "LossType"]),
+    "algorithms.loss.interfaces": ("headrace.algorithms.interfaces", ["LossFunction", "LossType"]),
     "data.llm_message_utils": (
         "headrace.experience.message_log",
         ["attach_message_log_view", "batched_message_log_to_flat_message", "decompose_message_log"],

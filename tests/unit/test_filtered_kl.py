@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.algorithms.loss import NLLLoss, build_loss
-from headrace.algorithms.loss.kl import kl_estimate
+from headrace.algorithms.loss import NLLLoss, PolicyGradientLoss, kl_estimate
 from headrace.algorithms.run import train
 from headrace.algorithms.sample_stats import sample_stats
 from headrace.config import LossConfig
@@ -66,7 +65,7 @@ def test_the_kl_of_a_likely_token_does_not_vanish_under_filters(filters: dict[st
         "prev_unfiltered_logprobs": whole,
     }
     one = torch.tensor(1.0)
-    loss_fn = build_loss(LossConfig(kl_coefficient=2.0), filtered=True)
+    loss_fn = PolicyGradientLoss(LossConfig(kl_coefficient=2.0), filtered=True)
     loss, metrics = loss_fn(cut, data, global_valid_seqs=one, global_valid_toks=one)
     assert metrics["kl"].item() == pytest.approx(0.1433, abs=1e-4)
     assert loss.item() == pytest.approx(0.2867, abs=1e-4)
@@ -95,7 +94,7 @@ def test_workers_score_the_reference_and_where_asked_the_policy_without_filters(
 def test_the_loss_adds_the_kl_of_the_policies_without_filters(filters: dict[str, Any]) -> None:
     worker, data = worker_for(filters), tiny_batch(LENGTHS)
     data["reference_policy_logprobs"] = worker.get_reference_policy_logprobs(data)["reference_logprobs"]
-    loss_fn = build_loss(LossConfig(kl_coefficient=1.0, kl_kind="k2"), filtered=True)
+    loss_fn = PolicyGradientLoss(LossConfig(kl_coefficient=1.0, kl_kind="k2"), filtered=True)
     metrics = worker.train(data, loss_fn, eval_mode=True, gbs=len(LENGTHS))["metrics"][0]
     temperature, mask = filters.get("temperature", 1.0), tiny_batch(LENGTHS)["token_mask"][:, 1:]
     policy, reference = (truth(model, temperature) for model in (worker.model, worker._reference.model))
@@ -136,14 +135,14 @@ def test_without_filters_both_numbers_are_one() -> None:
 
 def test_a_loss_with_kl_that_gets_no_unfiltered_logprobs_says_so() -> None:
     shape = (2, 3)
-    loss_fn = build_loss(LossConfig(kl_coefficient=0.1), filtered=True)
+    loss_fn = PolicyGradientLoss(LossConfig(kl_coefficient=0.1), filtered=True)
     assert "unfiltered_logprobs" in loss_fn.required_columns
     columns = dict.fromkeys(loss_fn.required_columns - {"unfiltered_logprobs"}, torch.ones(shape))
     columns["sample_mask"] = torch.ones(2)
     one = torch.tensor(1.0)
     with pytest.raises(SchemaError, match="'unfiltered_logprobs': the KL"):
         loss_fn(torch.zeros(shape), columns, global_valid_seqs=one, global_valid_toks=one)
-    assert "unfiltered_logprobs" not in build_loss(LossConfig(), filtered=True).required_columns
+    assert "unfiltered_logprobs" not in PolicyGradientLoss(LossConfig(), filtered=True).required_columns
 
 
 def test_answers_of_the_warm_start_are_learnt_without_filters() -> None:

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import reference_algorithms as reference
-from headrace.algorithms.loss import NLLLoss, PolicyGradientLoss, build_loss
-from headrace.algorithms.loss.interfaces import LossFunction, LossType
+from headrace.algorithms.interfaces import LossFunction, LossType
+from headrace.algorithms.loss import NLLLoss, PolicyGradientLoss
 from headrace.config import LossConfig
 from headrace.errors import SchemaError
 from reference_algorithms import Row, columns, random_row
@@ -48,7 +48,7 @@ def run(rows: list[Row], cfg: LossConfig, counts=None, dtype=torch.float64):
     """Loss, gradient (rows, S) and metrics of these rows as part of a global batch with these counts."""
     seqs, toks = counts or reference.global_counts(rows)
     logprobs, data = columns(rows, dtype)
-    loss, metrics = build_loss(cfg)(
+    loss, metrics = PolicyGradientLoss(cfg)(
         logprobs, data, global_valid_seqs=torch.tensor(seqs), global_valid_toks=torch.tensor(toks)
     )
     loss.backward()
@@ -180,10 +180,10 @@ def test_a_response_of_no_tokens_leaves_the_others_as_they_are(cfg):
 @pytest.mark.parametrize("shape", [(0, 4), (3, 1)])
 def test_a_batch_without_rows_or_without_places_is_no_special_case(cfg, shape):
     logprobs = torch.zeros(shape, requires_grad=True)
-    data = dict.fromkeys(build_loss(cfg).required_columns, torch.zeros(shape))
+    data = dict.fromkeys(PolicyGradientLoss(cfg).required_columns, torch.zeros(shape))
     data["sample_mask"] = torch.ones(shape[0])
     zero = torch.tensor(0.0)
-    loss, _ = build_loss(cfg)(logprobs, data, global_valid_seqs=zero, global_valid_toks=zero)
+    loss, _ = PolicyGradientLoss(cfg)(logprobs, data, global_valid_seqs=zero, global_valid_toks=zero)
     loss.backward()
     assert loss.item() == 0.0
     assert logprobs.grad.shape == shape
@@ -193,7 +193,7 @@ def test_one_advantage_per_sample_equals_one_per_token():
     rows = batch(5)
     logprobs, data = columns(rows)
     seqs, toks = (torch.tensor(n) for n in reference.global_counts(rows))
-    loss_fn = build_loss(LossConfig())
+    loss_fn = PolicyGradientLoss(LossConfig())
     full, _ = loss_fn(logprobs, data, global_valid_seqs=seqs, global_valid_toks=toks)
     for narrow in (data["advantages"][:, 0], data["advantages"][:, :1]):
         short, _ = loss_fn(
@@ -206,7 +206,7 @@ def test_columns_of_other_dtypes_are_taken():
     rows = batch(6)
     logprobs, data = columns(rows, torch.float32)
     seqs, toks = (torch.tensor(n) for n in reference.global_counts(rows))
-    loss_fn = build_loss(LossConfig())
+    loss_fn = PolicyGradientLoss(LossConfig())
     plain, _ = loss_fn(logprobs, data, global_valid_seqs=seqs, global_valid_toks=toks)
     other = data | {
         "token_mask": data["token_mask"].bool(),
@@ -220,7 +220,7 @@ def test_columns_of_other_dtypes_are_taken():
 
 @EVERY
 def test_the_required_columns_are_enough_and_each_is_needed(cfg):
-    loss_fn = build_loss(cfg)
+    loss_fn = PolicyGradientLoss(cfg)
     logprobs, data = columns(batch(7))
     needed = {name: data[name] for name in loss_fn.required_columns}
     one = torch.tensor(1.0)
@@ -233,9 +233,9 @@ def test_the_required_columns_are_enough_and_each_is_needed(cfg):
 
 def test_only_what_the_config_uses_is_required():
     base = {"token_mask", "sample_mask", "advantages", "generation_logprobs"}
-    assert build_loss(LossConfig()).required_columns == base | {"prev_logprobs"}
-    assert build_loss(LossConfig(force_on_policy_ratio=True)).required_columns == base
-    with_kl = build_loss(LossConfig(kl_coefficient=0.1))
+    assert PolicyGradientLoss(LossConfig()).required_columns == base | {"prev_logprobs"}
+    assert PolicyGradientLoss(LossConfig(force_on_policy_ratio=True)).required_columns == base
+    with_kl = PolicyGradientLoss(LossConfig(kl_coefficient=0.1))
     assert with_kl.required_columns == base | {"prev_logprobs", "reference_policy_logprobs"}
     assert NLLLoss().required_columns == {"token_mask", "sample_mask"}
 
@@ -251,7 +251,7 @@ def test_a_column_of_another_shape_is_refused_by_name():
         ("advantages", torch.zeros(5)),
     ]:
         with pytest.raises(SchemaError, match=f"'{name}'"):
-            build_loss(LossConfig())(
+            PolicyGradientLoss(LossConfig())(
                 logprobs, data | {name: wrong}, global_valid_seqs=one, global_valid_toks=one
             )
 
@@ -291,7 +291,7 @@ def test_a_column_that_carries_a_gradient_does_not_pass_it_on():
     seqs, toks = (torch.tensor(n) for n in reference.global_counts(rows))
     logprobs, data = columns(rows)
     data["prev_logprobs"] = logprobs
-    loss, _ = build_loss(LossConfig())(logprobs, data, global_valid_seqs=seqs, global_valid_toks=toks)
+    loss, _ = PolicyGradientLoss(LossConfig())(logprobs, data, global_valid_seqs=seqs, global_valid_toks=toks)
     loss.backward()
     expected, gradient, _ = run(rows, LossConfig(force_on_policy_ratio=True))
     assert loss.item() == expected
@@ -336,10 +336,10 @@ def test_probabilities_that_are_far_apart_stay_finite(cfg):
 def test_losses_satisfy_the_protocol():
     for loss_fn in (PolicyGradientLoss(LossConfig()), NLLLoss()):
         assert isinstance(loss_fn, LossFunction)
-    assert build_loss(LossConfig()).loss_type is LossType.TOKEN_LEVEL
+    assert PolicyGradientLoss(LossConfig()).loss_type is LossType.TOKEN_LEVEL
     for aggregation, constant in (("sequence_mean", None), ("constant", 8)):
         cfg = LossConfig(aggregation=aggregation, constant_tokens=constant)
-        assert build_loss(cfg).loss_type is LossType.SEQUENCE_LEVEL
+        assert PolicyGradientLoss(cfg).loss_type is LossType.SEQUENCE_LEVEL
     assert NLLLoss().loss_type is LossType.TOKEN_LEVEL
 
 
@@ -378,11 +378,11 @@ def test_terms_that_make_no_loss_together_are_refused_by_their_keys(keys, messag
 
 
 def test_an_estimator_without_a_kl_is_not_checked():
-    build_loss(LossConfig(kl_kind="k1"))
+    PolicyGradientLoss(LossConfig(kl_kind="k1"))
 
 
 def test_a_lower_bound_that_is_not_used_is_not_checked():
-    build_loss(LossConfig(importance_correction="tis", importance_low=3.0))
+    PolicyGradientLoss(LossConfig(importance_correction="tis", importance_low=3.0))
 
 
 @EVERY
@@ -393,7 +393,7 @@ def test_nothing_of_a_loss_is_read_before_its_caller_reads_it(cfg):
         given = {name: mode.from_tensor(value) for name, value in data.items()}
         counts = mode.from_tensor(torch.tensor(3.0))
         scores = mode.from_tensor(logprobs.detach()).requires_grad_()
-        for loss_fn in (build_loss(cfg), NLLLoss()):
+        for loss_fn in (PolicyGradientLoss(cfg), NLLLoss()):
             loss, metrics = loss_fn(scores, given, global_valid_seqs=counts, global_valid_toks=counts)
             loss.backward()
             assert all(isinstance(value, torch.Tensor) for value in metrics.values())

@@ -5,16 +5,28 @@ import math
 import pytest
 import torch
 
-from headrace.algorithms.loss import build_loss
-from headrace.algorithms.loss.aggregate import aggregation_weights
-from headrace.algorithms.loss.importance import importance_correction
-from headrace.algorithms.loss.inputs import TokenMask
-from headrace.algorithms.loss.kl import kl_estimate, probability_error
+from headrace.algorithms.loss import (
+    LossInputs,
+    PolicyGradientLoss,
+    aggregation_weights,
+    importance_correction,
+    kl_estimate,
+    probability_error,
+)
 from headrace.config import LossConfig
 
 
-def mask_of(tokens: list[list[int]]) -> TokenMask:
-    return TokenMask(torch.tensor(tokens) > 0, torch.ones(len(tokens), dtype=torch.float64))
+def inputs_of(tokens, seqs=1.0, toks=1.0, samples=None, **columns):
+    mask = torch.tensor(tokens) > 0
+    samples = torch.ones(len(tokens)) if samples is None else samples
+    return LossInputs(torch.zeros(mask.shape), mask, samples, columns, torch.tensor(seqs), torch.tensor(toks))
+
+
+def correction_of(ratios, tokens, kind):
+    """Weights and kept rows for these ratios of trainer to generator."""
+    inputs = inputs_of(tokens, prev_logprobs=ratios.log(), generation_logprobs=torch.zeros_like(ratios))
+    cfg = LossConfig(importance_correction=kind, importance_low=0.5, importance_high=2.0)
+    return importance_correction(inputs, cfg)
 
 
 def loss_of(ratios, advantages, cfg, *, generation_ratios=None, reference_ratios=None, prev=-1.0):
@@ -36,7 +48,7 @@ def loss_of(ratios, advantages, cfg, *, generation_ratios=None, reference_ratios
         "generation_logprobs": prev_logprobs - below(generation_ratios),
         "reference_policy_logprobs": logprobs.detach() - below(reference_ratios),
     }
-    loss, metrics = build_loss(cfg)(
+    loss, metrics = PolicyGradientLoss(cfg)(
         logprobs,
         data,
         global_valid_seqs=torch.tensor(1.0),
@@ -230,7 +242,7 @@ def test_the_loss_has_the_gradient_of_the_kl_over_every_token(kind, gradient, of
         "reference_policy_logprobs": column(REFERENCE.log()),
         "unfiltered_logprobs": column(scores.log_softmax(0)),
     }
-    loss_fn = build_loss(
+    loss_fn = PolicyGradientLoss(
         LossConfig(kl_coefficient=1.0, kl_kind=kind, kl_gradient=gradient), filtered=filtered
     )
     one = torch.tensor(1.0, dtype=torch.float64)
@@ -281,23 +293,21 @@ RATIOS = torch.tensor([[0.4, 1.5, 3.0]], dtype=torch.float64)
     ],
 )
 def test_importance_weights_by_hand(kind, weights):
-    correction = importance_correction(RATIOS.log(), mask_of([[1, 1, 1]]), kind, 0.5, 2.0)
-    assert correction.weights[0].tolist() == pytest.approx(weights)
-    assert correction.keep.tolist() == [True]
+    got, keep = correction_of(RATIOS, [[1, 1, 1]], kind)
+    assert got[0].tolist() == pytest.approx(weights)
+    assert keep.tolist() == [True]
 
 
 def test_sequence_mask_looks_at_the_geometric_mean():
     # Geometric means: sqrt(8 / 4) = 1.41 stays; sqrt(3 * 2) = 2.45 and sqrt(0.2) = 0.45 go.
     ratios = torch.tensor([[8.0, 0.25], [3.0, 2.0], [0.2, 1.0]], dtype=torch.float64)
-    correction = importance_correction(ratios.log(), mask_of([[1, 1]] * 3), "sequence_mask", 0.5, 2.0)
-    assert correction.keep.tolist() == [True, False, False]
+    _, keep = correction_of(ratios, [[1, 1]] * 3, "sequence_mask")
+    assert keep.tolist() == [True, False, False]
 
 
 def test_a_row_without_tokens_is_never_masked_by_its_ratio():
-    correction = importance_correction(
-        torch.zeros(1, 2, dtype=torch.float64), mask_of([[0, 0]]), "sequence_mask", 0.5, 2.0
-    )
-    assert correction.keep.tolist() == [True]
+    _, keep = correction_of(torch.full((1, 2), 9.0, dtype=torch.float64), [[0, 0]], "sequence_mask")
+    assert keep.tolist() == [True]
 
 
 @pytest.mark.parametrize(("kind", "weight"), [("none", 1.0), ("tis", 2.0), ("icepop", 0.0)])
@@ -343,18 +353,17 @@ def test_probability_error_is_the_same_both_ways():
 
 
 def test_aggregation_weights_of_the_docstring():
-    mask = mask_of([[1, 0, 0], [1, 1, 1]])
-    seqs, toks = torch.tensor(2.0), torch.tensor(4.0)
-    token = aggregation_weights(mask, "token_mean", seqs, toks)
+    inputs = inputs_of([[1, 0, 0], [1, 1, 1]], seqs=2.0, toks=4.0)
+    token = aggregation_weights(inputs, "token_mean")
     assert token.tolist() == [[0.25, 0, 0], [0.25, 0.25, 0.25]]
-    sequence = aggregation_weights(mask, "sequence_mean", seqs, toks)
+    sequence = aggregation_weights(inputs, "sequence_mean")
     assert sequence.flatten().tolist() == pytest.approx([0.5, 0, 0, 1 / 6, 1 / 6, 1 / 6])
-    constant = aggregation_weights(mask, "constant", seqs, toks, 4)
+    constant = aggregation_weights(inputs, "constant", 4)
     assert constant.tolist() == [[0.125, 0, 0], [0.125, 0.125, 0.125]]
 
 
 def test_a_sample_mask_between_zero_and_one_is_a_weight():
-    mask = TokenMask(torch.ones(2, 2, dtype=torch.bool), torch.tensor([1.0, 0.5]))
-    weights = aggregation_weights(mask, "token_mean", torch.tensor(1.5), torch.tensor(3.0))
+    inputs = inputs_of([[1, 1], [1, 1]], seqs=1.5, toks=3.0, samples=torch.tensor([1.0, 0.5]))
+    weights = aggregation_weights(inputs, "token_mean")
     assert weights.sum().item() == pytest.approx(1.0)
     assert weights[0, 0] == 2 * weights[1, 0]

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from headrace.algorithms.advantages import AdvantageResult, TokenKL, compute_advantages
-from headrace.algorithms.loss import build_loss
-from headrace.algorithms.loss.kl import kl_estimate
+from headrace.algorithms.loss import PolicyGradientLoss, kl_estimate
 from headrace.algorithms.rewards import shape_rewards
 from headrace.algorithms.sample_stats import kl_to_go_stats, token_advantages
 from headrace.config import LossConfig, RewardConfig
@@ -48,7 +47,7 @@ def loss_and_gradient(
     before = prev * mask
     logprobs = (before + padded([[log(r) for r in row] for row in ratios])).requires_grad_()
     gaps = padded([[log(r) for r in row] for row in generator_ratios or [[1.0] * len(r) for r in ratios]])
-    loss, _ = build_loss(cfg)(
+    loss, _ = PolicyGradientLoss(cfg)(
         logprobs,
         {
             "token_mask": mask,
@@ -150,7 +149,7 @@ def test_dapos_penalty_rises_over_the_buffer_before_the_limit() -> None:
     cfg = bare_recipe("dapo").grpo.reward
     assert cfg == RewardConfig(overlong_penalty=1.0, overlong_buffer_tokens=4)
     shaped = shape_rewards(
-        torch.ones(3), torch.tensor([16, 18, 20]), torch.tensor([True] * 3), cfg, max_new_tokens=20
+        torch.ones(3), torch.tensor([16, 18, 20]), torch.tensor([False] * 3), cfg, max_new_tokens=20
     )
     assert shaped.tolist() == [1.0, 0.5, 0.0]
 

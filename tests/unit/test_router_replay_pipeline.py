@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headrace.algorithms.loss.nll import NLLLoss
+from headrace.algorithms.loss import NLLLoss
 from headrace.algorithms.replay_checks import ReplayWatch
 from headrace.config import RouterReplayConfig
 from headrace.data_plane.route_binding import bound_digests, sample_salts

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.algorithms.loss.nll import NLLLoss
+from headrace.algorithms.loss import NLLLoss
 from headrace.data_plane.route_binding import bound_digests, sample_salts
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.errors import ReplayError

@@ -10,9 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.algorithms.loss import build_loss
-from headrace.algorithms.sample_stats import mismatch_metrics
-from headrace.algorithms.train_mismatch import MismatchLoss, mismatch_totals, split_mismatch
+from headrace.algorithms.loss import PolicyGradientLoss
+from headrace.algorithms.sample_stats import (
+    MismatchLoss,
+    mismatch_stats,
+    mismatch_summary,
+    mismatch_totals,
+    split_mismatch,
+)
 from headrace.config import LossConfig
 from headrace.errors import SchemaError
 from headrace.models.interfaces import LossFn
@@ -47,6 +52,10 @@ def counts(data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"global_valid_seqs": data["sample_mask"].sum(), "global_valid_toks": weights.sum()}
 
 
+def mismatch(data: dict[str, torch.Tensor]) -> dict[str, float]:
+    return mismatch_summary(mismatch_stats(data), data["sample_mask"])
+
+
 def measured(data: dict[str, torch.Tensor], cuts: list[int]) -> dict[str, float]:
     """What a step reports whose microbatches end at `cuts`; empty ones are dummies of one masked row."""
     parts = []
@@ -62,7 +71,7 @@ def measured(data: dict[str, torch.Tensor], cuts: list[int]) -> dict[str, float]
 @given(st.integers(0, 50), st.lists(st.integers(0, ROWS), max_size=4))
 def test_sums_over_microbatches_are_the_mismatch_of_the_batch(seed: int, cuts: list[int]) -> None:
     data = batch(seed)
-    expected = mismatch_metrics(data)
+    expected = mismatch(data)
     got = measured(data, sorted(cuts))
     assert got.keys() == expected.keys()
     assert len(expected) == 10
@@ -72,11 +81,11 @@ def test_sums_over_microbatches_are_the_mismatch_of_the_batch(seed: int, cuts: l
 def test_a_batch_without_tokens_has_no_mismatch() -> None:
     data = batch()
     data["sample_mask"].zero_()
-    assert measured(data, [3]) == mismatch_metrics(data) == {}
+    assert measured(data, [3]) == mismatch(data) == {}
 
 
 def test_loss_gradient_and_metrics_stay_as_they_are() -> None:
-    plain = build_loss(LossConfig(force_on_policy_ratio=True))
+    plain = PolicyGradientLoss(LossConfig(force_on_policy_ratio=True))
     wrapped = MismatchLoss(plain)
     assert isinstance(wrapped, LossFn)
     assert wrapped.loss_type == plain.loss_type
@@ -93,7 +102,7 @@ def test_loss_gradient_and_metrics_stay_as_they_are() -> None:
     assert not any(value.requires_grad for value in all_metrics.values())
     own, gaps = split_mismatch({name: float(value) for name, value in all_metrics.items()})
     assert own == {name: float(value) for name, value in metrics.items()}
-    assert gaps == pytest.approx(mismatch_metrics(batch()), rel=1e-5)
+    assert gaps == pytest.approx(mismatch(batch()), rel=1e-5)
 
 
 class Waits(TorchDispatchMode):
@@ -115,7 +124,7 @@ def test_a_microbatch_waits_for_nothing() -> None:
         mismatch_totals(data["prev_logprobs"], data)
     assert waits.seen == []
     with Waits() as waits:
-        mismatch_metrics(data)
+        mismatch(data)
     assert waits.seen, "the mode sees nothing"
 
 

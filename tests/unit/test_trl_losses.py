@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.algorithms.loss import build_loss
+from headrace.algorithms.loss import PolicyGradientLoss
 from headrace.config import LossConfig
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
@@ -53,7 +53,7 @@ def scores(model: Any, data: BatchedDataDict) -> torch.Tensor:
 
 def ours(cfg: LossConfig) -> tuple[float, dict[str, torch.Tensor]]:
     model, data = tiny_model("llama"), batch()
-    loss, _ = build_loss(cfg)(
+    loss, _ = PolicyGradientLoss(cfg)(
         scores(model, data),
         data,
         global_valid_seqs=torch.tensor(float(len(LENGTHS))),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 
-from headrace.algorithms.train_mismatch import MismatchLoss, split_mismatch
+from headrace.algorithms.sample_stats import MismatchLoss, split_mismatch
 from headrace.data_plane import KVBatchMeta, build_data_plane_client, kv_first_write, read_columns
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.policy.results import combine_metrics, merge_rows

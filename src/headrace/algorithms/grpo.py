@@ -17,7 +17,7 @@ import torch
 
 from headrace.algorithms.advantages import TokenKL, compute_advantages
 from headrace.algorithms.filtering import complete_batch, refill_groups, select_groups, zero_variance_rows
-from headrace.algorithms.loss.kl import KLKind
+from headrace.algorithms.loss import KLKind
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.algorithms.replay_checks import ReplayWatch
 from headrace.algorithms.rewards import (
@@ -30,6 +30,7 @@ from headrace.algorithms.rewards import (
 )
 from headrace.algorithms.sample_stats import (
     MISMATCH,
+    MismatchLoss,
     kl_to_go_stats,
     mismatch_stats,
     mismatch_summary,
@@ -38,7 +39,6 @@ from headrace.algorithms.sample_stats import (
     token_advantages,
 )
 from headrace.algorithms.sample_table import SampleTable
-from headrace.algorithms.train_mismatch import MismatchLoss
 from headrace.algorithms.updates import check_finite, update_metrics
 from headrace.config import RecipeConfig
 from headrace.data_plane.schema import MEAN_ADVANTAGES

@@ -14,7 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from headrace.algorithms.grpo import Rows, StepContext
 from headrace.algorithms.loop import Loop, save_checkpoint
-from headrace.algorithms.loss import build_loss
+from headrace.algorithms.loss import PolicyGradientLoss
 from headrace.algorithms.observer import (
     BEST_BY,
     GREEDY_ACCURACY,
@@ -238,7 +238,7 @@ def start_loop(
         recipe,
         session.rows,
         session.prompts,
-        build_loss(recipe.loss, filtered=recipe.generation.filters),
+        PolicyGradientLoss(recipe.loss, filtered=recipe.generation.filters),
         on_stage=observer.on_stage,
         should_stop=stopper.is_set,
         trace_dir=trace_dir,

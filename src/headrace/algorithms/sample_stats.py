@@ -1,10 +1,11 @@
-"""Statistics per sample and per batch about logprobs: KL to the reference, and the generator's gap.
+"""Statistics about logprobs: KL to the reference policy per sample, and the mismatch of generator and trainer.
 
 The tokens that count are gathered into one flat vector before any arithmetic. So padding is never touched,
-whatever it holds, and on the CPU the results are the same bit for bit at every padded width.
+whatever it holds, and on the CPU the results are the same bit for bit at every padded width. A token whose prev logprob
+is -inf (the trainer's top-k or top-p excludes it) does not count; the loss leaves it out too.
 
-A token whose prev logprob is -inf (the trainer's top-k or top-p excludes it) does not count; the loss leaves
-it out too, and reports how many there are.
+Where no previous logprobs are computed, `MismatchLoss` measures the mismatch in the training forward: a step of one
+update trains on logprobs of the weights that the previous logprobs would be of.
 """
 
 import math
@@ -14,9 +15,18 @@ from typing import Any
 
 import torch
 
-from headrace.algorithms.loss.kl import KLKind, clamp_log_ratio, kl_estimate, probability_error
+from headrace.algorithms.loss import (
+    KLKind,
+    clamp_log_ratio,
+    kl_estimate,
+    masked_max,
+    probability_error,
+    read_column,
+    read_masks,
+)
 from headrace.data_plane.schema import MEAN_ADVANTAGES, PREV_UNFILTERED_LOGPROBS
 from headrace.errors import SchemaError
+from headrace.models.interfaces import LossFn
 
 STATS_COLUMNS: tuple[str, ...] = (
     "token_mask",
@@ -27,10 +37,8 @@ STATS_COLUMNS: tuple[str, ...] = (
 )
 """Columns that `sample_stats` looks at; all but `token_mask` are optional."""
 
-_KL_KINDS: tuple[KLKind, ...] = ("k1", "k2", "k3")
-
 MISMATCH = "mismatch/"
-"""How the names begin under which a step keeps and reports what is known of the generator's gap."""
+"""Prefix of the mismatch's statistics and metrics."""
 
 TAIL_FACTORS = (1.5, 2.0, 5.0)
 """Factors between two probabilities of a token beyond which a token is counted as far off."""
@@ -102,6 +110,9 @@ def token_advantages(data: Mapping[str, Any], *, kl_kind: KLKind, kl_scale: floa
     return {"advantages": tokens.spread(own - kl_scale * above).to(torch.float32)}
 
 
+# The mismatch of generator and trainer.
+
+
 def mismatch_stats(data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return what `mismatch_summary` needs of each of N samples, each (N,) float64; {} without prev logprobs.
 
@@ -113,32 +124,15 @@ def mismatch_stats(data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     tokens = _gather(data)
     if tokens.prev is None or tokens.generation is None:
         return {}
-    gaps = token_gaps(tokens.prev, tokens.generation)
-    largest = tokens.count.new_zeros(len(tokens.count)).scatter_reduce_(
-        0, tokens.rows, gaps.pop("gap"), "amax"
-    )
+    gaps = _token_gaps(tokens.prev, tokens.generation)
+    zeros = torch.zeros_like(tokens.count)
+    largest = zeros.scatter_reduce(0, tokens.rows, gaps.pop("gap"), "amax")
     totals = {name: tokens.total(values) for name, values in gaps.items()}
     return {"tokens": tokens.count, **totals, "gap_max": largest}
 
 
-def token_gaps(prev: torch.Tensor, generation: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what is known of each token's two logprobs, in their shape: `k1`, `k2`, `k3`, `js`, `error`, `tail_*`.
-
-    `gap` is the absolute difference; see `mismatch_summary` for the others.
-    """
-    gap = clamp_log_ratio(prev - generation)
-    factor = gap.abs().exp()
-    return {
-        **{k: kl_estimate(generation, prev, k) for k in _KL_KINDS},
-        "js": jensen_shannon(gap),
-        "error": factor,
-        **{f"tail_{tau:g}": (factor > tau).to(gap.dtype) for tau in TAIL_FACTORS},
-        "gap": gap.abs(),
-    }
-
-
-def mismatch_summary(stats: Mapping[str, torch.Tensor], counts: torch.Tensor) -> dict[str, float]:
-    """Return how far the trainer's probabilities are from the generator's, over the samples with `counts` (N,) > 0.
+def mismatch_summary(stats: Mapping[str, torch.Tensor], sample_mask: torch.Tensor) -> dict[str, float]:
+    """Return how far the trainer's probabilities are from the generator's, over the samples with a mask (N,) > 0.
 
     Per token that the generator sampled:
 
@@ -152,18 +146,67 @@ def mismatch_summary(stats: Mapping[str, torch.Tensor], counts: torch.Tensor) ->
 
     Source: the tail function F(tau) of rollout routing replay (arXiv 2510.11370).
     """
-    chosen = counts > 0
+    chosen = sample_mask > 0
     kept = {name: values[chosen] for name, values in stats.items()}
     if not kept or not len(kept["tokens"]):
         return {}
     totals = {name: values.sum() for name, values in kept.items() if name != "gap_max"}
     per_sample = torch.where(kept["tokens"] > 0, kept["error"] / kept["tokens"].clamp(min=1), 1.0)
     totals |= {"gap_max": kept["gap_max"].amax(), "sample_error_max": per_sample.amax()}
-    return mismatch_shares(dict(zip(totals, torch.stack(list(totals.values())).tolist())))
+    return _fractions(dict(zip(totals, torch.stack(list(totals.values())).tolist())))
 
 
-def mismatch_shares(totals: Mapping[str, float]) -> dict[str, float]:
-    """Return `mismatch_summary` of sums over tokens, of `gap_max` and `sample_error_max`; {} if no token counts."""
+class MismatchLoss:
+    """Another loss, whose value, gradient and metrics stay, with sums for `split_mismatch` beside its metrics.
+
+    The sums are those of the mismatch only with one update per rollout.
+    """
+
+    def __init__(self, inner: LossFn) -> None:
+        self.inner = inner
+        self.loss_type = inner.loss_type
+        own: frozenset[str] = getattr(inner, "required_columns", frozenset())
+        self.required_columns = own | {"generation_logprobs"}
+
+    def __call__(
+        self, logprobs: torch.Tensor, data: Mapping[str, Any], **counts: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:
+        loss, metrics = self.inner(logprobs, data, **counts)
+        totals = mismatch_totals(logprobs.detach(), data)
+        return loss, {**metrics, **{f"{MISMATCH}{name}": value for name, value in totals.items()}}
+
+
+def mismatch_totals(logprobs: torch.Tensor, data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return sums (maxima where the name ends in `_max`) over the tokens that count, 0-D, without waiting for a device.
+
+    Args:
+        logprobs: (b, S) of the trainer; -inf where its top-k or top-p excludes a token, which then does not count.
+        data: Columns `token_mask`, `sample_mask` and `generation_logprobs` of the same rows.
+
+    Raises:
+        SchemaError: one of them is missing or has another shape.
+    """
+    generation, prev = read_column(data, "generation_logprobs", logprobs), logprobs[:, 1:]
+    loss_mask = read_masks(data, logprobs)[0] & ~prev.isneginf()
+    gaps = _token_gaps(*(torch.where(loss_mask, column, 0.0).double() for column in (prev, generation)))
+    gap = gaps.pop("gap")
+    tokens = loss_mask.sum(-1)
+    per_row = {name: (values * loss_mask).sum(-1) for name, values in gaps.items()}
+    return {
+        "tokens": tokens.sum(),
+        **{name: values.sum() for name, values in per_row.items()},
+        "gap_max": masked_max(gap, loss_mask),
+        "sample_error_max": masked_max(per_row["error"] / tokens.clamp(min=1), tokens > 0),
+    }
+
+
+def split_mismatch(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the loss's own metrics of a step and, where a `MismatchLoss` trained, the mismatch's."""
+    own = {name: value for name, value in metrics.items() if not name.startswith(MISMATCH)}
+    return own, _fractions({name.removeprefix(MISMATCH): v for name, v in metrics.items() if name not in own})
+
+
+def _fractions(totals: Mapping[str, float]) -> dict[str, float]:
     tokens = totals.get("tokens", 0)
     if not tokens:
         return {}
@@ -174,20 +217,17 @@ def mismatch_shares(totals: Mapping[str, float]) -> dict[str, float]:
     return {**{metric: totals[name] / tokens for name, metric in names.items()}, **largest}
 
 
-def mismatch_metrics(data: Mapping[str, Any]) -> dict[str, float]:
-    """Return `mismatch_summary` of a whole batch, over the samples that `sample_mask` (if there) counts.
-
-    Raises:
-        SchemaError: `token_mask`, `prev_logprobs` or `generation_logprobs` is missing or has another shape.
-    """
-    stats = mismatch_stats(data)
-    if not stats:
-        raise SchemaError(
-            "the mismatch needs columns 'prev_logprobs' and 'generation_logprobs'; got "
-            + ", ".join(sorted(data))
-        )
-    mask = data.get("sample_mask")
-    return mismatch_summary(stats, torch.ones(len(stats["tokens"])) if mask is None else mask)
+def _token_gaps(prev: torch.Tensor, generation: torch.Tensor) -> dict[str, torch.Tensor]:
+    gap = clamp_log_ratio(prev - generation)
+    factor = gap.abs().exp()
+    kinds: tuple[KLKind, ...] = ("k1", "k2", "k3")
+    return {
+        **{k: kl_estimate(generation, prev, k) for k in kinds},
+        "js": jensen_shannon(gap),
+        "error": factor,
+        **{f"tail_{tau:g}": (factor > tau).to(gap.dtype) for tau in TAIL_FACTORS},
+        "gap": gap.abs(),
+    }
 
 
 def jensen_shannon(log_ratio: torch.Tensor) -> torch.Tensor:
@@ -199,6 +239,9 @@ def jensen_shannon(log_ratio: torch.Tensor) -> torch.Tensor:
     ratio = log_ratio.exp()
     middle = torch.log1p(ratio) - math.log(2)
     return (ratio * (log_ratio - middle) - middle) / 2
+
+
+# Tokens of all rows, one after the other.
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from headrace.algorithms.rewards import name_some
-from headrace.algorithms.sample_stats import MISMATCH
-from headrace.algorithms.train_mismatch import split_mismatch
+from headrace.algorithms.sample_stats import MISMATCH, split_mismatch
 from headrace.errors import HeadraceError
 
 OnNonFinite = Literal["stop", "skip_step"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from headrace.algorithms.loss.nll import NLLLoss
+from headrace.algorithms.loss import NLLLoss
 from headrace.algorithms.updates import OnNonFinite, check_finite
 from headrace.config import OptimizerConfig, PolicyConfig, SchedulerConfig, WarmStartConfig
 from headrace.data_plane.schema import SAMPLE_ID, pad_values
