@@ -27,6 +27,7 @@ from headrace.distributed.ragged import (
     offsets_from_lengths,
     own_copy,
 )
+from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
 from headrace.utils.arguments import names_list, texts
 
@@ -125,12 +126,14 @@ class Chunk:
         offsets = self.offsets[start : stop + 1]
         return Chunk(self.form, self.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
 
-    def picked(self, rows: Rows) -> "Chunk":
-        """Return rows in any order, sharing memory where they lie side by side."""
-        if not _are_run(rows):
+    def picked(self, rows: Rows, *, copy: bool = False) -> "Chunk":
+        """Return rows in any order; unless it is to be a `copy`, sharing memory where they lie side by side."""
+        count = len(rows)
+        if count and (rows[-1] != rows[0] + count - 1 or not (rows[1:] > rows[:-1]).all()):
             return self.shrunk(rows)
-        start = int(rows[0]) if len(rows) else 0
-        return self if len(rows) == self.rows else self._span(start, start + len(rows))
+        start = int(rows[0]) if count else 0
+        part = self if count == self.rows else self._span(start, start + count)
+        return part.copy() if copy else part
 
     def leaf(self, known: Known) -> Leaf | PackedTensor:
         """Return the column for `wire_tensordict`; values share memory, offsets are copies `known` to a call."""
@@ -162,11 +165,15 @@ def read_rows(chunks: Sequence[Chunk], places: "Places") -> Chunk:
     if places is None:
         return joined(chunks) if len(chunks) > 1 else chunks[0].copy()
     chunk_of, row_of = places
+    if len(chunks) == 1 or not len(row_of):
+        return chunks[0].picked(row_of, copy=True)
     turns = np.flatnonzero(chunk_of[1:] != chunk_of[:-1]) + 1
     if not len(turns):
-        chunk = chunks[int(chunk_of[0])] if len(chunk_of) else chunks[0]
-        return chunk.picked(row_of).copy() if _are_run(row_of) else chunk.shrunk(row_of)
+        return chunks[int(chunk_of[0])].picked(row_of, copy=True)
     if len(turns) > 2 * len(chunks):
+        picked = _picked(chunks, chunk_of, row_of)
+        if picked is not None:
+            return picked
         order = np.argsort(chunk_of, kind="stable")
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
@@ -175,9 +182,28 @@ def read_rows(chunks: Sequence[Chunk], places: "Places") -> Chunk:
     return joined([chunks[int(chunk_of[a])].picked(row_of[a:b]) for a, b in pairwise(bounds)])
 
 
-def _are_run(rows: Rows) -> bool:
-    """Return whether rows follow one another."""
-    return not len(rows) or bool(rows[-1] == rows[0] + len(rows) - 1 and (rows[1:] > rows[:-1]).all())
+def _picked(chunks: Sequence[Chunk], chunk_of: Rows, row_of: Rows) -> Chunk | None:
+    """Return rows of several chunks in one copy; None: there is no kernel, or nothing to copy."""
+    unit, kernel, offsets = chunks[0].unit, load_kernel(), None
+    starts, lengths = row_of, np.ones(len(row_of), np.int64)
+    if chunks[0].offsets is not None:
+        all_bounds = [chunk.offsets.numpy() for chunk in chunks if chunk.offsets is not None]
+        bounds, first = np.concatenate(all_bounds), np.cumsum([0, *map(len, all_bounds[:-1])])
+        at = first[chunk_of] + row_of
+        starts = bounds[at]
+        lengths = bounds[at + 1] - starts
+        offsets = offsets_from_lengths(torch.from_numpy(lengths))
+    lengths = lengths * unit
+    total = int(lengths.sum())
+    if kernel is None or not total:
+        return None
+    held = [chunk.values.detach().contiguous() for chunk in chunks]
+    addresses = np.array([values.data_ptr() for values in held], np.int64)
+    # The kernel counts from one address; spans of the other chunks lie at their distance from it.
+    starts = starts * unit + (addresses - addresses[0])[chunk_of]
+    out = torch.from_numpy(np.empty(total, np.uint8))
+    kernel.gather(held[0].data_ptr(), starts.ctypes.data, lengths.ctypes.data, len(starts), 1, out.data_ptr())
+    return chunk_of_bytes(chunks[0].form, len(row_of), out, offsets)
 
 
 def own_offsets(offsets: torch.Tensor, known: Known) -> torch.Tensor:
