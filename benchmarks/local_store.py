@@ -20,7 +20,7 @@ from tensordict import TensorDict
 
 from headrace.data_plane import pack_jagged_fields
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
-from headrace.data_plane.codec import checked_columns
+from headrace.data_plane.wire import checked_columns
 from headrace.distributed.ragged import nested_from_ragged, own_copy
 
 PUT_GET_COPIES, PUT_GET_US_PER_ROW, EIGHTH_SHARE, EIGHTH_CONSTANT_MS = 3.0, 3.0, 1.5, 5.0

@@ -67,7 +67,7 @@ UNITS = {
         ("unit/test_packing*.py", "unit/test_preshard.py", "unit/test_automodel_data.py"),
     ),
     "codec": Unit(
-        ("data_plane/codec.py",),
+        ("data_plane/codec.py", "data_plane/wire.py"),
         (
             "unit/test_codec*.py",
             "unit/test_api_edge_rules.py",
@@ -88,8 +88,9 @@ UNITS = {
         (
             "data_plane/store/partition.py",
             "data_plane/store/sample_store.py",
-            "data_plane/store/column.py",
-            "data_plane/adapters/partition_*.py",
+            "data_plane/store/columns.py",
+            "data_plane/store/claims.py",
+            "data_plane/store/groups.py",
         ),
         (
             "unit/test_local*.py",

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from headrace.data_plane import materialize, pack_columns
-from headrace.data_plane.codec import RowPacker, wire_tensordict
+from headrace.data_plane.codec import RowPacker
+from headrace.data_plane.wire import wire_tensordict
 from headrace.distributed import ragged
 from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged import (

@@ -18,8 +18,8 @@ from headrace.data_plane.codec import (
     stack_or_nest,
     to_nested_by_length,
     unwrap_wire_stripped_payload,
-    wire_tensordict,
 )
+from headrace.data_plane.wire import wire_tensordict
 from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
 from headrace.errors import SchemaError

@@ -14,8 +14,8 @@ from headrace.data_plane.codec import (
     response_from_nested,
     stack_or_nest,
     to_nested_by_length,
-    wire_tensordict,
 )
+from headrace.data_plane.wire import wire_tensordict
 from ragged_cases import RaggedCase, ragged_cases
 from reference import pad, response_scores, rows_of, same_bits, same_rows, unpad
 

@@ -11,10 +11,11 @@ import torch
 from tensordict import TensorDict
 
 from headrace.data_plane.adapters.transfer_queue_index import Call, Indexes, SampleIndex
-from headrace.data_plane.codec import nest, wire_tensordict
+from headrace.data_plane.codec import nest
 from headrace.data_plane.store.blocks import BlockError, PackedColumns, pack, select_rows, unpack
 from headrace.data_plane.store.columns import Chunk, Put, checked_put, read_rows
 from headrace.data_plane.store.requests import Registration
+from headrace.data_plane.wire import wire_tensordict
 from headrace.distributed.columns import object_array
 from headrace.errors import CapacityExceeded, DataPlaneError, SampleNotFound, SchemaError, TransportError
 from reference import rows_of, same_bits, same_rows

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from headrace.data_plane import schema
-from headrace.data_plane.codec import check_declared
 from headrace.data_plane.schema import (
     FIELDS,
     FieldSpec,
@@ -14,6 +13,7 @@ from headrace.data_plane.schema import (
     fields_with_optional_routed_experts,
     pad_values,
 )
+from headrace.data_plane.wire import check_declared
 from headrace.errors import SchemaError
 
 

@@ -7,15 +7,6 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from headrace.data_plane.codec import (
-    Leaf,
-    RowPacker,
-    joined_rows,
-    leaf_rows,
-    materialize,
-    stack_or_nest,
-    wire_tensordict,
-)
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.routes_codec import RouteShape, check_routes, most_experts
 from headrace.data_plane.schema import (
@@ -29,6 +20,15 @@ from headrace.data_plane.schema import (
     Layout,
 )
 from headrace.data_plane.store.columns import checked_tags
+from headrace.data_plane.wire import (
+    Leaf,
+    RowPacker,
+    joined_rows,
+    leaf_rows,
+    materialize,
+    stack_or_nest,
+    wire_tensordict,
+)
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor

@@ -73,8 +73,10 @@ class KVBatchMeta:
             self._check_aligned("tags", len(self.tags))
 
     def _check_aligned(self, name: str, got: int) -> None:
-        if got != self.size:
-            raise SchemaError(f"{name} has {got} entries for {self.size} sample_ids; give one per sample")
+        if got != len(self.sample_ids):
+            raise SchemaError(
+                f"{name} has {got} entries for {len(self.sample_ids)} sample_ids; give one per sample"
+            )
 
     @property
     def size(self) -> int:

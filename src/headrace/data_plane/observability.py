@@ -13,9 +13,9 @@ from typing import Any, Literal, TypedDict, TypeVar
 import torch
 from tensordict import TensorDict
 
-from headrace.data_plane.codec import read_wire
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.object_codec import encode_column
+from headrace.data_plane.wire import read_wire
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.ragged import RaggedParts
 from headrace.errors import ClaimTimeout
@@ -23,6 +23,7 @@ from headrace.errors import ClaimTimeout
 Status = Literal["ok", "error", "timeout"]
 
 Wrapper = TypeVar("Wrapper", bound=DataPlaneClient)
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _log = logging.getLogger("headrace.data_plane")
 
@@ -82,11 +83,19 @@ def print_event(event: DataPlaneEvent) -> None:
     )
 
 
+def _as_in_the_contract(method: Method) -> Method:
+    """Give a method the signature and the docstring of DataPlaneClient's."""
+    update_wrapper(method, getattr(DataPlaneClient, method.__name__))
+    method.__isabstractmethod__ = False  # type: ignore[attr-defined]
+    return method
+
+
 def _passing_on(name: str) -> Callable[..., Any]:
     def call(self: "MetricsDataPlaneClient", *args: Any, **kwargs: Any) -> Any:
         return getattr(self.inner, name)(*args, **kwargs)
 
-    return update_wrapper(call, getattr(DataPlaneClient, name))
+    call.__name__ = name
+    return _as_in_the_contract(call)
 
 
 def _hiding_nothing(wrapper: type[Wrapper]) -> type[Wrapper]:
@@ -130,54 +139,34 @@ class MetricsDataPlaneClient(DataPlaneClient):
         with self._lock:
             return dict(sum(self._moved.values(), Counter()))
 
+    @_as_in_the_contract
     def register_partition(
-        self,
-        partition_id: str,
-        fields: Sequence[str],
-        num_samples: int,
-        consumer_tasks: Sequence[str],
-        grpo_group_size: int | None = None,
-        enums: Mapping[str, Sequence[str]] | None = None,
-        *,
-        group_tag: str | None = None,
+        self, partition_id: str, fields: Sequence[str], num_samples: int, *args: Any, **kwargs: Any
     ) -> None:
-        """Measure `register_partition`; its rows are `num_samples`."""
-        asked = (partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums)
-        with self._measure("register_partition", partition_id, 0) as record:
-            self.inner.register_partition(*asked, group_tag=group_tag)
+        with self._measure("register_partition", partition_id) as record:
+            self.inner.register_partition(partition_id, fields, num_samples, *args, **kwargs)
             record.rows = int(num_samples)
 
-    def claim_meta(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: Sequence[str],
-        batch_size: int,
-        dp_rank: int | None = None,
-        blocking: bool = True,
-        timeout_s: float = 60.0,
-        *,
-        allow_partial: bool = False,
-    ) -> KVBatchMeta | None:
-        """Measure `claim_meta`, waiting included; its rows are those handed out."""
-        asked = (partition_id, task_name, required_fields, batch_size, dp_rank, blocking, timeout_s)
-        with self._measure("claim_meta", partition_id, 0) as record:
-            meta = self.inner.claim_meta(*asked, allow_partial=allow_partial)
+    @_as_in_the_contract
+    def claim_meta(self, partition_id: str, *args: Any, **kwargs: Any) -> KVBatchMeta | None:
+        with self._measure("claim_meta", partition_id) as record:
+            meta = self.inner.claim_meta(partition_id, *args, **kwargs)
             record.rows = 0 if meta is None else meta.size
             return meta
 
+    @_as_in_the_contract
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
-        """Measure `get_data`."""
         with self._measure("get_data", meta.partition_id, meta.size) as record:
             wire = self.inner.get_data(meta, select_fields)
             record.columns = _column_bytes(wire)
             return wire
 
+    @_as_in_the_contract
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        """Measure `check_consumption_status`."""
-        with self._measure("check_consumption_status", partition_id, 0):
+        with self._measure("check_consumption_status", partition_id):
             return self.inner.check_consumption_status(partition_id, task_names)
 
+    @_as_in_the_contract
     def put_samples(
         self,
         sample_ids: Sequence[str],
@@ -185,29 +174,26 @@ class MetricsDataPlaneClient(DataPlaneClient):
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        """Measure `put_samples`."""
         with self._measure("put_samples", partition_id, len(sample_ids)) as record:
             meta = self.inner.put_samples(sample_ids, partition_id, fields, tags)
             record.columns = _column_bytes(fields)
             return meta
 
+    @_as_in_the_contract
     def get_samples(
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]
     ) -> TensorDict:
-        """Measure `get_samples`."""
         with self._measure("get_samples", partition_id, len(sample_ids)) as record:
             wire = self.inner.get_samples(sample_ids, partition_id, select_fields)
             record.columns = _column_bytes(wire)
             return wire
 
+    @_as_in_the_contract
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        """Measure `clear_samples`; its rows are the ids given."""
-        rows = 0 if sample_ids is None else len(sample_ids)
-        with self._measure("clear_samples", partition_id, rows):
+        with self._measure("clear_samples", partition_id, len(sample_ids or ())):
             self.inner.clear_samples(sample_ids, partition_id)
 
     def close(self) -> None:
-        """Close `inner`."""
         self.inner.close()
 
     def __getattr__(self, name: str) -> Any:
@@ -216,7 +202,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
         return getattr(self.inner, name)
 
     @contextmanager
-    def _measure(self, op: str, partition: str, rows: int) -> "Iterator[_Record]":
+    def _measure(self, op: str, partition: str, rows: int = 0) -> "Iterator[_Record]":
         record = _Record(rows)
         status: Status = "error"
         start = time.perf_counter()

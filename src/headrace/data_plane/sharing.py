@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from headrace.data_plane.codec import read_wire, wire_tensordict
+from headrace.data_plane.wire import read_wire, wire_tensordict
 from headrace.distributed.collectives import broadcast_columns
 from headrace.distributed.ragged import RaggedParts
 

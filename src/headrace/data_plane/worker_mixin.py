@@ -14,7 +14,6 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
-from headrace.data_plane.codec import materialize
 from headrace.data_plane.column_io import write_columns
 from headrace.data_plane.factory import build_data_plane_client
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
@@ -38,6 +37,7 @@ from headrace.data_plane.schema import (
     pad_values,
 )
 from headrace.data_plane.sharing import share_rows
+from headrace.data_plane.wire import materialize
 from headrace.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from headrace.distributed.collectives import broadcast_columns
 from headrace.distributed.columns import object_array

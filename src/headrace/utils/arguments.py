@@ -44,6 +44,8 @@ def whole_numbers(what: str, expected: str, values: Sequence[int]) -> list[int]:
 
 def whole_number(name: str, value: int, least: int, error: type[HeadraceError] = SchemaError) -> int:
     """Return the value of an argument as an integer; raises `error` if it is not whole, or less than `least`."""
+    if type(value) is int and value >= least:
+        return value
     number = None if isinstance(value, bool) else _as_integer(value)
     if number is None or number != value or number < least:
         raise error(f"{name}={value!r}; expected a whole number, {least} or more")

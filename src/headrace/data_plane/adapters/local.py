@@ -12,11 +12,11 @@ from weakref import WeakValueDictionary
 from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
-from headrace.data_plane.codec import wire_tensordict
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.store.columns import Chunk, Known, checked_put, read_rows
 from headrace.data_plane.store.requests import ClaimRequest, Registration, waiting_time
 from headrace.data_plane.store.sample_store import SampleStore
+from headrace.data_plane.wire import wire_tensordict
 from headrace.errors import DataPlaneError
 from headrace.utils.arguments import texts
 

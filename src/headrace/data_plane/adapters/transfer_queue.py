@@ -25,7 +25,6 @@ from headrace.data_plane.adapters import transfer_queue_cluster as cluster
 from headrace.data_plane.adapters.transfer_queue_channel import STARTUP_KNOB
 from headrace.data_plane.adapters.transfer_queue_cluster import Deadline, queue_partition
 from headrace.data_plane.adapters.transfer_queue_index import Garbage, Located
-from headrace.data_plane.codec import wire_tensordict
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.store.blocks import (
     MAX_BLOCK_BYTES,
@@ -46,8 +45,9 @@ from headrace.data_plane.store.columns import (
     chunk_of_bytes,
     read_rows,
 )
+from headrace.data_plane.store.partition import RowFacts
 from headrace.data_plane.store.requests import ClaimRequest, Registration, waiting_time
-from headrace.data_plane.store.sample_store import RowFacts
+from headrace.data_plane.wire import wire_tensordict
 from headrace.errors import ClaimTimeout, DataPlaneError, HeadraceError, TransportError
 from headrace.utils.arguments import texts
 

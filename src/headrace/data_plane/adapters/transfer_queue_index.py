@@ -16,8 +16,9 @@ import numpy as np
 from headrace.data_plane.adapters.transfer_queue_leases import Leases
 from headrace.data_plane.store.blocks import BlockInfo, placed
 from headrace.data_plane.store.columns import Form, Places, Put, Rows
+from headrace.data_plane.store.partition import RowFacts
 from headrace.data_plane.store.requests import ClaimRequest, Registration
-from headrace.data_plane.store.sample_store import RowFacts, SampleStore
+from headrace.data_plane.store.sample_store import SampleStore
 from headrace.errors import DataPlaneError, TransportError
 
 # A caller that has not dropped its garbage by then leaves it to another.

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from headrace.data_plane.codec import Leaf, checked_columns
 from headrace.data_plane.object_codec import copied_tag, decode_column, encode_column
 from headrace.data_plane.schema import INPUT_LENGTHS, PER_TOKEN_FIELDS
+from headrace.data_plane.wire import Leaf, checked_columns
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.ragged import (
     RaggedParts,
@@ -393,7 +393,7 @@ class Column(Generic[Block]):
     def write(self, slots: Slots, blocks: Sequence[Block]) -> list[Block]:
         """Let row i of all `blocks` together be the row of slot i; return the blocks that no row is left of."""
         if slots.version is not None:
-            gone = self.blocks
+            gone = list(self._blocks.values())
             self._blocks, self._block_of, self._row_of = dict(enumerate(blocks)), _NO_ROWS, _NO_ROWS
             self._in_use = {number: block.rows for number, block in self._blocks.items()}
             self._next, self._version = len(blocks), slots.version
@@ -418,10 +418,10 @@ class Column(Generic[Block]):
     def select(self, slots: Slots) -> Selection[Block]:
         """Return how to read rows, all of which it holds; valid whatever is written later."""
         if slots.version == self._version:
-            return Selection(self.blocks, None)
+            return Selection(list(self._blocks.values()), None)
         self._spread()
         if not len(slots.at):
-            return Selection(self.blocks[:1], (_NO_ROWS, _NO_ROWS))
+            return Selection([next(iter(self._blocks.values()))], (_NO_ROWS, _NO_ROWS))
         block_of, row_of = self._block_of[slots.at], self._row_of[slots.at]
         if (block_of == block_of[0]).all():
             return Selection([self._blocks[int(block_of[0])]], (np.zeros_like(block_of), row_of))

@@ -4,10 +4,11 @@ Not thread-safe by itself: the store calls it under its lock.
 """
 
 from collections.abc import Sequence
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
+from headrace.data_plane.interfaces import KVBatchMeta, meta_of_checked
 from headrace.data_plane.object_codec import copied_tag
 from headrace.data_plane.schema import FIELDS, INPUT_IDS, INPUT_LENGTHS
 from headrace.data_plane.store.claims import Claims, Held
@@ -17,6 +18,19 @@ from headrace.errors import CapacityExceeded, SampleNotFound, SchemaError
 
 _FEW_SLOTS = 1024
 _UNKNOWN = -1
+
+
+class RowFacts(NamedTuple):
+    """What a meta says about rows."""
+
+    sample_ids: list[str]
+    sequence_lengths: list[int] | None
+    tags: list[dict[str, Any]] | None
+
+    def meta(self, partition_id: str, task_name: str, fields: list[str]) -> KVBatchMeta:
+        return meta_of_checked(
+            partition_id, task_name, self.sample_ids, fields, self.sequence_lengths, tags=self.tags
+        )
 
 
 class Partition(Generic[Block]):
@@ -252,20 +266,17 @@ class Partition(Generic[Block]):
         slots = self.slots(ids, ())
         return [name for name, column in self._columns.items() if column.holds_all(slots)]
 
-    def tags_of(self, ids: Sequence[str]) -> list[dict[str, Any]] | None:
-        """Return copies of the samples' tags; None if none has any."""
-        if not self._tags:
-            return None
-        tags = [copied_tag(self._tags.get(sample_id, {}), row) for row, sample_id in enumerate(ids)]
-        return tags if any(tags) else None
-
-    def lengths_of(self, slots: Slots) -> list[int] | None:
-        """Return the samples' lengths if a column says them that all have: of lengths, or of tokens."""
+    def facts(self, ids: list[str], slots: Slots) -> RowFacts:
+        """Return lengths, if a column of lengths or of tokens says those of all samples, and copies of the tags."""
+        lengths: list[int] | None = None
         for name in (INPUT_LENGTHS, INPUT_IDS):
             if name in self._saying and name in self._columns and self._columns[name].holds_all(slots):
-                lengths: list[int] = self._lengths[slots.at].tolist()
-                return lengths
-        return None
+                lengths = self._lengths[slots.at].tolist()
+                break
+        tags = None
+        if self._tags:
+            tags = [copied_tag(self._tags.get(sample_id, {}), row) for row, sample_id in enumerate(ids)]
+        return RowFacts(ids, lengths, tags if tags and any(tags) else None)
 
     # Claiming.
 

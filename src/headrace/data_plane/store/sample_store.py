@@ -7,29 +7,15 @@ under the lock, since chunks never change.
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple
+from typing import Generic
 
-from headrace.data_plane.interfaces import KVBatchMeta, meta_of_checked
 from headrace.data_plane.store.columns import Block, Put, Selection, Slots, shown
-from headrace.data_plane.store.partition import Partition
+from headrace.data_plane.store.partition import Partition, RowFacts
 from headrace.data_plane.store.requests import ClaimRequest, Registration
 from headrace.errors import CapacityExceeded, ClaimTimeout, DataPlaneError, SampleNotFound
 
 _REMEMBERED = 1000
 """Registrations that are kept of partitions that have ended."""
-
-
-class RowFacts(NamedTuple):
-    """What a meta says about rows."""
-
-    sample_ids: list[str]
-    sequence_lengths: list[int] | None
-    tags: list[dict[str, Any]] | None
-
-    def meta(self, partition_id: str, task_name: str, fields: list[str]) -> KVBatchMeta:
-        return meta_of_checked(
-            partition_id, task_name, self.sample_ids, fields, self.sequence_lengths, tags=self.tags
-        )
 
 
 class SampleStore(Generic[Block]):
@@ -92,7 +78,7 @@ class SampleStore(Generic[Block]):
                 self._ended.pop(name, None)
             self._held += new
             slots, gone = partition.write(put, slots)
-            facts = RowFacts(ids, partition.lengths_of(slots), partition.tags_of(ids))
+            facts = partition.facts(ids, slots)
             if self._waiting:
                 self._changed.notify_all()
         return facts, gone
@@ -162,7 +148,7 @@ class SampleStore(Generic[Block]):
                 claimed = partition.claim(request)
                 if claimed is not None:
                     ids, slots = claimed
-                    return RowFacts(ids, partition.lengths_of(slots), partition.tags_of(ids))
+                    return partition.facts(ids, slots)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return None

@@ -1,0 +1,410 @@
+"""Columns on the wire: how they are told apart, held to their declarations, packed, and padded for a batch. No I/O.
+
+A wire TensorDict holds an object array as NonTensorData around the array; `td[name]` returns that very array, while
+`td[rows]` does not select from it. So it is only a carrier: select rows through the store or a BatchedDataDict.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+
+from headrace.data_plane.object_codec import ObjectArray
+from headrace.data_plane.schema import FIELDS, INPUT_LENGTHS, PER_TOKEN_FIELDS, Kind, Layout
+from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.columns import object_array
+from headrace.distributed.multimodal import PackedTensor
+from headrace.distributed.offsets_reader import OffsetsReader
+from headrace.distributed.ragged import (
+    PadValue,
+    RaggedParts,
+    RowLayout,
+    is_nested,
+    nested_from_ragged,
+    offsets_from_lengths,
+    take_apart,
+)
+from headrace.errors import SchemaError
+
+Leaf = torch.Tensor | RaggedParts | ObjectArray
+"""One column told apart: dense (N, ...), ragged rows, or objects (N,)."""
+
+_LONGEST = 2**31 - 1
+
+
+def read_wire(wire: TensorDict) -> dict[str, Leaf | PackedTensor]:
+    """Return each column of a wire TensorDict (a dict will do) as its leaf.
+
+    Media without rows are a PackedTensor, since no row says what the column is. Offsets on a device are brought to
+    the CPU in one copy for all columns.
+
+    Raises:
+        SchemaError: a nested TensorDict, or a value that is no column.
+    """
+    rows = wire.batch_size[0] if isinstance(wire, TensorDictBase) and wire.batch_size else 0
+    columns = {str(name): wire.get(name) for name in list(wire.keys())}
+    read = OffsetsReader(columns.values())
+    return {
+        name: (take_apart(column, read) if is_nested(column) else column)
+        if isinstance(column, torch.Tensor)
+        else _read_objects(name, column, rows)
+        for name, column in columns.items()
+    }
+
+
+def _read_objects(name: str, value: Any, rows: int) -> ObjectArray | PackedTensor:
+    """Return a column of objects; `rows` is how many a NonTensorData without batch dimensions stands for."""
+    if isinstance(value, NonTensorData):
+        rows = value.batch_size[0] if value.batch_dims else rows
+        value = value.data
+        if isinstance(value, PackedTensor) and not len(value) and not rows:
+            return value
+        if not isinstance(value, np.ndarray) or not value.ndim or rows not in (0, len(value)):
+            return object_array([value] * rows)
+    if isinstance(value, np.ndarray):
+        return value if value.dtype == object and value.ndim == 1 else object_array(value.tolist())
+    is_bare = isinstance(value, TensorDictBase) and not value.keys() and value.batch_dims
+    if is_bare or isinstance(value, NonTensorStack | LazyStackedTensorDict):
+        value = value.unbind(0)
+    if isinstance(value, list | tuple):
+        return object_array([unwrap_wire_stripped_payload(item) for item in value])
+    raise SchemaError(
+        f"column '{name}' is a {type(value).__name__}; expected a tensor, a nested tensor or an object array"
+    )
+
+
+def wire_tensordict(columns: Mapping[str, Leaf | PackedTensor], rows: int) -> TensorDict:
+    """Return columns that are known to have `rows` rows as a TensorDict, batch_size [rows]."""
+    wire: dict[str, Any] = {}
+    for name, leaf in columns.items():
+        if isinstance(leaf, RaggedParts):
+            offsets = leaf.offsets if leaf.device_offsets is None else leaf.device_offsets
+            wire[name] = nested_from_ragged(leaf.values, offsets, leaf.ragged_dim, leaf.offsets)
+        else:
+            wire[name] = leaf
+    if not all(isinstance(column, torch.Tensor) for column in wire.values()):
+        return TensorDict(wire, batch_size=[rows])
+    # The public constructor asks every jagged tensor for its shape: 30 us each.
+    made: TensorDict = TensorDict._new_unsafe(wire, batch_size=torch.Size([rows]))
+    return made
+
+
+def unwrap_wire_stripped_payload(item: object) -> object:
+    """Return what a transport left of one object: its payload, or None where the payload was lost.
+
+    A NonTensorData gives its payload, also after it has been rebuilt as a plain TensorDict that still carries
+    the payload's dict. The empty TensorDict without batch dimensions is what remains of a lost payload. Any
+    other value, TensorDicts with data included, is returned unchanged.
+    """
+    if isinstance(item, NonTensorData):
+        return item.data
+    if not isinstance(item, TensorDictBase):
+        return item
+    payload = getattr(item, "_non_tensordict", None)
+    if isinstance(payload, Mapping) and "data" in payload:
+        return payload["data"]
+    return None if not item.batch_dims and not item.keys() else item
+
+
+def checked_columns(fields: TensorDict | None, rows: int) -> dict[str, Leaf]:
+    """Return the columns of a put by name.
+
+    Raises:
+        SchemaError: another number of rows, or a declared column of another kind, dtype or number of dimensions,
+            or without values for its tokens, or whose rows do not have the lengths that the same put declares;
+            lengths that no row can have.
+    """
+    columns: dict[str, Leaf] = {
+        name: object_array([]) if isinstance(leaf, PackedTensor) else leaf
+        for name, leaf in (read_wire(fields) if fields is not None else {}).items()
+    }
+    for name, leaf in columns.items():
+        count = leaf_rows(leaf)
+        if count != rows:
+            got = "is a single number" if count < 0 else f"has {count} rows"
+            raise SchemaError(f"column '{name}' {got}; expected {rows} rows, one per sample id")
+        check_declared(name, leaf)
+    declared = columns.get(INPUT_LENGTHS)
+    if isinstance(declared, torch.Tensor):
+        _check_lengths(columns, declared.reshape(-1).cpu().long())
+    return columns
+
+
+def leaf_rows(leaf: Leaf) -> int:
+    """Return how many rows a column has; -1: it is a single number."""
+    if isinstance(leaf, RaggedParts):
+        return len(leaf.offsets) - 1
+    return leaf.shape[0] if leaf.ndim else -1
+
+
+def check_declared(name: str, leaf: Leaf) -> None:
+    """Hold a column to its declaration; an undeclared one passes.
+
+    Raises:
+        SchemaError: another kind, dtype or number of dimensions than declared, or no values for its tokens.
+    """
+    spec = FIELDS.get(name)
+    if spec is None or (isinstance(leaf, np.ndarray) and spec.kind is Kind.OBJECT):
+        return
+    if isinstance(leaf, np.ndarray):
+        raise SchemaError(f"column '{name}' is an array of objects; it is declared as {spec.kind.value}")
+    values, is_ragged = (leaf.values, True) if isinstance(leaf, RaggedParts) else (leaf, False)
+    if values.dtype not in spec.accepts:
+        raise spec.refusal(values.dtype)
+    if spec.kind is Kind.PER_SAMPLE:
+        if is_ragged or values.dim() > 2 or (values.dim() == 2 and values.shape[1] != 1):
+            shape = "ragged rows" if is_ragged else f"shape {tuple(values.shape)}"
+            raise SchemaError(f"column '{name}' has {shape}; it is declared per sample: (N,) or (N, 1)")
+    elif is_ragged or values.dim() > 1 or not spec.broadcast:
+        _check_tokens(name, leaf, 2 + spec.trailing_dims)
+        token = tuple(values.shape[values.dim() - spec.trailing_dims :])
+        if 0 in token and len(values):
+            raise SchemaError(
+                f"column '{name}' has {token} values per token; expected 1 or more along each axis"
+            )
+
+
+def _check_tokens(name: str, leaf: torch.Tensor | RaggedParts, wanted: int | None = None) -> None:
+    """Hold a per-token column to its number of dimensions: rows, tokens, and the `wanted` in all; None: any."""
+    ragged_dim = leaf.ragged_dim if isinstance(leaf, RaggedParts) else 1
+    dims = leaf.values.dim() + 1 if isinstance(leaf, RaggedParts) else leaf.dim()
+    wanted = max(dims, 2) if wanted is None else wanted
+    if dims != wanted:
+        raise SchemaError(
+            f"column '{name}' has {dims} dimensions; a per-token column of this name has {wanted}: "
+            f"(N, S{', ...' if wanted > 2 else ''})"
+        )
+    if ragged_dim != 1:
+        raise SchemaError(f"column '{name}' is ragged in dimension {ragged_dim}; tokens are dimension 1")
+
+
+def _check_lengths(columns: Mapping[str, Leaf], lengths: torch.Tensor) -> None:
+    """Hold declared per-token columns to the lengths that their own put declares."""
+    wrong = (lengths < 0) | (lengths > _LONGEST)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise SchemaError(
+            f"column '{INPUT_LENGTHS}' is {int(lengths[row])} in row {row}; expected tokens, 0 to {_LONGEST}"
+        )
+    for name, leaf in columns.items():
+        if name not in PER_TOKEN_FIELDS or isinstance(leaf, np.ndarray):
+            continue
+        if isinstance(leaf, RaggedParts):
+            got, hint = leaf.offsets.diff(), ""
+        elif leaf.dim() > 1:
+            got = torch.full((len(leaf),), leaf.shape[1])
+            hint = "; pack padded rows with kv_first_write or write_columns"
+        else:
+            continue
+        if not torch.equal(got, lengths):
+            row = int((got != lengths).nonzero()[0])
+            raise SchemaError(
+                f"column '{name}' has {int(got[row])} tokens in row {row}; column '{INPUT_LENGTHS}' says "
+                f"{int(lengths[row])}{hint}"
+            )
+
+
+def stack_or_nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stack rows of equal shape to (N, ...); nest rows that differ in their first dimension to (N, j, ...).
+
+    No rows give `torch.empty(0)`.
+
+    Raises:
+        SchemaError: rows that differ in dtype, device, number of dimensions or a later dimension.
+    """
+    if not tensors:
+        return torch.empty(0)
+    if all(row.shape == tensors[0].shape for row in tensors):
+        _check_same_kind(tensors)
+        return torch.stack(list(tensors))
+    return nest(tensors)
+
+
+def nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return rows (L_i, ...) as jagged (N, j, ...), also when their lengths are equal; at least one row.
+
+    Raises:
+        SchemaError: rows that differ in dtype, device or trailing dimensions, or have no dimension.
+    """
+    values, offsets, *_ = joined_rows(tensors)
+    return nested_from_ragged(values, offsets)
+
+
+def joined_rows(tensors: Sequence[torch.Tensor]) -> RaggedParts:
+    """Do what `nest` does, without the nested tensor."""
+    _check_same_kind(tensors)
+    if not tensors[0].dim():
+        raise SchemaError("rows are single numbers; expected rows of shape (L, ...)")
+    lengths = torch.tensor([row.shape[0] for row in tensors], dtype=torch.int64)
+    return RaggedParts(torch.cat(list(tensors)), offsets_from_lengths(lengths), 1, None)
+
+
+def _check_same_kind(tensors: Sequence[torch.Tensor]) -> None:
+    # Attribute by attribute: a set of tuples takes three times as long.
+    trailing = {row.shape[1:] for row in tensors} if tensors[0].dim() > 1 else set()
+    kinds = {row.dtype for row in tensors}, {row.device for row in tensors}, {row.dim() for row in tensors}
+    if all(len(kind) == 1 for kind in kinds) and len(trailing) <= 1:
+        return
+    first = tensors[0]
+    for row, tensor in enumerate(tensors):
+        same_form = tensor.dim() == first.dim() and tensor.shape[1:] == first.shape[1:]
+        if not same_form or tensor.dtype != first.dtype or tensor.device != first.device:
+            raise SchemaError(
+                f"row {row} has shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; row 0 has "
+                f"{tuple(first.shape)}, {first.dtype} on {first.device}. "
+                "Rows may differ in their first dimension only"
+            )
+
+
+class RowPacker:
+    """Packs the columns of one batch by their declarations; `lengths` are the tokens of each row.
+
+    `per_token` names further columns to treat as per-token ones. The lengths are looked at once, and all
+    per-token columns on one device share their offsets. Offsets of ragged `columns` on a device come to the CPU in
+    one copy, with lengths that lie there; of columns not named here, in one each time they are others.
+    """
+
+    def __init__(
+        self,
+        lengths: torch.Tensor | Sequence[int],
+        per_token: Iterable[str] = (),
+        columns: Iterable[object] = (),
+    ) -> None:
+        self.read = OffsetsReader(columns)
+        self._layout = RowLayout(lengths, read=self.read)
+        self.lengths, self.rows = self._layout.lengths, self._layout.rows
+        self._per_token = frozenset(per_token)
+
+    def is_declared(self, name: str) -> bool:
+        return name in FIELDS or name in self._per_token
+
+    def pack(self, name: str, column: Leaf) -> Leaf:
+        """Return a column, which may be a nested tensor, as it goes on the wire.
+
+        Per token: padded (N, S, ...) with S >= every length is cut to ragged, ragged must have these lengths, and
+        (N,) stays where the declaration allows one value per sample. Per sample: (N,) or (N, 1) gives (N,).
+        Undeclared columns are returned as they are.
+
+        Raises:
+            SchemaError: naming the column, and the row and sizes where there is one.
+        """
+        leaf = column
+        if isinstance(leaf, torch.Tensor) and is_nested(leaf):
+            leaf = take_apart(leaf, self.read)
+        rows = leaf_rows(leaf)
+        if rows != self.rows:
+            got = "no" if rows < 0 else rows
+            raise SchemaError(f"column '{name}' has {got} rows; expected {self.rows}, one per sample")
+        check_declared(name, leaf)
+        if isinstance(leaf, np.ndarray):
+            return leaf
+        if name in PER_TOKEN_FIELDS:
+            return self._pack_per_token(name, leaf)
+        if name in self._per_token:
+            _check_tokens(name, leaf)
+            return self._pack_per_token(name, leaf)
+        if isinstance(leaf, torch.Tensor) and name in FIELDS:
+            return leaf.reshape(self.rows)
+        return column
+
+    def _pack_per_token(self, name: str, leaf: torch.Tensor | RaggedParts) -> Leaf:
+        layout = self._layout
+        if isinstance(leaf, RaggedParts):
+            values, offsets = leaf.values, leaf.offsets
+            if not layout.has(offsets):
+                row = int((offsets.diff() != self.lengths).nonzero()[0])
+                raise SchemaError(
+                    f"column '{name}' has {int(offsets.diff()[row])} tokens in row {row}; its sequence length is "
+                    f"{int(self.lengths[row])}"
+                )
+            layout.keep(offsets, leaf.device_offsets)
+        elif leaf.dim() == 1:
+            return leaf
+        else:
+            width = leaf.shape[1]
+            if width < layout.longest:
+                row = int((self.lengths > width).nonzero()[0])
+                raise SchemaError(
+                    f"column '{name}' is {width} tokens wide; row {row} has {int(self.lengths[row])} tokens. "
+                    "Give a per-token column one entry for every token of its row"
+                )
+            if width != layout.width:
+                layout = self._layout = layout.with_width(width)
+            values = layout.strip(leaf)
+        shared = layout.offsets_on(values.device)
+        return RaggedParts(values, layout.offsets, 1, None if shared.is_cpu else shared)
+
+
+def materialize(
+    td: TensorDict,
+    layout: Layout = "padded",
+    pad_value_dict: Mapping[str, PadValue] | None = None,
+    pad_to_seqlen: int = 0,
+) -> BatchedDataDict:
+    """Turn a wire TensorDict into a batch.
+
+    Padded: nested columns become (N, S, ...), S = max(longest row, `pad_to_seqlen`), filled with their entry in
+    `pad_value_dict` or else 0; a dense declared per-token column is widened likewise; every other dense column
+    keeps its shape. Jagged: nested columns stay nested. In both, declared per-sample columns are (N,), object
+    columns arrays of dtype object, and media columns PackedTensors. Results may share memory with `td`.
+
+    Raises:
+        SchemaError: a pad value that the column's dtype cannot hold, an unknown layout, a column of no known form.
+    """
+    if layout not in ("padded", "jagged"):
+        raise SchemaError(f"layout='{layout}'; expected 'padded' or 'jagged'")
+    batch: dict[str, Any] = {}
+    layouts: list[RowLayout] = []
+    for name, leaf in read_wire(td).items():
+        batch[name] = leaf
+        if isinstance(leaf, np.ndarray):
+            if len(leaf) and all(isinstance(value, PackedTensor) for value in leaf):
+                batch[name] = PackedTensor.concat(leaf.tolist())
+        elif isinstance(leaf, PackedTensor):
+            continue
+        elif name in FIELDS and FIELDS[name].kind is Kind.PER_SAMPLE:
+            batch[name] = _one_per_sample(name, leaf)
+        elif layout == "padded":
+            try:
+                batch[name] = _pad(name, leaf, (pad_value_dict or {}).get(name, 0), pad_to_seqlen, layouts)
+            except SchemaError as error:
+                raise SchemaError(f"column '{name}': {error}") from error
+        elif isinstance(leaf, RaggedParts):
+            batch[name] = td.get(name)
+    return BatchedDataDict(batch)
+
+
+def _one_per_sample(name: str, leaf: torch.Tensor | RaggedParts) -> torch.Tensor:
+    if not isinstance(leaf, RaggedParts):
+        check_declared(name, leaf)
+        return leaf.reshape(len(leaf))
+    # Some backends carry (N,) as rows of length 1.
+    lengths = leaf.offsets.diff()
+    wrong = (lengths != 1).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise SchemaError(
+            f"column '{name}' has {int(lengths[row])} values in row {row}; it is declared per sample"
+        )
+    return leaf.values.reshape(len(lengths))
+
+
+def _pad(
+    name: str, leaf: torch.Tensor | RaggedParts, pad_value: PadValue, target: int, layouts: list[RowLayout]
+) -> torch.Tensor:
+    """Pad a column to `target` at least; equal offsets are looked at once, in `layouts`."""
+    if not isinstance(leaf, RaggedParts):
+        if name not in PER_TOKEN_FIELDS or leaf.dim() < 2 or leaf.shape[1] >= target:
+            return leaf
+        lengths = torch.full((leaf.shape[0],), leaf.shape[1], dtype=torch.int64)
+        leaf = RaggedParts(leaf.flatten(0, 1), offsets_from_lengths(lengths), 1, None)
+    layout = next((known for known in layouts if known.has(leaf.offsets)), None)
+    if layout is None:
+        lengths = leaf.offsets.diff()
+        layout = RowLayout(lengths, max(int(lengths.numpy().max(initial=0)), target))
+        layouts.append(layout)
+    layout.keep(leaf.offsets, leaf.device_offsets)
+    padded = layout.pad(leaf.values, pad_value)
+    return padded if leaf.ragged_dim == 1 else padded.movedim(1, leaf.ragged_dim)
