@@ -9,7 +9,6 @@ Needs headrace[ray].
 """
 
 import logging
-import pickle
 import resource
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from zlib import crc32
 import numpy as np
 import ray
 import torch
+from msgspec import Raw
 from planner import PACKING, imbalance, loads, make_meta
 from run import Bench, main
 from scale_model import (
@@ -40,7 +40,15 @@ from scale_model import (
 )
 
 from headrace.data_plane import KVBatchMeta, pack_columns
-from headrace.data_plane.adapters.transfer_queue_index import Call, Indexes, Put
+from headrace.data_plane.adapters.transfer_queue_index import (
+    Call,
+    Indexes,
+    encoder,
+    opened,
+    operation_of,
+    reply_to,
+    sealed,
+)
 from headrace.data_plane.preshard import shard_meta_for_dp
 from headrace.data_plane.schema import (
     DP_TRAIN_FIELDS,
@@ -51,7 +59,7 @@ from headrace.data_plane.schema import (
     Kind,
 )
 from headrace.data_plane.store.blocks import PackedColumns, pack
-from headrace.data_plane.store.columns import checked_put
+from headrace.data_plane.store.columns import Put, checked_put
 from headrace.distributed.topology import policy_sharding
 from headrace.distributed.worker_groups.rank import Reply
 from headrace.distributed.worker_groups.ray_group import RayWorkerGroup
@@ -73,7 +81,7 @@ LIMITS = {
     "timeout": "the last rank waits data_plane.timeout_s for its select",
     "memory": "the driver's metadata takes 64 GiB",
 }
-STORE, PARTITION, OWNER = "scale", "train", b"driver"
+STORE, PARTITION, OWNER, SECRET = "scale", "train", b"driver", b"secret"
 Seconds = dict[int, float]
 
 
@@ -201,7 +209,7 @@ def measure_dispatch(bench: Bench) -> Seconds:
 
 
 class Books:
-    """The books of a step, as their server keeps them: a request and its answer are pickled."""
+    """The index of a step's rows, as its server keeps it: calls come and go as messages."""
 
     def __init__(self, rows: int) -> None:
         self._indexes = Indexes()
@@ -211,14 +219,14 @@ class Books:
 
     def ask(self, operation: str, *arguments: object) -> tuple[float, Any]:
         """Return processor seconds to read a request, run it and write the answer; and the answer."""
-        request = pickle.dumps(Call(OWNER, self._store, operation, arguments), pickle.HIGHEST_PROTOCOL)
+        message = encoder.encode(arguments)
+        request = sealed(SECRET, Call(OWNER, self._store, operation, Raw(message)))
         start = time.thread_time()
-        answer = self._indexes.run(pickle.loads(request))
-        message = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+        answer = reply_to(SECRET, request, self._indexes.run)
         seconds = time.thread_time() - start
-        if operation == "select":
-            self.answer_bytes_of_select = len(message)
-        return seconds, answer[0]
+        if operation == "locate":
+            self.answer_bytes_of_select = sum(map(len, answer))
+        return seconds, opened(SECRET, answer, operation_of(operation, self._store).reply).answer
 
     def put(self, ids: list[str], packed: PackedColumns, tags: list[dict[str, Any]] | None = None) -> float:
         """Announce and commit rows whose blocks are like those of `packed`, under keys of their own."""
@@ -227,7 +235,7 @@ class Books:
             name: [block._replace(key=f"{self._puts}.{block.key}") for block in blocks]
             for name, blocks in packed.columns.items()
         }
-        begun, ticket = self.ask("begin_put", OWNER, Put(PARTITION, ids, columns, tags, packed.lengths), 60.0)
+        begun, ticket = self.ask("begin_put", OWNER, Put(PARTITION, ids, columns, tags, {}), 60.0)
         slots = [self._puts * 1000 + number for number in range(len(packed.blocks))]
         return begun + self.ask("commit", ticket, slots)[0]
 
@@ -257,11 +265,11 @@ def measure_index(bench: Bench, rows: int, rank_rows: int) -> dict[str, float]:
     scale = rows / sample.size
     select = put = 0.0
     for name in ("prev_logprobs", "reference_policy_logprobs"):
-        select += sum(books.ask("select", PARTITION, mine, LP_SEED_FIELDS)[0] for mine in by_rank)
+        select += sum(books.ask("locate", PARTITION, mine, LP_SEED_FIELDS)[0] for mine in by_rank)
         packed = packed_like(rank_rows, [name])
         put += sum(books.put(mine, packed) for mine in by_rank)
     total |= {"select for logprobs": scale * select, "put logprobs": scale * put}
-    trained = [books.ask("select", PARTITION, mine, DP_TRAIN_FIELDS) for mine in by_rank]
+    trained = [books.ask("locate", PARTITION, mine, DP_TRAIN_FIELDS) for mine in by_rank]
     total["select for training"] = scale * sum(seconds for seconds, _ in trained)
     total["clear"] = books.ask("clear", PARTITION, ids)[0]
     bench.notes[f"index, {rows} rows, {rank_rows} of a rank"] = {

@@ -7,7 +7,7 @@ Needs headrace[ray].
 
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,92 +17,78 @@ from store_transfer_queue import eighth, make, stores, without_padding
 from tensordict import TensorDict
 
 from headrace.data_plane import DataPlaneClient
-from headrace.data_plane.adapters.transfer_queue import TransferQueueDataPlaneClient
-from headrace.data_plane.adapters.transfer_queue_cluster import find_lost
-from headrace.data_plane.adapters.transfer_queue_payloads import FIELD, PayloadClient, _meta, _rows
+from headrace.data_plane.adapters.transfer_queue import Blocks, TransferQueueDataPlaneClient
+from headrace.data_plane.adapters.transfer_queue_cluster import (
+    STARTUP_KNOB,
+    find_index,
+    wait_for_connection,
+)
+from headrace.data_plane.adapters.transfer_queue_mooncake import FIELD, as_rows, batch_meta, get_blocks
 from headrace.data_plane.interfaces import DataPlaneConfig
 from headrace.data_plane.store.blocks import BlockInfo, Frames, PackedColumns, select_rows
 from headrace.data_plane.store.columns import Rows
 from headrace.distributed.ragged import nested_from_ragged
+from headrace.distributed.ray_connection import Deadline
 
-Blocks = Sequence[torch.Tensor | Frames]
 
-
-def as_rows(packed: PackedColumns) -> TensorDict:
+def one_row_each(packed: PackedColumns) -> TensorDict:
     """The blocks of a put, one flat row each."""
     rows = nested_from_ragged(packed.buffer, torch.tensor(packed.bounds), 1)
     return TensorDict({FIELD: rows}, batch_size=[len(packed.blocks)])
 
 
-def some_of(whole: Sequence[torch.Tensor], rows: Sequence[Rows | None]) -> Blocks:
+def some_of(whole: Sequence[torch.Tensor], rows: Sequence[Rows | None]) -> list[Frames | torch.Tensor]:
     """Return blocks, or some rows of them."""
     return [
         block if some is None else select_rows(Frames.split(block), some) for block, some in zip(whole, rows)
     ]
 
 
-class PublicClient(PayloadClient):
+class PublicClient(Blocks):
     """`async_put` and `async_get_data`; reads go by slot, without the controller."""
 
-    def put(
-        self, partition: str, reserved: "Future[list[int]]", packed: PackedColumns, limit_s: float
-    ) -> list[int]:
+    def put(self, partition: str, packed: PackedColumns, deadline: Deadline) -> list[int]:
         """Store blocks."""
-        slots = reserved.result(limit_s)
-        meta = _meta(partition, slots, [block.flat_bytes for block in packed.blocks])
-        self._call("put", limit_s, self._open().async_put(as_rows(packed), meta))
+        slots = self._result(self._reserve(partition, [b.key for b in packed.blocks]), "reserve", deadline)
+        meta = batch_meta(partition, slots, [block.flat_bytes for block in packed.blocks])
+        self._result(self._open().async_put(one_row_each(packed), meta), "put", deadline)
         return slots
 
     def get(
-        self,
-        partition: str,
-        blocks: Sequence[BlockInfo],
-        limit_s: float,
-        rows: Sequence[Rows | None] | None = None,
-    ) -> Blocks:
+        self, partition: str, blocks: Sequence[BlockInfo], rows: Sequence[Rows | None], deadline: Deadline
+    ) -> list[Frames | torch.Tensor]:
         """Return blocks, or the rows asked for of blocks that came as a whole."""
-        whole = self._call("get", limit_s, self._get(partition, blocks))
-        return some_of(whole, rows or [None] * len(blocks))
+        whole = self._result(get_blocks(self._open(), partition, blocks), "get", deadline)
+        return some_of(whole, rows)
 
 
 class KvCalls(PublicClient):
     """`kv_batch_put` and `kv_batch_get`; all goes by key, so the controller is asked each time."""
 
-    def reserve(self, partition: str, keys: Sequence[str]) -> "Future[list[int]]":
-        """Return numbers that nobody looks at."""
-        slots: Future[list[int]] = Future()
-        slots.set_result(list(range(len(keys))))
-        return slots
-
-    def put(
-        self, partition: str, reserved: "Future[list[int]]", packed: PackedColumns, limit_s: float
-    ) -> list[int]:
-        """Store blocks."""
-        tq.kv_batch_put([block.key for block in packed.blocks], partition, as_rows(packed))
-        return reserved.result()
+    def put(self, partition: str, packed: PackedColumns, deadline: Deadline) -> list[int]:
+        """Store blocks, and return numbers that nobody looks at."""
+        tq.kv_batch_put([block.key for block in packed.blocks], partition, one_row_each(packed))
+        return list(range(len(packed.blocks)))
 
     def get(
-        self,
-        partition: str,
-        blocks: Sequence[BlockInfo],
-        limit_s: float,
-        rows: Sequence[Rows | None] | None = None,
-    ) -> Blocks:
+        self, partition: str, blocks: Sequence[BlockInfo], rows: Sequence[Rows | None], deadline: Deadline
+    ) -> list[Frames | torch.Tensor]:
         """Return blocks, or the rows asked for of blocks that came as a whole."""
-        whole = _rows(tq.kv_batch_get([block.key for block in blocks], partition, [FIELD])[FIELD])
-        return some_of(whole, rows or [None] * len(blocks))
+        whole = as_rows(tq.kv_batch_get([block.key for block in blocks], partition, [FIELD])[FIELD])
+        return some_of(whole, rows)
 
-    def drop(self, partition: str, keys: Sequence[str], limit_s: float) -> None:
+    def drop(self, partition: str, keys: Sequence[str], deadline: Deadline) -> None:
         """Remove blocks."""
         tq.kv_clear(list(keys), partition)
 
 
-def store_over(kind: type[PayloadClient]) -> TransferQueueDataPlaneClient:
+def store_over(kind: type[Blocks]) -> TransferQueueDataPlaneClient:
     """Open a store on the engine that is up, whose blocks travel in another way."""
     config = DataPlaneConfig(impl="transfer_queue", store_name=kind.__name__)
     client = TransferQueueDataPlaneClient(config, bootstrap=True)
-    payloads = kind(client._connection, config.timeout_s, find_lost)
-    client._link = client._open()._replace(payloads=payloads)
+    deadline = Deadline(config.startup_timeout_s, STARTUP_KNOB)
+    connection = wait_for_connection(find_index(config.backend), deadline)
+    client._link = replace(client._open(), blocks=kind(connection, deadline))
     return client
 
 

@@ -66,21 +66,18 @@ ONLY_IN = {
         "headrace.distributed.ray_connection",
         "headrace.distributed.virtual_cluster",
         "headrace.data_plane.adapters.transfer_queue",
-        "headrace.data_plane.adapters.transfer_queue_channel",
         "headrace.data_plane.adapters.transfer_queue_cluster",
         "headrace.data_plane.adapters.transfer_queue_mooncake",
     ),
     "transfer_queue": (
-        "headrace.data_plane.adapters.transfer_queue_channel",
+        "headrace.data_plane.adapters.transfer_queue",
         "headrace.data_plane.adapters.transfer_queue_cluster",
-        "headrace.data_plane.adapters.transfer_queue_payloads",
-        "headrace.data_plane.adapters.transfer_queue_units",
+        "headrace.data_plane.adapters.transfer_queue_mooncake",
     ),
     "mooncake": ("headrace.data_plane.adapters.transfer_queue_mooncake",),
     "zmq": (
-        "headrace.data_plane.adapters.transfer_queue_channel",
-        "headrace.data_plane.adapters.transfer_queue_payloads",
-        "headrace.data_plane.adapters.transfer_queue_units",
+        "headrace.data_plane.adapters.transfer_queue",
+        "headrace.data_plane.adapters.transfer_queue_cluster",
     ),
     "vllm": ("headrace.models.generation.vllm",),
     "sglang": ("headrace.models.generation.sglang",),
@@ -111,7 +108,7 @@ LOCAL_IMPORTS = {
 
 # Where a process answers another one and goes on, whatever the error, or looks at what may be broken: (file, function).
 BROAD_EXCEPTS = {
-    ("data_plane/adapters/transfer_queue_channel.py", "_reply"),
+    ("data_plane/adapters/transfer_queue_index.py", "reply_to"),
     ("distributed/collectives.py", "from_first_rank"),
     ("distributed/worker_groups/rank.py", "consume"),
     ("distributed/worker_groups/rank.py", "serve"),

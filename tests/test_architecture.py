@@ -18,7 +18,7 @@ from architecture import (
     module_name,
     packages_from_outside,
 )
-from headrace.data_plane.adapters.transfer_queue_version import TESTED
+from headrace.data_plane.adapters import TESTED
 
 PACKAGE = Path(headrace.__file__).parent
 
@@ -115,7 +115,7 @@ ALLOWED = {
     "the version": ("cli.py", "from headrace import __version__"),
     "ray where it belongs": ("distributed/worker_groups.py", "import ray"),
     "the queue in its adapter": (
-        "data_plane/adapters/transfer_queue_payloads.py",
+        "data_plane/adapters/transfer_queue_cluster.py",
         "import transfer_queue as tq",
     ),
     "an import on the list": (

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ import torch
 from contract_batches import numbers, put_numbers, tokens, wire
 
 from headrace.data_plane import build_data_plane_client
-from headrace.data_plane.adapters.transfer_queue_index import Call
 from headrace.data_plane.store.blocks import BlockError, pack
 from headrace.data_plane.store.columns import chunk_of_leaf
 from headrace.errors import CapacityExceeded, ConfigError, DataPlaneError, SchemaError, TransportError
@@ -44,6 +43,12 @@ def becomes(value: int, read: Callable[[], int]) -> bool:
     while read() != value and time.monotonic() < deadline:
         time.sleep(0.05)
     return read() == value
+
+
+def within(seconds: float) -> Any:
+    from headrace.distributed.ray_connection import Deadline
+
+    return Deadline(seconds, "a key")
 
 
 def test_overwritten_and_cleared_blocks_leave_transfer_queue(client: Any) -> None:
@@ -83,8 +88,8 @@ def test_a_closed_store_leaves_no_block_to_the_next_of_its_name(store: dict[str,
 def test_lost_blocks_are_an_error_and_never_fewer_rows(client: Any) -> None:
     put_numbers(client, ["a", "b"], x=0)
     put_numbers(client, ["c", "d"], x=5)
-    keys = list(client._link.payloads.keys(client._queue_partition, 10))
-    client._link.payloads.drop(client._queue_partition, keys[:1], 10)
+    blocks, partition = client._open().blocks, client._partition
+    blocks.drop(partition, blocks.keys(partition, within(10))[:1], within(10))
     with pytest.raises(TransportError, match="block"):
         client.get_samples(["a", "b", "c", "d"], "p", ["x"])
     assert numbers(client, ["d", "c"], "x") == [6, 5]
@@ -94,11 +99,9 @@ def test_lost_blocks_are_an_error_and_never_fewer_rows(client: Any) -> None:
 def test_a_slot_that_holds_another_block_by_now_is_a_lost_block(client: Any) -> None:
     ids = [f"s{i}" for i in range(8)]
     put_numbers(client, ids, x=0)
-    (block,) = client._ask("select", "p", ids, ["x"])["x"].blocks
-    taken: Future[list[int]] = Future()
-    taken.set_result([block.slot])
+    (block,) = client._ask("locate", "p", ids, ["x"])["x"].blocks
     fewer = pack({"x": [chunk_of_leaf("x", torch.zeros(2), ["a", "b"], [])]}, "other")
-    client._link.payloads.put(client._queue_partition, taken, fewer, 10)
+    client._open().blocks._units.put([block.slot], fewer.frames, "putting a block", within(10))
     for asked in (["s7", "s0"], ["s1", "s0"], ids):
         with pytest.raises(BlockError, match="block"):
             client.get_samples(asked, "p", ["x"])
@@ -166,23 +169,23 @@ def test_sixty_thousand_short_rows_take_seconds_at_most(client: Any) -> None:
 
 @pytest.mark.slow
 def test_a_hundred_and_twenty_eight_connections_at_once_all_work(client: Any) -> None:
-    from headrace.data_plane.adapters.transfer_queue_cluster import find_lost
-    from headrace.data_plane.adapters.transfer_queue_payloads import PayloadClient
-    from headrace.data_plane.store.blocks import pack
-    from headrace.data_plane.store.columns import chunk_of_leaf
+    from headrace.data_plane.adapters.transfer_queue import Blocks
+    from headrace.data_plane.adapters.transfer_queue_cluster import find_index, wait_for_connection
+
+    connection = wait_for_connection(find_index(client._config.backend), within(30))
 
     def work(worker: int) -> bool:
-        mine = PayloadClient(client._connection, 120, find_lost)
+        mine = Blocks(connection, within(120))
         chunk = chunk_of_leaf("x", torch.full((1, 16 + worker), worker), ["a"], [])
-        packed = pack({"x": [chunk]}, f"k{worker}")
-        mine.put("many", mine.reserve("many", [packed.blocks[0].key]), packed, 120)
+        mine.put("many", pack({"x": [chunk]}, f"k{worker}"), within(120))
         mine.close()
         return True
 
     with ThreadPoolExecutor(128) as pool:
         assert all(pool.map(work, range(128)))
-    assert len(client._link.payloads.keys("many", 30)) == 128
-    client._link.payloads.drop_partition("many", 30)
+    blocks = client._open().blocks
+    assert len(blocks.keys("many", within(30))) == 128
+    blocks.drop_partition("many", within(30))
 
 
 def test_a_mooncake_port_that_is_taken_is_refused(mooncake_engine: None) -> None:
@@ -232,29 +235,21 @@ def test_objects_and_ragged_rows_lie_beside_each_other(client: Any) -> None:
     assert [row.tolist() for row in got.unbind()] == [[1, 2, 3], []]
 
 
-class Unreadable:
-    """Arrives as an OSError: reading the request opens a file that is nowhere."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open, ("/nowhere/at/all",)
-
-
 @pytest.mark.parametrize(
-    ("operation", "argument", "says"),
+    ("operation", "arguments", "says"),
     [
-        ("sample_ids", Unreadable(), "FileNotFoundError: .*/nowhere/at/all"),
-        ("no_such_operation", None, "AttributeError: .*no_such_operation"),
-        ("__class__", 4, "TypeError|PicklingError|AttributeError"),
+        ("locate", ("p", 5, []), "ValidationError: Expected `array`, got `int`"),
+        ("clear", ("p",), "ValidationError: Expected `array` of length 2"),
+        ("hand_out", (b"me",), "has no operation 'hand_out'"),
     ],
-    ids=["cannot be read", "unknown operation", "answer cannot be sent"],
+    ids=["of another type", "too few", "not listed"],
 )
 def test_an_unexpected_error_in_the_index_reaches_the_caller_and_the_index_goes_on(
-    client: Any, operation: str, argument: object, says: str
+    client: Any, operation: str, arguments: tuple[object, ...], says: str
 ) -> None:
     put_numbers(client, ["a"], x=1)
-    request = Call(b"", client._store, operation, () if argument is None else (argument,))
     with pytest.raises(DataPlaneError, match=says) as caught:
-        client._open().books.ask(request, "a request that fails", 20.0)
+        client._ask(operation, *arguments)
     assert type(caught.value) is DataPlaneError
     put_numbers(client, ["b"], x=2)
     assert numbers(client, ["a", "b"], "x") == [1, 2]

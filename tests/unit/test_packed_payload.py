@@ -1,20 +1,33 @@
-"""Blocks of bytes, and the books that say where rows lie; no process but this one."""
+"""Blocks of bytes, and the index that says where rows lie; no process but this one."""
 
 import gc
-import pickle
 import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec import Raw
 from tensordict import TensorDict
 
-from headrace.data_plane.adapters.transfer_queue_index import Call, Indexes, SampleIndex
+from headrace import errors
+from headrace.data_plane.adapters.transfer_queue_index import (
+    Call,
+    Done,
+    Failed,
+    Indexes,
+    SampleIndex,
+    encoder,
+    opened,
+    operation_of,
+    reply_to,
+    sealed,
+    wire_tags,
+)
 from headrace.data_plane.codec import nest
 from headrace.data_plane.store.blocks import BlockError, PackedColumns, pack, select_rows, unpack
 from headrace.data_plane.store.columns import Chunk, Put, checked_put, read_rows
-from headrace.data_plane.store.requests import Registration
+from headrace.data_plane.store.requests import ClaimRequest, Registration
 from headrace.data_plane.wire import wire_tensordict
 from headrace.distributed.columns import object_array
 from headrace.errors import CapacityExceeded, DataPlaneError, SampleNotFound, SchemaError, TransportError
@@ -33,7 +46,8 @@ def plain(chunk: Chunk) -> Any:
 
 
 def put(index: SampleIndex, partition: str, ids: list[str], packed: PackedColumns) -> None:
-    index.put(Put(partition, ids, packed.columns, None, {}))
+    stored = Put(partition, ids, packed.columns, None, {})
+    index.commit(index.begin_put(b"me", stored, 60), range(len(packed.blocks)))
 
 
 def numbers(key: str, rows: int = 1, **columns: torch.Tensor) -> PackedColumns:
@@ -93,7 +107,7 @@ def test_an_eighth_of_the_rows_lies_in_little_more_than_an_eighth_of_the_bytes()
     packed = pack(chunks_of(1024, x=nest(rows)), "k")
     index, ids = SampleIndex(2048), [f"s{i}" for i in range(1024)]
     put(index, "p", ids, packed)
-    located = index.select("p", ids[512:640], ["x"])["x"]
+    located = index.locate("p", ids[512:640], ["x"])["x"]
     wanted = sum(row.numel() * 8 for row in rows[512:640])
     assert sum(block.nbytes for block in located.blocks) < 1.6 * wanted
 
@@ -121,10 +135,10 @@ def test_bytes_that_are_not_the_blocks_own_are_refused(fault: str) -> None:
         unpack(first.blocks[0], wrong)
 
 
-def test_what_the_books_are_told_is_a_vanishing_part_of_long_rows() -> None:
+def test_what_the_index_is_told_is_a_vanishing_part_of_long_rows() -> None:
     def told(tokens: int) -> tuple[int, int]:
         packed = pack(chunks_of(64, x=nest([torch.zeros(tokens, dtype=torch.uint8)] * 64)), "k")
-        return len(pickle.dumps(packed.columns)), len(packed.buffer)
+        return len(encoder.encode(packed.columns)), len(packed.buffer)
 
     (short, _), (long, bulk) = told(40_000), told(400_000)
     assert long <= 4 * short
@@ -161,7 +175,7 @@ def test_a_put_that_cannot_be_committed_is_refused_before_its_blocks_are_stored(
         with pytest.raises(error):
             index.begin_put(b"me", Put("p", ids, packed.columns, None, {}), 60)
     with pytest.raises(SampleNotFound):
-        index.select("p", ["b"], ["x"])
+        index.locate("p", ["b"], ["x"])
     assert garbage(index) == []
 
 
@@ -182,7 +196,7 @@ def test_blocks_of_a_put_that_its_process_did_not_live_to_commit_are_garbage() -
     with pytest.raises(TransportError, match="put again"):
         index.commit(its, [0])
     index.commit(mine, [7])
-    assert index.select("p", ["k"], ["x"])["x"].blocks[0].slot == 7
+    assert index.locate("p", ["k"], ["x"])["x"].blocks[0].slot == 7
     assert index.sample_ids() == {"p": ["k"]}
 
 
@@ -222,7 +236,7 @@ def test_a_column_over_several_blocks_is_read_in_any_order() -> None:
     put(index, "p", ids, packed)
     data = dict(zip([block.key for block in packed.blocks], bytes_of(packed)))
     order = torch.randperm(400, generator=torch.Generator().manual_seed(0))[:77].tolist()
-    located = index.select("p", [ids[i] for i in order], ["x"])["x"]
+    located = index.locate("p", [ids[i] for i in order], ["x"])["x"]
     chunks = [unpack(block, data[block.key]) for block in located.blocks]
     assert located.places is not None
     block_of, row_of = (numbers.astype(np.int64) for numbers in located.places)
@@ -231,29 +245,81 @@ def test_a_column_over_several_blocks_is_read_in_any_order() -> None:
     assert torch.equal(got, values[order])
 
 
-def test_the_books_refuse_to_mix_forms() -> None:
+def test_the_index_refuses_to_mix_forms() -> None:
     index = SampleIndex(16)
     put(index, "p", ["a"], numbers("k"))
     with pytest.raises(SchemaError, match="'x'"):
         put(index, "p", ["b"], numbers("m", x=torch.zeros(1, dtype=torch.int64)))
 
 
-def ids_in(indexes: Indexes, handle: str) -> Any:
-    return indexes.run(Call(b"me", handle, "sample_ids"))[0]
+def ask(indexes: Indexes, operation: str, *arguments: object, store: str = "", owner: bytes = b"me") -> Any:
+    """Return what a call returns that goes to the index and back as messages."""
+    call = Call(owner, store, operation, Raw(encoder.encode(arguments)))
+    frames = reply_to(b"secret", sealed(b"secret", call), indexes.run)
+    reply = opened(b"secret", frames, operation_of(operation, store).reply)
+    if isinstance(reply, Failed):
+        raise getattr(errors, reply.kind)(reply.text)
+    return reply.answer
 
 
 def test_stores_of_one_cluster_are_apart() -> None:
     indexes = Indexes()
-    one, two = (indexes.open_store(b"me", name, 4, "me")[0] for name in ("one", "two"))
-    assert (indexes.attach("one"), indexes.attach("two")) == (one, two)
-    packed = numbers("k")
-    indexes.run(Call(b"me", one, "put", (Put("p", ["a"], packed.columns, None, {}),)))
-    assert (ids_in(indexes, one), ids_in(indexes, two)) == ({"p": ["a"]}, {})
+    one, two = (ask(indexes, "open_store", b"me", name, 4, "me")[0] for name in ("one", "two"))
+    assert (ask(indexes, "attach", "one"), ask(indexes, "attach", "two")) == (one, two)
+    ticket = ask(
+        indexes, "begin_put", b"me", Put("p", ["a"], numbers("k").columns, None, {}), 60.0, store=one
+    )
+    ask(indexes, "commit", ticket, [0], store=one)
+    assert (ask(indexes, "sample_ids", store=one), ask(indexes, "sample_ids", store=two)) == (
+        {"p": ["a"]},
+        {},
+    )
     with pytest.raises(DataPlaneError, match="'one' is open already, by me, which lives"):
-        indexes.open_store(b"it", "one", 4, "it")
-    indexes.close_store(one)
+        ask(indexes, "open_store", b"it", "one", 4, "it")
+    ask(indexes, "close_store", one)
     with pytest.raises(DataPlaneError, match="'one' is closed"):
-        ids_in(indexes, one)
+        ask(indexes, "sample_ids", store=one)
+
+
+def test_what_the_index_is_told_and_says_is_the_same_after_the_way_through_messages() -> None:
+    indexes = Indexes()
+    store = ask(indexes, "open_store", b"me", "one", 4, "me")[0]
+    column = {
+        "input_ids": nest([torch.arange(3), torch.arange(5)]),
+        "x": torch.zeros(2, 3, dtype=torch.bfloat16),
+    }
+    ids, wire = ["a_g0", "b_g0"], TensorDict(column, batch_size=[2])
+    tags: list[dict[str, Any]] = [{"n": 1, "why": ("a", 2.5)}, {"mask": torch.tensor([1, 2]), "none": None}]
+    put = checked_put(ids, "p", wire, tags)
+    packed = pack(put.columns, "k")
+    told = put._replace(columns=packed.columns, tags=wire_tags(tags))
+    registration = Registration.of("p", [], 2, ["train"], 1, {"n": [1, "x"]})  # type: ignore[list-item]
+    ask(indexes, "register", registration, store=store)
+    ticket = ask(indexes, "begin_put", b"me", told, 60.0, store=store)
+    facts = ask(indexes, "commit", ticket, [4, 7], store=store)
+    assert (facts.sample_ids, facts.sequence_lengths) == ([], [3, 5])
+    claimed = ask(indexes, "claim_ready", ClaimRequest.of("p", "train", ["x"], 2, False), store=store)
+    for got in (facts.tags, claimed.tags):
+        assert (got[0], got[1]["none"], got[1]["mask"].tolist()) == (tags[0], None, [1, 2])
+        got[1]["mask"][0] = 5
+    located = ask(indexes, "locate", "p", ids[::-1], ["input_ids", "x"], store=store)
+    for (name, where), slot in zip(located.items(), (4, 7), strict=True):
+        (block,) = packed.columns[name]
+        assert (where.form, where.blocks) == (block.form, [block._replace(slot=slot)])
+        assert [part.tolist() for part in where.places] == [[0, 0], [1, 0]]
+    with pytest.raises(SchemaError, match="tag 'n' of sample 'a_g0' is 3"):
+        ask(indexes, "begin_put", b"me", told._replace(tags=[{"n": 3}, {}]), 60.0, store=store)
+
+
+@pytest.mark.parametrize("operation", ["run", "__init__", "hand_out", "close", "begin_puts"])
+def test_only_operations_that_are_listed_can_be_called(operation: str) -> None:
+    indexes = Indexes()
+    store = ask(indexes, "open_store", b"me", "one", 4, "me")[0]
+    for at in ("", store):
+        call = Call(b"me", at, operation, Raw(encoder.encode(())))
+        frames = reply_to(b"secret", sealed(b"secret", call), indexes.run)
+        reply = opened(b"secret", frames, operation_of("sample_ids", store).reply)
+        assert reply == Failed("DataPlaneError", f"the index of a store has no operation '{operation}'")
 
 
 def test_a_name_goes_to_the_next_when_its_process_is_gone_with_the_blocks_to_drop() -> None:
@@ -268,9 +334,10 @@ def test_a_name_goes_to_the_next_when_its_process_is_gone_with_the_blocks_to_dro
     mine, dropped = indexes.open_store(b"me", "one", 4, "me")
     assert dropped == [left] != [mine]
     with pytest.raises(DataPlaneError, match="'one' is closed"):
-        ids_in(indexes, left)
+        ask(indexes, "sample_ids", store=left)
     assert indexes.drop_store("one", True) == [left, mine], "nobody has dropped the blocks of the first yet"
-    indexes.forget([left, mine])
+    for handle in (left, mine):
+        indexes.forget(handle)
     assert indexes.drop_store("one", True) == []
 
 
@@ -311,28 +378,38 @@ def test_rows_that_a_block_does_not_have_are_those_of_another_block(ragged: bool
 
 def test_a_message_without_the_secret_is_not_read_and_a_failed_request_holds_nothing() -> None:
     pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
-    from headrace.data_plane.adapters.transfer_queue_channel import Channel, Endpoint, Server
+    from headrace.data_plane.adapters.transfer_queue_cluster import Endpoint, IndexClient, IndexServer
+    from headrace.distributed.ray_connection import Deadline
 
-    def gone(what: str) -> None:
-        raise TransportError(what)
+    def within(seconds: float) -> Deadline:
+        return Deadline(seconds, "a key")
 
     held: list[weakref.ref[torch.Tensor]] = []
 
-    def divide(request: int) -> int:
-        block = torch.ones(request + 1)
+    def divide(call: Call) -> Done[list[str]]:
+        number = len(call.dropped)
+        block = torch.ones(number + 1)
         held.append(weakref.ref(block))
-        return 10 // request
+        return Done([str(10 // number)])
 
-    server = Server("127.0.0.1", b"secret", divide)
-    good = Channel(server.endpoint, gone, 10)
+    def asked(number: int) -> Any:
+        what, dropped = "asking", list(range(number))
+        return good.ask(
+            "shared_columns", "p", [], what=what, deadline=within(10), store="s", dropped=dropped
+        ).answer
+
+    server = IndexServer("127.0.0.1", b"secret")
+    endpoint = server.endpoint
+    server.start(lambda call: Done(None) if call.operation == "hello" else divide(call))
+    good = IndexClient(endpoint, [], within(10))
     with pytest.raises(TransportError, match="no answer within"):
-        Channel(Endpoint("127.0.0.1", server.endpoint.port, b"x"), gone, 0.2)
-    assert good.ask(2, "asking", 10) == 5
+        IndexClient(Endpoint("127.0.0.1", endpoint.port, b"x"), [], within(0.2))
+    assert asked(2) == ["5"]
     gc.disable()
     try:
         with pytest.raises(DataPlaneError, match="ZeroDivisionError"):
-            good.ask(0, "asking", 10)
-        assert good.ask(5, "asking", 10) == 2
+            asked(0)
+        assert asked(5) == ["2"]
         assert [block() for block in held] == [None] * 3, "a request that failed keeps what it touched"
     finally:
         gc.enable()

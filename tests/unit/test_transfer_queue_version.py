@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.data_plane import build_data_plane_client
-from headrace.data_plane.adapters.transfer_queue_version import check_version
+from headrace.data_plane.adapters import check_version
 from headrace.data_plane.factory import drop_store, list_stores
 from headrace.errors import ConfigError
 

@@ -6,13 +6,12 @@ from types import ModuleType
 from typing import Any
 
 from headrace.config import DataPlaneConfig
+from headrace.data_plane.adapters import check_version
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.adapters.transfer_queue_index import StoreFacts
-from headrace.data_plane.adapters.transfer_queue_version import check_version
 from headrace.data_plane.interfaces import DataPlaneClient
 from headrace.data_plane.observability import MetricsDataPlaneClient, print_event
-from headrace.data_plane.store.columns import shown
-from headrace.errors import ConfigError, DataPlaneError
+from headrace.errors import ConfigError
 from headrace.utils.config_errors import validated
 
 
@@ -70,12 +69,10 @@ def list_stores(ray_address: str | None = None) -> dict[str, list[StoreFacts]]:
         ConfigError: what `build_data_plane_client` raises of an `impl` that cannot be used.
         TransportError: no cluster at `ray_address` (None: RAY_ADDRESS, or the one on this machine), or no answer.
     """
-    config = DataPlaneConfig(ray_address=ray_address)
-    cluster = _transfer_queue().cluster
-    with cluster.visit(config) as links:
-        return {
-            backend: link.list_stores(cluster.Deadline(config.timeout_s)) for backend, link in links.items()
-        }
+    stores: dict[str, list[StoreFacts]] = _transfer_queue().list_stores(
+        DataPlaneConfig(ray_address=ray_address)
+    )
+    return stores
 
 
 def drop_store(name: str, *, force: bool = False, ray_address: str | None = None) -> None:
@@ -84,10 +81,4 @@ def drop_store(name: str, *, force: bool = False, ray_address: str | None = None
     Raises:
         DataPlaneError: there is none of that name, or its process lives and `force` is not given.
     """
-    config = DataPlaneConfig(ray_address=ray_address)
-    cluster = _transfer_queue().cluster
-    with cluster.visit(config) as links:
-        deadline = cluster.Deadline(config.timeout_s)
-        if not any([link.drop_store(name, force, deadline) for link in links.values()]):
-            known = [store.name for link in links.values() for store in link.list_stores(deadline)]
-            raise DataPlaneError(f"this Ray cluster has no store '{name}'; it has: {shown(known) or 'none'}")
+    _transfer_queue().drop_store(DataPlaneConfig(ray_address=ray_address), name, force)

@@ -36,9 +36,9 @@ class _NotStorableError(Exception):
     """A value that has no wire form; the message says which and why."""
 
 
-_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 # Not int, which may be too large to store.
-_UNCHANGING = _SCALARS - {int}
+_UNCHANGING = SCALARS - {int}
 _STORABLE = (
     "Objects are made of None, bool, int, float, str, bytes, list, tuple, dict, tensors and numeric arrays; convert "
     "the value before the put"
@@ -87,7 +87,7 @@ def decode_column(messages: Iterable[bytes | memoryview]) -> ObjectArray:
 def encode(value: object) -> bytes:
     """Return a value's message; raises what `encode_column` turns into a SchemaError."""
     try:
-        return _encoder.encode(_to_wire(value))
+        return _encoder.encode(to_wire(value))
     except RecursionError as error:
         raise _NotStorableError("a value that contains itself, or is nested too deeply") from error
     except (OverflowError, ValueError) as error:
@@ -98,17 +98,17 @@ def decode(message: bytes | memoryview) -> Any:
     return _decoder.decode(message)
 
 
-def _to_wire(value: object) -> object:
+def to_wire(value: object) -> object:
     kind = type(value)
-    if kind in _SCALARS:
+    if kind in SCALARS:
         return value
     if isinstance(value, dict) and kind is dict:
-        return {_key(key): _to_wire(item) for key, item in value.items()}
+        return {_key(key): to_wire(item) for key, item in value.items()}
     if isinstance(value, list) and kind is list:
-        return [_to_wire(item) for item in value]
+        return [to_wire(item) for item in value]
     if isinstance(value, tuple) and kind is tuple:
-        return msgspec.msgpack.Ext(EXT_TUPLE, _encoder.encode([_to_wire(item) for item in value]))
-    if isinstance(value, np.generic) and type(value.item()) in _SCALARS:
+        return msgspec.msgpack.Ext(EXT_TUPLE, _encoder.encode([to_wire(item) for item in value]))
+    if isinstance(value, np.generic) and type(value.item()) in SCALARS:
         return value.item()
     if isinstance(value, torch.Tensor):
         return _tensor_to_wire(value)
@@ -123,7 +123,7 @@ def _to_wire(value: object) -> object:
 
 def _key(key: object) -> object:
     plain = key.item() if isinstance(key, np.generic) else key
-    if type(plain) not in _SCALARS:
+    if type(plain) not in SCALARS:
         raise _NotStorableError(f"a dict key of type {type(key).__qualname__} cannot be stored")
     return plain
 
@@ -140,7 +140,7 @@ def _buffer(code: int, dtype: str, shape: Sequence[int], data: bytes) -> msgspec
     return msgspec.msgpack.Ext(code, b"".join((len(header).to_bytes(2, "big"), header, data)))
 
 
-def _from_ext(code: int, data: memoryview) -> object:
+def from_ext(code: int, data: memoryview) -> object:
     if code == EXT_TUPLE:
         return tuple(_decoder.decode(data))
     if code == EXT_PACKED_TENSOR:
@@ -157,4 +157,4 @@ def _from_ext(code: int, data: memoryview) -> object:
     return torch.frombuffer(bytearray(data[start:]), dtype=torch.uint8).view(kind).view(shape)
 
 
-_decoder = msgspec.msgpack.Decoder(ext_hook=_from_ext)
+_decoder = msgspec.msgpack.Decoder(ext_hook=from_ext)

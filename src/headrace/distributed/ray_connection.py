@@ -1,18 +1,22 @@
-"""How a process comes to a Ray cluster: one that was named, or one of its own on this machine."""
+"""How a process connects to a Ray cluster, the one that was named or one of its own, and waits for what runs there."""
 
 import logging
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from headrace.errors import TransportError
+from headrace.errors import DataPlaneError, HeadraceError, TransportError
 from headrace.utils.interrupt import HANGUP, held_back
 
 NAMESPACE = "headrace"
@@ -20,17 +24,34 @@ _CONNECT_S = 10.0
 # In a process of its own, which can be given up: Ray itself would try for minutes.
 _PROBE = "import sys; from ray._raylet import GcsClient; print(flush=True); GcsClient(address=sys.argv[1])"
 _ANSWER_S = 20.0
+# After this long without an answer, a caller asks Ray whether the other end is alive, and waits for that so long.
+_PATIENCE_S = _PING_TIMEOUT_S = 1.0
 
 
-def connect(address: str | None, *, named_by: str, **local: Any) -> None:
-    """Connect this process to the cluster at `address`, or start a local one with the options `local`.
+class Connected(NamedTuple):
+    """What `connect` did: it connected this process, and started the cluster; False: that was so before."""
 
-    `named_by` is the knob that the address comes from. What the process did on SIGTERM, it still does. Ray says
-    errors only.
+    connects: bool = False
+    starts: bool = False
+
+
+def connect(
+    address: str | None = None, *, knob: str = "RAY_ADDRESS", may_start: bool = True, **local: Any
+) -> Connected:
+    """Connect this process to Ray, unless it is.
+
+    The cluster is the one at `address`, which the key `knob` gives; else the one at RAY_ADDRESS; else a local one
+    that is started here with the options `local`, or, where that may not be, the one on this machine. What the
+    process did on SIGTERM, it still does. Ray says errors only.
 
     Raises:
         TransportError: no cluster there; at once where nothing listens, and after 20 s where something else does.
     """
+    if ray.is_initialized():
+        return Connected()
+    if not address:
+        address, knob = os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS"
+    starts = not address and may_start
     try:
         if address:
             _check_listening(address)
@@ -38,16 +59,17 @@ def connect(address: str | None, *, named_by: str, **local: Any) -> None:
         with _sigterm_handler_kept(), held_back(HANGUP), ExitStack() as undo:
             undo.callback(ray.shutdown)
             ray.init(
-                address=address or "local",
+                address="local" if starts else address or "auto",
                 namespace=NAMESPACE,
                 logging_level=logging.ERROR,
                 log_to_driver=False,
-                **({} if address else {"include_dashboard": False, **local}),
+                **({"include_dashboard": False, **local} if starts else {}),
             )
             undo.pop_all()
     except (ConnectionError, ValueError, RuntimeError) as error:
-        where = f"at {named_by}={address}" if address else "on this machine"
+        where = f"at {knob}={address}" if address else "on this machine"
         raise TransportError(f"cannot connect to Ray {where}: {error}") from error
+    return Connected(connects=True, starts=starts)
 
 
 @contextmanager
@@ -94,3 +116,88 @@ def _answers_or_refuses(address: str) -> bool:
         finally:
             probe.kill()
     return True
+
+
+class Deadline:
+    """The moment at which an operation is given up; `knob` is the key that moves it."""
+
+    def __init__(self, seconds: float, knob: str) -> None:
+        self.seconds, self.knob = seconds, knob
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """The seconds left; a little, even when it has passed."""
+        return max(self._end - time.monotonic(), 0.001)
+
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def missed(self, what: str) -> TransportError:
+        return TransportError(
+            f"{what}: no answer within {self.seconds:.3g} s, and Ray knows of no process that died; if the cluster is "
+            f"only slow, raise {self.knob}"
+        )
+
+
+@dataclass
+class Part:
+    """A process that others need: what a message calls it, its Ray actor, and whether it is known to be gone."""
+
+    label: str
+    actor: Any
+    is_lost: bool = False
+
+
+def wait_for(
+    has_come: Callable[[float], object], parts: Sequence[Part], what: str, deadline: Deadline
+) -> None:
+    """Wait until `has_come`, which waits as long as it is told, says so; after each second, look for `parts`.
+
+    Raises:
+        TransportError: it has not come by the deadline, or one of `parts` is gone.
+    """
+    check_parts(parts, what)
+    while not has_come(min(deadline.left, _PATIENCE_S)):
+        check_parts(parts, what, ask=True)
+        if deadline.is_over():
+            raise deadline.missed(what)
+
+
+def check_parts(parts: Sequence[Part], what: str, *, ask: bool = False) -> None:
+    """Raise TransportError if one of `parts` is known to be gone, by Ray if it is asked and says so soon."""
+    pings = {part.actor.__ray_ready__.remote(): part for part in parts} if ask else {}
+    for ping in ray.wait(list(pings), num_returns=len(pings), timeout=_PING_TIMEOUT_S)[0] if pings else ():
+        try:
+            ray.get(ping)
+        except RayError:
+            pings[ping].is_lost = True
+    for part in parts:
+        if part.is_lost:
+            raise TransportError(
+                f"{what}: {part.label} has died, or the client that started the store has closed it. What only it held "
+                "is lost: end the run and start it again, it goes on from its newest checkpoint"
+            )
+
+
+def answers(references: Any, what: str, deadline: Deadline) -> Any:
+    """Return the value of a Ray reference, or of a list of them.
+
+    Raises:
+        TransportError: no answer by the deadline, or the actor is gone.
+        HeadraceError: what the actor raised.
+    """
+    try:
+        return ray.get(references, timeout=deadline.left)
+    except GetTimeoutError as error:
+        raise deadline.missed(what) from error
+    except RayTaskError as error:
+        if isinstance(error.cause, HeadraceError):
+            raise error.cause from None
+        raise DataPlaneError(f"{what}: {type(error.cause).__name__}: {error.cause}") from error
+    except RayActorError as error:
+        raise TransportError(
+            f"{what}: the process that answers has died, or the client that started it has closed it"
+        ) from error
+    except RayError as error:
+        raise TransportError(f"{what}: {error}") from error

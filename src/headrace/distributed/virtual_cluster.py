@@ -3,7 +3,6 @@
 import importlib.metadata
 import logging
 import math
-import os
 import pkgutil
 import re
 from collections.abc import Mapping
@@ -65,8 +64,7 @@ class RayVirtualCluster:
                 f"cluster.gpus_per_node={gpus_per_node} evenly; each worker takes a GPU, if there are any"
             )
         self.workers_per_node = workers // num_nodes
-        self._owns_ray = _connect(num_cpus)
-        starts_ray = self._owns_ray and not os.environ.get("RAY_ADDRESS")
+        self._owns_ray, starts_ray = connect(num_cpus=num_cpus)
         self.placement_group: Any = None
         ready = False
         try:
@@ -122,14 +120,6 @@ class RayVirtualCluster:
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False
-
-
-def _connect(num_cpus: int | None) -> bool:
-    """Connect to Ray, unless this process is; return whether it was not."""
-    if ray.is_initialized():
-        return False
-    connect(os.environ.get("RAY_ADDRESS"), named_by="RAY_ADDRESS", num_cpus=num_cpus)
-    return True
 
 
 def _listed(resources: Mapping[str, float]) -> str:

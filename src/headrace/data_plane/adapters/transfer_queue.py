@@ -1,40 +1,51 @@
 """The data plane over TransferQueue (backends simple and mooncake_cpu), for many processes.
 
-A put packs its columns into blocks (`store/blocks.py`), announces them to the index actor, which is the truth about
-which rows there are, stores them in TransferQueue, and commits them. A get asks the index where rows lie and fetches
-the blocks. Bulk goes from the producer to the storage units and from there to the consumer.
+It is blocks under keys in TransferQueue, and an index in one Ray actor. A put packs its columns into blocks
+(`store/blocks.py`), announces them to the index, which is the truth about which rows there are, stores them in
+TransferQueue, and commits them. A get asks the index where rows lie and fetches the blocks. Bulk goes from the producer
+to the storage units and from there to the consumer.
 """
 
+import asyncio
 import atexit
+import contextlib
 import itertools
 import logging
+import os
+import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import ray
 import torch
+import zmq
 from tensordict import TensorDict
+from transfer_queue.client import AsyncTransferQueueClient
 
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters import transfer_queue_cluster as cluster
-from headrace.data_plane.adapters.transfer_queue_channel import STARTUP_KNOB
-from headrace.data_plane.adapters.transfer_queue_cluster import Deadline, queue_partition
-from headrace.data_plane.adapters.transfer_queue_index import Garbage, Located
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.adapters import transfer_queue_mooncake as mooncake
+from headrace.data_plane.adapters.transfer_queue_index import Garbage, Located, StoreFacts, wire_tags
+from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.store.blocks import (
     MAX_BLOCK_BYTES,
     MIN_BLOCK_BYTES,
     BlockError,
     BlockInfo,
+    Frames,
     PackedColumns,
     pack,
     unpack,
 )
+from headrace.data_plane.store.client import StoreClient
 from headrace.data_plane.store.columns import (
     Chunk,
     Form,
@@ -44,22 +55,305 @@ from headrace.data_plane.store.columns import (
     checked_put,
     chunk_of_bytes,
     read_rows,
+    shown,
 )
 from headrace.data_plane.store.partition import RowFacts
-from headrace.data_plane.store.requests import ClaimRequest, Registration, waiting_time
+from headrace.data_plane.store.requests import ClaimRequest
 from headrace.data_plane.wire import wire_tensordict
+from headrace.distributed.ray_connection import Deadline, check_parts, connect, wait_for
 from headrace.errors import ClaimTimeout, DataPlaneError, HeadraceError, TransportError
 from headrace.utils.arguments import texts
 
-_log = logging.getLogger(__name__)
+T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+# It warns at every call on a machine of fewer than 8 cores.
+logging.getLogger("transfer_queue.utils.common").setLevel(logging.ERROR)
+
+_KNOB, _ADDRESS_KNOB = "data_plane.timeout_s", "data_plane.ray_address"
 # A fetch that loses against an overwrite or a clear looks the rows up again.
 _FETCH_ATTEMPTS = 5
 # A put that has come to its time limit is given up by then on both sides.
 _LEASE_MARGIN_S = 5.0
+_CLOSE_TIMEOUT_S = 10.0
+# What a TransferQueue call may raise; lost blocks are told apart before.
+_FAULTS = (
+    RuntimeError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AssertionError,
+    OSError,
+    zmq.ZMQError,
+    futures.CancelledError,
+)
 
 
-class TransferQueueDataPlaneClient(DataPlaneClient):
+class Blocks:
+    """A process's connection to TransferQueue: blocks are put, fetched and dropped, each within a time limit.
+
+    TransferQueue's calls have no time-out of their own, drop missing keys silently, and report a put as done
+    whose notice to the controller was lost. So every call of its client runs on one event loop of this process and is
+    given up after a time, or when Ray says who died; a fetch checks that all blocks came. Its simple storage units are
+    asked directly; elsewhere a block is one flat uint8 row of one field, which no backend reshapes or casts.
+    """
+
+    def __init__(self, connection: cluster.Connection, deadline: Deadline) -> None:
+        """Connect.
+
+        Raises:
+            TransportError: no answer by the deadline, or a process is gone.
+        """
+        self._unit_parts = connection.unit_parts
+        self._parts = [connection.controller_part, *connection.unit_parts]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, daemon=True, name="headrace-transfer-queue"
+        )
+        self._thread.start()
+        self._client: AsyncTransferQueueClient | None = None
+        self._units: cluster.StorageUnits | None = None
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            if connection.backend == "simple":
+                self._units = cluster.StorageUnits(connection.storage["zmq_info"], self._unit_parts)
+            self._client = self._result(self._connect(connection), "connecting to TransferQueue", deadline)
+            undo.pop_all()
+
+    async def _connect(self, connection: cluster.Connection) -> AsyncTransferQueueClient:
+        name, kind = f"headrace_{os.getpid()}_{id(self):x}", cluster.BACKENDS[connection.backend]
+        client = AsyncTransferQueueClient(name, connection.controller, zmq_io_threads=1)
+        # The handshake blocks, so it gets a thread.
+        await asyncio.to_thread(client.initialize_storage_manager, kind, dict(connection.storage))
+        return client
+
+    @property
+    def gives_rows(self) -> bool:
+        """Whether `get` can give some rows of a block."""
+        return self._units is not None
+
+    def put(self, partition: str, packed: PackedColumns, deadline: Deadline) -> list[int]:
+        """Store all blocks, and return their slots, in the order of `packed.blocks`.
+
+        Raises:
+            TransportError: not done by the deadline, or refused; some blocks may be stored.
+        """
+        blocks = packed.blocks
+        what = f"putting {len(blocks)} blocks ({packed.nbytes} bytes) into TransferQueue"
+        slots = self._result(self._reserve(partition, [block.key for block in blocks]), what, deadline)
+        if self._units is None:
+            self._result(mooncake.put_blocks(self._client, partition, slots, packed), what, deadline)
+            return slots
+        for first, last in mooncake.call_bounds([block.nbytes for block in blocks]):
+            self._units.put(slots[first:last], packed.frames[first:last], what, deadline)
+        return slots
+
+    async def _reserve(self, partition: str, keys: Sequence[str]) -> list[int]:
+        slots: list[int] = []
+        for part in _parts(keys):
+            meta = await self._open().async_kv_retrieve_meta(part, partition, create=True)
+            if meta.size != len(part):
+                raise BlockError(f"TransferQueue made room for {meta.size} of {len(part)} blocks")
+            slots.extend(meta.global_indexes)
+        return slots
+
+    def get(
+        self, partition: str, blocks: Sequence[BlockInfo], rows: Sequence[Rows | None], deadline: Deadline
+    ) -> Sequence[torch.Tensor | Frames]:
+        """Return the bytes of blocks, in order; of some, if it `gives_rows`, only `rows`.
+
+        Raises:
+            BlockError: TransferQueue does not have all of them.
+            TransportError: no answer by the deadline, or a failure.
+        """
+        what = f"fetching {len(blocks)} blocks from TransferQueue"
+        if self._units is None:
+            got = mooncake.get_blocks(self._client, partition, blocks)
+            return self._result(got, what, deadline, reads=True)
+        frames: list[Frames] = []
+        for first, last in mooncake.call_bounds([block.nbytes for block in blocks]):
+            frames += self._units.get(blocks[first:last], rows[first:last], what, deadline)
+        return frames
+
+    def drop(self, partition: str, keys: Sequence[str], deadline: Deadline) -> None:
+        """Remove blocks; those that are not there are ignored.
+
+        Once a process is known to be lost, nothing is done: that error has been told, and the blocks end with the
+        store.
+        """
+        if not any(part.is_lost for part in self._parts):
+            self._result(
+                self._drop(partition, keys), f"dropping {len(keys)} blocks from TransferQueue", deadline
+            )
+
+    def drop_later(
+        self, partition: str, keys: Sequence[str], limit_s: float, then: Callable[[], None]
+    ) -> None:
+        """Try to remove blocks, without waiting and without an error; `then` is called if that succeeds."""
+
+        async def attempt() -> None:
+            try:
+                await asyncio.wait_for(self._drop(partition, keys), limit_s)
+                then()
+            except (TransportError, *_FAULTS) as error:
+                _log.warning("%d blocks of %s are left in TransferQueue: %s", len(keys), partition, error)
+
+        if self._client is not None and not any(part.is_lost for part in self._parts):
+            asyncio.run_coroutine_threadsafe(attempt(), self._loop)
+
+    async def _drop(self, partition: str, keys: Sequence[str]) -> None:
+        for part in _parts(keys):
+            known = await self._open().async_kv_retrieve_meta(part, partition, create=False)
+            if known.size:
+                # Of our own making, since TransferQueue's lists no field of which a notice was lost.
+                slots = list(known.global_indexes)
+                await self._open().async_clear_samples(
+                    mooncake.batch_meta(partition, slots, [0] * len(slots))
+                )
+
+    def drop_partition(self, partition: str, deadline: Deadline) -> None:
+        """Remove a partition with all its blocks."""
+
+        async def attempt() -> None:
+            if partition in await self._open().async_get_partition_list():
+                await self._open().async_clear_partition(partition)
+
+        self._result(attempt(), f"dropping partition '{partition}' from TransferQueue", deadline)
+
+    def keys(self, partition: str, deadline: Deadline) -> list[str]:
+        listing = self._open().async_kv_list(partition)
+        return list(self._result(listing, "listing TransferQueue's blocks", deadline).get(partition, {}))
+
+    def close(self) -> None:
+        """Disconnect; may be called twice."""
+        if not self._thread.is_alive():
+            return
+        if self._units is not None:
+            self._units.close()
+        client, self._client = self._client, None
+
+        async def end() -> None:
+            if client is not None:
+                client.close()
+
+        with contextlib.suppress(*_FAULTS, futures.TimeoutError):
+            asyncio.run_coroutine_threadsafe(end(), self._loop).result(_CLOSE_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _open(self) -> AsyncTransferQueueClient:
+        if self._client is None:
+            raise TransportError("the connection to TransferQueue is closed")
+        return self._client
+
+    def _result(
+        self, work: Coroutine[Any, Any, T], what: str, deadline: Deadline, *, reads: bool = False
+    ) -> T:
+        """Return what the event loop makes of `work`; a read does not need the controller."""
+        parts = self._unit_parts if reads else self._parts
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            wait_for(lambda s: futures.wait([future], s).done, parts, what, deadline)
+            return future.result()
+        except _FAULTS as error:
+            check_parts(parts, what, ask=True)
+            raise TransportError(f"{what}: {type(error).__name__}: {error}") from error
+        finally:
+            future.cancel()
+
+
+def _parts(keys: Sequence[str]) -> Iterator[list[str]]:
+    """Yield keys, as many as a call of TransferQueue takes."""
+    for first in range(0, len(keys), mooncake.KEYS_PER_CALL):
+        yield list(keys[first : first + mooncake.KEYS_PER_CALL])
+
+
+@dataclass(frozen=True)
+class Link:
+    """A process's connections to an engine: to its blocks, and to its index."""
+
+    blocks: Blocks
+    index: cluster.IndexClient
+
+    def drop_ended(self, handles: Sequence[str], what: str, deadline: Deadline) -> None:
+        """Drop the blocks of stores that are closed."""
+        for handle in handles:
+            self.blocks.drop_partition(f"headrace/{handle}", deadline)
+            self.index.ask("forget", handle, what=what, deadline=deadline)
+
+    def close(self) -> None:
+        self.index.close()
+        self.blocks.close()
+
+
+_links_lock = threading.Lock()
+_links: dict[str, tuple[Link, int]] = {}
+"""One per engine, and how many clients of this process use it."""
+
+
+@contextlib.contextmanager
+def _linked(index: Any, deadline: Deadline) -> Iterator[Link]:
+    """Connect to the engine of an index actor, once for all clients of this process, until the block ends."""
+    connection = cluster.wait_for_connection(index, deadline)
+    engine = connection.engine_id
+    with _links_lock:
+        link, users = _links.get(engine, (None, 0))
+        if link is None:
+            if connection.backend == "mooncake_cpu":
+                mooncake.prepare_process(ray.util.get_node_ip_address())
+            with ExitStack() as undo:
+                blocks = Blocks(connection, deadline)
+                undo.callback(blocks.close)
+                link = Link(blocks, cluster.connect_index(connection, index, deadline))
+                undo.pop_all()
+        _links[engine] = link, users + 1
+    try:
+        yield link
+    finally:
+        with _links_lock:
+            link, users = _links.pop(engine)
+            if users > 1:
+                _links[engine] = link, users - 1
+        if users == 1:
+            link.close()
+
+
+@contextlib.contextmanager
+def _engines(config: DataPlaneConfig) -> Iterator[dict[str, Link]]:
+    """Connect to the engines that a cluster has, by backend, until the block ends."""
+    deadline = Deadline(config.startup_timeout_s, cluster.STARTUP_KNOB)
+    with ExitStack() as undo:
+        if connect(config.ray_address, knob=_ADDRESS_KNOB, may_start=False).connects:
+            undo.callback(ray.shutdown)
+        found = {backend: cluster.find_index(backend) for backend in cluster.BACKENDS}
+        yield {
+            b: undo.enter_context(_linked(index, deadline)) for b, index in found.items() if index is not None
+        }
+
+
+def list_stores(config: DataPlaneConfig) -> dict[str, list[StoreFacts]]:
+    """Return the stores that are open on a Ray cluster, by backend."""
+    what, deadline = "listing stores", Deadline(config.timeout_s, _KNOB)
+    with _engines(config) as links:
+        asked = {b: link.index.ask("list_stores", what=what, deadline=deadline) for b, link in links.items()}
+    return {backend: done.answer for backend, done in asked.items()}
+
+
+def drop_store(config: DataPlaneConfig, name: str, force: bool) -> None:
+    """Close the store of a name on each engine of a cluster, and free what it holds."""
+    what, deadline = f"dropping store '{name}'", Deadline(config.timeout_s, _KNOB)
+    with _engines(config) as links:
+        ended: list[str] = []
+        for link in links.values():
+            mine = link.index.ask("drop_store", name, force, what=what, deadline=deadline).answer
+            link.drop_ended(mine, what, deadline)
+            ended += mine
+    if not ended:
+        known = [store.name for stores in list_stores(config).values() for store in stores]
+        raise DataPlaneError(f"this Ray cluster has no store '{name}'; it has: {shown(known) or 'none'}")
+
+
+class TransferQueueDataPlaneClient(StoreClient):
     """A client of a store whose bulk lies in TransferQueue.
 
     Every call ends within `timeout_s` of the config (a blocking claim: plus its own), with a TransportError
@@ -77,24 +371,25 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         """
         self._config = config
         self._is_closed = False
-        self._owns_store = False
-        self._store = ""
-        # Tickets of blocks that are to be dropped here, and whether they are.
-        self._in_hand: dict[int, bool] = {}
+        self._store, self._owns_store = "", False
+        # Tickets of blocks that are to be dropped here, and of those that are.
+        self._in_hand: set[int] = set()
+        self._dropped: list[int] = []
+        self._link: Link | None = None
+        self._prefix, self._puts = uuid.uuid4().hex[:12], itertools.count()
         self._engine: cluster.Engine | None = None
-        self._link: cluster.Link | None = None
-        self._prefix = uuid.uuid4().hex[:12]
-        self._puts = itertools.count()
-        self._owns_ray = cluster.connect_ray(config, may_start=bootstrap)
+        self._undo = ExitStack()
         with ExitStack() as undo:
             undo.callback(self.close)
+            if connect(config.ray_address, knob=_ADDRESS_KNOB, may_start=bootstrap).connects:
+                self._undo.callback(ray.shutdown)
             self._connect(bootstrap)
             undo.pop_all()
         if bootstrap:
             atexit.register(self.close)
 
     def _connect(self, bootstrap: bool) -> None:
-        config, deadline = self._config, Deadline(self._config.startup_timeout_s, STARTUP_KNOB)
+        config, deadline = self._config, Deadline(self._config.startup_timeout_s, cluster.STARTUP_KNOB)
         index = cluster.find_index(config.backend)
         if index is None:
             if not bootstrap:
@@ -103,70 +398,37 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
                     "build_data_plane_client(cfg, bootstrap=True)"
                 )
             self._engine = cluster.start_engine(config)
-            index = self._engine.index if self._engine else cluster.find_index(config.backend)
+            if self._engine is not None:
+                self._undo.callback(self._engine.stop)
+            index = cluster.find_index(config.backend)
             if index is None:
                 raise TransportError(
                     "the process that was starting this cluster's engine has given up; try again"
                 )
-        self._connection = cluster.wait_for_connection(index, deadline)
-        self._link = cluster.shared_links.acquire(self._connection, index, deadline)
-        if bootstrap:
-            self._store, self._owns_store = self._link.open_store(config, deadline), True
+        link = self._undo.enter_context(_linked(index, deadline))
+        if not bootstrap:
+            what = f"attaching to store '{config.store_name}'"
+            self._store = link.index.ask("attach", config.store_name, what=what, deadline=deadline).answer
         else:
-            what, arguments = f"attaching to store '{config.store_name}'", (config.store_name,)
-            self._store, _ = self._link.call("", "attach", arguments, what, deadline.left())
+            what = f"opening store '{config.store_name}'"
+            holder = f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
+            asked = (link.index.owner, config.store_name, config.storage_capacity, holder)
+            opened = link.index.ask("open_store", *asked, what=what, deadline=deadline)
+            self._store, ended = opened.answer
+            self._owns_store = True
+            link.drop_ended(ended, what, deadline)
+        self._partition, self._link = f"headrace/{self._store}", link
 
-    @property
-    def _queue_partition(self) -> str:
-        return queue_partition(self._store)
-
-    def register_partition(
-        self,
-        partition_id: str,
-        fields: Sequence[str],
-        num_samples: int,
-        consumer_tasks: Sequence[str],
-        grpo_group_size: int | None = None,
-        enums: Mapping[str, Sequence[str]] | None = None,
-        *,
-        group_tag: str | None = None,
-    ) -> None:
-        asked = (partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums)
-        self._ask("register", Registration.of(*asked, group_tag=group_tag))
-
-    def claim_meta(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: Sequence[str],
-        batch_size: int,
-        dp_rank: int | None = None,
-        blocking: bool = True,
-        timeout_s: float = 60.0,
-        *,
-        allow_partial: bool = False,
-    ) -> KVBatchMeta | None:
-        """Take the next ready rows of a task; waits by polling."""
-        request = ClaimRequest.of(partition_id, task_name, required_fields, batch_size, allow_partial)
-        wait = Deadline(waiting_time(blocking, timeout_s))
-        while (facts := self._ask("claim", request)) is None:
-            if not blocking:
+    def _claim(self, request: ClaimRequest, wait_s: float) -> RowFacts | None:
+        wait = Deadline(wait_s, "timeout_s")
+        while (facts := self._ask("claim_ready", request)) is None:
+            if wait_s < 0:
                 return None
             if wait.is_over():
-                raise ClaimTimeout(self._ask("claim_timeout", request))
-            time.sleep(min(self._config.claim_meta_poll_interval_s, wait.left()))
-        return facts.meta(partition_id, task_name, request.fields) if facts.sample_ids else None
-
-    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
-        """Read the rows of `meta`."""
-        names = select_fields if select_fields is not None else meta.fields
-        if names is None:
-            names = self._ask("shared_columns", meta.partition_id, meta.sample_ids)
-        return self.get_samples(meta.sample_ids, meta.partition_id, names)
-
-    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        is_consumed: bool = self._ask("is_consumed", partition_id, texts("task_names", task_names))
-        return is_consumed
+                raise ClaimTimeout(self._ask("claim_timeout_text", request))
+            time.sleep(min(self._config.claim_meta_poll_interval_s, wait.left))
+        claimed: RowFacts = facts
+        return claimed
 
     def put_samples(
         self,
@@ -181,40 +443,28 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
             TransportError: the store did not answer in time; then none of the rows were written, unless the
                 message says that the commit itself went unanswered.
         """
-        self._open()
-        put = checked_put(sample_ids, partition_id, fields, tags)
-        size = MAX_BLOCK_BYTES if self._open().payloads.gives_rows else MIN_BLOCK_BYTES
+        link = self._open()
+        put, deadline = (
+            checked_put(sample_ids, partition_id, fields, tags),
+            Deadline(self._config.timeout_s, _KNOB),
+        )
+        size = MAX_BLOCK_BYTES if link.blocks.gives_rows else MIN_BLOCK_BYTES
         packed = pack(put.columns if put.ids else {}, f"{self._prefix}.{next(self._puts)}", size)
-        deadline = Deadline(self._config.timeout_s)
-        stored = Put(partition_id, put.ids, packed.columns, put.tags, put.lengths)
-        facts = self._store_put(stored, packed, deadline)
-        return facts._replace(sample_ids=put.ids).meta(partition_id, "", list(put.columns))
-
-    def _store_put(self, put: Put[BlockInfo], packed: PackedColumns, deadline: Deadline) -> RowFacts:
-        owner, limit_s = self._open().books.owner(), deadline.left() + _LEASE_MARGIN_S
-        ticket: int = self._ask("begin_put", owner, put, limit_s, deadline=deadline)
-        keys = [block.key for block in packed.blocks]
+        announced = Put(partition_id, put.ids, packed.columns, wire_tags(put.tags), put.lengths)
+        limit_s = deadline.left + _LEASE_MARGIN_S
+        ticket: int = self._ask("begin_put", link.index.owner, announced, limit_s, deadline=deadline)
+        is_stored = False
         try:
-            slots = self._store_blocks(keys, packed, deadline)
-        except TransportError:
-            self._drop_later(Garbage(ticket, keys))
-            raise
-        try:
+            slots = link.blocks.put(self._partition, packed, deadline) if packed.frames else []
+            is_stored = True
             facts: RowFacts = self._ask("commit", ticket, slots, deadline=deadline)
-        except TransportError as error:
-            # Nobody knows whether the index has the rows. If it has not, it frees the blocks when the lease runs out.
-            raise TransportError(f"{error}. The rows may have been written") from error
-        except HeadraceError:
-            self._drop_later(Garbage(ticket, keys))
+        except HeadraceError as error:
+            if is_stored and isinstance(error, TransportError):
+                # Nobody knows whether the index has the rows. If not, it frees the blocks when the lease runs out.
+                raise TransportError(f"{error}. The rows may have been written") from error
+            self._drop_later(Garbage(ticket, [block.key for block in packed.blocks]))
             raise
-        return facts
-
-    def _store_blocks(self, keys: Sequence[str], packed: PackedColumns, deadline: Deadline) -> list[int]:
-        if not keys:
-            return []
-        payloads = self._open().payloads
-        reserved = payloads.reserve(self._queue_partition, keys)
-        return payloads.put(self._queue_partition, reserved, packed, deadline.left())
+        return facts._replace(sample_ids=put.ids).meta(partition_id, "", list(put.columns))
 
     def get_samples(
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]
@@ -226,128 +476,93 @@ class TransferQueueDataPlaneClient(DataPlaneClient):
         """
         ids = texts("sample_ids", sample_ids)
         names = list(dict.fromkeys(texts("select_fields", select_fields)))
-        deadline = Deadline(self._config.timeout_s)
-        chunks = self._fetch(partition_id, ids, names, deadline)
-        known: Known = []
-        columns = {name: chunk.leaf(known) for name, chunk in chunks.items()}
-        return wire_tensordict(columns, len(ids))
-
-    def _fetch(
-        self, partition_id: str, ids: list[str], names: list[str], deadline: Deadline
-    ) -> dict[str, Chunk]:
+        link, deadline = self._open(), Deadline(self._config.timeout_s, _KNOB)
         for attempt in range(_FETCH_ATTEMPTS):
-            located: dict[str, Located] = self._ask("select", partition_id, ids, names, deadline=deadline)
-            reads = {
-                name: _Read.plan(where, self._open().payloads.gives_rows) for name, where in located.items()
-            }
+            located: dict[str, Located] = self._ask("locate", partition_id, ids, names, deadline=deadline)
+            reads = [_Read.plan(where, link.blocks.gives_rows) for where in located.values()]
             try:
-                blocks = self._fetch_blocks(list(reads.values()) if ids else [], deadline)
+                chunks = [
+                    read.gather(part) for read, part in zip(reads, self._fetch(reads, len(ids), deadline))
+                ]
+                break
             except BlockError:
                 if attempt + 1 == _FETCH_ATTEMPTS:
                     raise
-                continue
-            return {name: read.gather(blocks, len(ids)) for name, read in reads.items()}
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        known: Known = []
+        leaves = [chunk.leaf(known) for chunk in chunks]
+        return wire_tensordict(dict(zip(located, leaves, strict=True)), len(ids))
 
-    def _fetch_blocks(self, reads: "Sequence[_Read]", deadline: Deadline) -> dict[str, Chunk]:
-        blocks = [block for read in reads for block in read.blocks]
+    def _fetch(self, reads: "Sequence[_Read]", count: int, deadline: Deadline) -> Iterator[list[Chunk]]:
+        """Yield the blocks of each read; none where no rows are asked for."""
+        blocks = [block for read in reads for block in read.blocks] if count else []
         rows = [some for read in reads for some in read.rows]
-        if not blocks:
-            return {}
-        data = self._open().payloads.get(self._queue_partition, blocks, deadline.left(), rows)
-        return {
-            block.key: unpack(block, part, None if some is None else len(some))
-            for block, part, some in zip(blocks, data, rows, strict=True)
-        }
-
-    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        """Remove rows, or with None the partition; ids that are not there are ignored.
-
-        A block's bytes are freed when the last of its rows is gone.
-        """
-        self._ask("clear", partition_id, None if sample_ids is None else texts("sample_ids", sample_ids))
+        if blocks:
+            data = iter(self._open().blocks.get(self._partition, blocks, rows, deadline))
+        for read in reads:
+            pairs = zip(read.blocks, read.rows) if count else ()
+            yield [unpack(block, next(data), None if some is None else len(some)) for block, some in pairs]
 
     def close(self) -> None:
-        """Let go of the store; the client that opened it drops it, and ends the processes that it started."""
+        """Disconnect from the store; the client that opened it drops it, and ends the processes that it started."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._link is not None:
-            if ray.is_initialized():
-                self._let_go(self._link)
-            cluster.shared_links.release(self._connection)
-            self._link = None
-        if self._engine is not None:
-            self._engine.stop()
-            self._engine = None
         atexit.unregister(self.close)
-        if self._owns_ray:
-            ray.shutdown()
+        with self._undo:
+            if self._link is not None and ray.is_initialized():
+                self._leave(self._link)
+        self._link = None
 
-    def _let_go(self, link: cluster.Link) -> None:
+    def _leave(self, link: Link) -> None:
         """Close the store if it is this client's, else hand over what this client has not dropped yet."""
-        what, deadline = (
-            f"closing store '{self._config.store_name}'",
-            Deadline(min(self._config.timeout_s, 30.0)),
-        )
+        what = f"closing store '{self._config.store_name}'"
+        deadline = Deadline(min(self._config.timeout_s, 30.0), _KNOB)
         try:
             if self._owns_store:
-                link.call("", "close_store", (self._store,), what, deadline.left())
+                link.index.ask("close_store", self._store, what=what, deadline=deadline)
                 if self._engine is None:
                     link.drop_ended([self._store], what, deadline)
-            elif self._in_hand:
-                dropped = [ticket for ticket, is_dropped in self._in_hand.items() if is_dropped]
-                left = [ticket for ticket, is_dropped in self._in_hand.items() if not is_dropped]
-                link.call(self._store, "give_back", (left,), what, deadline.left(), dropped)
+            elif self._in_hand or self._dropped:
+                ask = partial(link.index.ask, what=what, deadline=deadline, store=self._store)
+                ask("give_back", list(self._in_hand), dropped=self._dropped)
         except DataPlaneError as error:
             # Whoever started the engine has ended it, and the data with it; or the store is closed.
             _log.info("%s: %s", what, error)
 
-    def partition_ids(self) -> list[str]:
-        return list(self._ask("sample_ids"))
-
-    def sample_ids(self, partition_id: str) -> list[str]:
-        by_partition: dict[str, list[str]] = self._ask("sample_ids")
-        return by_partition.get(partition_id, [])
-
-    def stored_bytes(self, partition_id: str | None = None) -> int:
-        by_partition: dict[str, int] = self._ask("stored_bytes")
-        return sum(by_partition.values()) if partition_id is None else by_partition.get(partition_id, 0)
-
-    # Beyond the contract.
-
     def stored_blocks(self) -> int:
         """Return how many blocks TransferQueue holds for the store; for leak reports."""
-        return len(self._open().payloads.keys(self._queue_partition, self._config.timeout_s))
+        return len(self._open().blocks.keys(self._partition, Deadline(self._config.timeout_s, _KNOB)))
 
-    def _open(self) -> cluster.Link:
+    def _open(self) -> Link:
         if self._is_closed or self._link is None:
             raise DataPlaneError("this client is closed; build a new one with build_data_plane_client")
         return self._link
 
     def _ask(self, operation: str, *arguments: object, deadline: Deadline | None = None) -> Any:
         """Return what the store's index answers, and drop the blocks that it has done with."""
-        link = self._open()
-        deadline = deadline or Deadline(self._config.timeout_s)
+        link, deadline = self._open(), deadline or Deadline(self._config.timeout_s, _KNOB)
         what = f"operation '{operation}' of store '{self._config.store_name}'"
-        dropped = [ticket for ticket, is_dropped in list(self._in_hand.items()) if is_dropped]
-        for ticket in dropped:
-            self._in_hand.pop(ticket, None)
-        result, garbage = link.call(self._store, operation, arguments, what, deadline.left(), dropped)
+        dropped, self._dropped = self._dropped, []
+        done = link.index.ask(
+            operation, *arguments, what=what, deadline=deadline, store=self._store, dropped=dropped
+        )
+        garbage = done.garbage
         if garbage and operation == "clear":
-            self._in_hand[garbage.ticket] = False
-            link.payloads.drop(self._queue_partition, garbage.keys, deadline.left())
-            self._in_hand[garbage.ticket] = True
+            self._in_hand.add(garbage.ticket)
+            link.blocks.drop(self._partition, garbage.keys, deadline)
+            self._note_drop(garbage.ticket)
         elif garbage:
             self._drop_later(garbage)
-        return result
+        return done.answer
 
     def _drop_later(self, garbage: Garbage) -> None:
-        def note() -> None:
-            self._in_hand[garbage.ticket] = True
+        self._in_hand.add(garbage.ticket)
+        note = partial(self._note_drop, garbage.ticket)
+        self._open().blocks.drop_later(self._partition, garbage.keys, self._config.timeout_s, note)
 
-        self._in_hand[garbage.ticket] = False
-        self._open().payloads.drop_later(self._queue_partition, garbage.keys, self._config.timeout_s, note)
+    def _note_drop(self, ticket: int) -> None:
+        self._in_hand.discard(ticket)
+        self._dropped.append(ticket)
 
 
 class _Read(NamedTuple):
@@ -377,8 +592,8 @@ class _Read(NamedTuple):
                     rows[number], row_of[mine] = row_of[mine], np.arange(end - start)
         return cls(where.form, where.blocks, rows, (block_of, row_of))
 
-    def gather(self, blocks: Mapping[str, Chunk], count: int) -> Chunk:
-        """Return the `count` rows out of the blocks that came, in fresh memory."""
-        if not count:
+    def gather(self, chunks: Sequence[Chunk]) -> Chunk:
+        """Return the rows out of the blocks that came, in fresh memory; none came if no rows are asked for."""
+        if not chunks:
             return chunk_of_bytes(self.form, 0, torch.empty(0, dtype=torch.uint8), None)
-        return read_rows([blocks[block.key] for block in self.blocks], self.places)
+        return read_rows(chunks, self.places)

@@ -1,130 +1,353 @@
-"""The processes of a TransferQueue store on Ray: controller, storage units, index; and how to reach them.
+"""The processes of a TransferQueue store on Ray: index, controller, storage units; and how to reach them.
 
 A cluster has one engine per backend: a controller, storage units and the index actor, reserving no CPUs, so
 that starting them never waits for resources. The first `bootstrap` starts it; stores opened later share it, and the
 client that started it ends it.
 """
 
-import os
-import pickle
+import logging
+import math
 import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+import msgspec
+import numpy as np
 import ray
+import zmq
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transfer_queue.controller import TransferQueueController
-from transfer_queue.storage.simple_storage import SimpleStorageUnit
+from transfer_queue.storage.simple_storage import (
+    KEY_NOT_FOUND_MARKER,
+    SimpleStorageUnit,
+    StorageKeyNotFoundError,
+    StorageUnitData,
+)
+from transfer_queue.utils.enum_utils import Role
+from transfer_queue.utils.zmq_utils import (
+    STORAGE_MANAGER_IDENTITY_PREFIX,
+    ZMQMessage,
+    ZMQRequestType,
+    ZMQServerInfo,
+    ZMQSocketPool,
+    create_zmq_socket,
+    format_zmq_address,
+)
 
+from headrace import errors
 from headrace.config import DataPlaneConfig
+from headrace.data_plane.adapters import check_version
 from headrace.data_plane.adapters import transfer_queue_mooncake as mooncake
-from headrace.data_plane.adapters.transfer_queue_channel import KNOB, STARTUP_KNOB, Channel, Endpoint, Server
-from headrace.data_plane.adapters.transfer_queue_index import Call, Garbage, Indexes, StoreFacts
-from headrace.data_plane.adapters.transfer_queue_payloads import Connection, Part, PayloadClient
-from headrace.data_plane.adapters.transfer_queue_units import serve_rows
-from headrace.data_plane.adapters.transfer_queue_version import check_version
-from headrace.distributed.ray_connection import NAMESPACE, connect
-from headrace.errors import DataPlaneError, HeadraceError, TransportError
+from headrace.data_plane.adapters.transfer_queue_index import (
+    Call,
+    Done,
+    Failed,
+    Indexes,
+    UnsignedMessage,
+    encoder,
+    opened,
+    operation_of,
+    reply_to,
+    sealed,
+)
+from headrace.data_plane.adapters.transfer_queue_mooncake import FIELD
+from headrace.data_plane.store.blocks import BlockError, BlockInfo, Frames, select_rows
+from headrace.data_plane.store.columns import Rows
+from headrace.distributed.ray_connection import NAMESPACE, Deadline, Part, answers, wait_for
+from headrace.errors import HeadraceError, TransportError
+
+_log = logging.getLogger(__name__)
 
 BACKENDS = {"simple": "SimpleStorage", "mooncake_cpu": "MooncakeStore"}
+_ANSWERS = {
+    ZMQRequestType.PUT_DATA: ZMQRequestType.PUT_DATA_RESPONSE,
+    ZMQRequestType.GET_DATA: ZMQRequestType.GET_DATA_RESPONSE,
+}
+_UNIT_CLIENT = f"{STORAGE_MANAGER_IDENTITY_PREFIX}headrace"
+STARTUP_KNOB = "data_plane.startup_timeout_s"
+_LASTING: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 15.0
-_PING_TIMEOUT_S = 1.0
+
+_SOCKET = "index"
+_BACKLOG = 4096
+# What tells that the node of a process is gone. ZeroMQ's own threads answer, so a process may be as busy as it likes.
+_HEARTBEAT_MS, _SILENCE_MS = 10_000, 30_000
+# An answer does not begin with an empty frame.
+_ARE_YOU_THERE = b""
 
 
-class Deadline:
-    """The moment at which an operation is given up; `knob` is the key that moves it."""
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the index listens, and the secret that it shares with its clients."""
 
-    def __init__(self, seconds: float, knob: str = KNOB) -> None:
-        self.seconds, self.knob = seconds, knob
-        self._end = time.monotonic() + seconds
-
-    def left(self) -> float:
-        """Return the seconds left; a little, even when it has passed."""
-        return max(self._end - time.monotonic(), 0.001)
-
-    def is_over(self) -> bool:
-        return time.monotonic() >= self._end
+    address: str
+    port: int
+    secret: bytes = field(repr=False)
 
 
-def ask(reference: Any, what: str, deadline: Deadline) -> Any:
-    """Return the value of a Ray reference, or of a list of them.
+@dataclass(frozen=True)
+class Connection:
+    """How a process reaches TransferQueue and the index, and which processes they are; Ray carries it."""
 
-    Raises:
-        TransportError: no answer by the deadline, or the actor is gone.
-        HeadraceError: what the actor raised.
-    """
-    try:
-        return ray.get(reference, timeout=deadline.left())
-    except GetTimeoutError as error:
-        raise TransportError(
-            f"{what}: no answer within {deadline.seconds:.3g} s; if the cluster is only slow, raise {deadline.knob}"
-        ) from error
-    except RayActorError as error:
-        raise _gone(what) from error
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, HeadraceError):
-            raise cause from None
-        raise DataPlaneError(f"{what}: {type(cause).__name__}: {cause}") from error
-    except RayError as error:
-        raise TransportError(f"{what}: {error}") from error
+    engine_id: str
+    backend: str
+    controller: Any
+    storage: dict[str, Any]
+    index: Endpoint
+    controller_part: Part
+    unit_parts: list[Part]
 
 
-def connect_ray(config: DataPlaneConfig, *, may_start: bool) -> bool:
-    """Connect this process to Ray, unless it is; return whether it was not.
+class IndexServer:
+    """Answers calls one after the other, in a thread of its own."""
 
-    The cluster is `ray_address`, or else RAY_ADDRESS, or else the one on this machine; a bootstrapping process
-    starts a local one where there is none to name.
-    """
-    if ray.is_initialized():
-        return False
-    named = {"data_plane.ray_address": config.ray_address, "RAY_ADDRESS": os.environ.get("RAY_ADDRESS")}
-    named_by, address = next(((name, a) for name, a in named.items() if a), ("data_plane.ray_address", None))
-    connect(address or (None if may_start else "auto"), named_by=named_by)
-    return True
+    def __init__(self, address: str, secret: bytes) -> None:
+        self._socket = create_zmq_socket(zmq.Context(), zmq.ROUTER, address)
+        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+        # Sending to a process that is gone is an error; one that connects again takes its place.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        port = self._socket.bind_to_random_port(format_zmq_address(address, 0).rpartition(":")[0])
+        self.endpoint = Endpoint(address, port, secret)
+
+    def start(self, run: Callable[[Call], Done[Any]]) -> None:
+        threading.Thread(target=self._serve, args=(run,), daemon=True, name="headrace-index").start()
+
+    def _serve(self, run: Callable[[Call], Done[Any]]) -> None:
+        while True:
+            identity, *frames = self._socket.recv_multipart()
+            try:
+                self._send([identity, *reply_to(self.endpoint.secret, frames, run)])
+            except UnsignedMessage as error:
+                _log.warning("dropped a request to the index: %s", error)
+
+    def is_alive(self, owner: bytes) -> bool:
+        """Return whether a client's lifeline stands; for what `start` is given, since it sends something."""
+        return self._send([owner, _ARE_YOU_THERE])
+
+    def _send(self, frames: list[bytes]) -> bool:
+        try:
+            self._socket.send_multipart(frames)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
 
-def find_index(backend: str) -> ActorHandle[Any] | None:
-    """Return the index actor of this cluster's engine, if it has one."""
-    try:
-        return ray.get_actor(_index_name(backend), namespace=NAMESPACE)
-    except ValueError:
-        return None
-
-
-def start_engine(config: DataPlaneConfig) -> "Engine | None":
-    """Start the cluster's engine; None if another process has just begun to. Raises what Engine raises."""
-    try:
-        return Engine(config)
-    except ValueError as error:
-        if isinstance(error, HeadraceError) or find_index(config.backend) is None:
-            raise
-        return None
-
-
-class IndexActor(Indexes):
+class IndexActor:
     """The indexes behind a socket of their node; runs as a Ray actor."""
 
+    def __init__(self) -> None:
+        self._connection: Connection | None = None
+
     def serve(self) -> Endpoint:
-        """Begin to answer `run`, one request after the other."""
-        address = ray.util.get_node_ip_address()
-        server = Server(address, secrets.token_bytes(32), self._answer)
-        self._is_alive = server.is_alive
-        return server.endpoint
+        self._server = IndexServer(ray.util.get_node_ip_address(), secrets.token_bytes(32))
+        self._server.start(Indexes(self._server.is_alive).run)
+        return self._server.endpoint
 
-    def _answer(self, call: Call | None) -> Any:
-        # A new client says nothing but that it is there.
-        return None if call is None else self.run(call)
+    def set_connection(self, connection: Connection) -> None:
+        self._connection = connection
 
-    def ping(self) -> None:
-        """Return, as a process does that is alive."""
+    def connection(self) -> Connection | None:
+        """Return how to reach TransferQueue; None: not yet."""
+        return self._connection
+
+
+class IndexClient:
+    """A process's connection to the index; safe to use from several threads.
+
+    The process is alive for as long as a connection that it keeps open, its lifeline, stands: that ends with the
+    process, however it does. `owner` is what the index knows the process by.
+    """
+
+    def __init__(self, endpoint: Endpoint, parts: Sequence[Part], deadline: Deadline) -> None:
+        """Connect.
+
+        Raises:
+            TransportError: no answer by the deadline, or one of `parts`, which is the index, is gone.
+        """
+        self._secret, self._parts = endpoint.secret, parts
+        ports = {_SOCKET: endpoint.port}
+        self._server = ZMQServerInfo(role=Role.CONTROLLER, id=_SOCKET, ip=endpoint.address, ports=ports)
+        self._context = zmq.Context()
+        self._pool = ZMQSocketPool(self._context, "headrace", _SOCKET)
+        self.owner = uuid.uuid4().hex.encode()
+        self._lifeline_lock = threading.Lock()
+        self._lifeline = create_zmq_socket(self._context, zmq.DEALER, endpoint.address, self.owner)
+        self._lifeline.connect(format_zmq_address(endpoint.address, endpoint.port))
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            hello = Call(self.owner, "", "hello", msgspec.Raw(encoder.encode(())))
+            self._reply(self._lifeline, hello, "connecting to the index", deadline)
+            undo.pop_all()
+
+    def ask(
+        self,
+        operation: str,
+        *arguments: object,
+        what: str,
+        deadline: Deadline,
+        store: str = "",
+        dropped: Sequence[int] = (),
+    ) -> Done[Any]:
+        """Return what an operation of a store, or of the engine, returns, and blocks to drop.
+
+        Raises:
+            TransportError: no answer by the deadline, or the index is gone.
+            HeadraceError: what the index raised; a DataPlaneError for what is no HeadraceError there.
+        """
+        with self._lifeline_lock:
+            # What the server has asked, so that it does not pile up; that it came was the answer.
+            while self._lifeline.poll(0):
+                self._lifeline.recv_multipart()
+        call = Call(self.owner, store, operation, msgspec.Raw(encoder.encode(arguments)), list(dropped))
+        with self._pool.lease(self._server) as socket:
+            reply = self._reply(socket, call, what, deadline)
+        if isinstance(reply, Failed):
+            raise getattr(errors, reply.kind)(reply.text)
+        return reply
+
+    def _reply(self, socket: Any, call: Call, what: str, deadline: Deadline) -> Done[Any] | Failed:
+        socket.send_multipart(sealed(self._secret, call))
+        wait_for(partial(_poll, socket), self._parts, what, deadline)
+        reply = operation_of(call.operation, call.store).reply
+        received: Done[Any] | Failed = opened(self._secret, socket.recv_multipart(), reply)
+        return received
+
+    def close(self) -> None:
+        self._lifeline.close(linger=0)
+        self._pool.close()
+        self._context.destroy(linger=0)
+
+
+def _poll(socket: Any, seconds: float) -> bool:
+    # In whole milliseconds, rounded up: a poll must not end before its time.
+    return bool(socket.poll(math.ceil(1000 * seconds)))
+
+
+class BlockTable(StorageUnitData):  # type: ignore[misc]
+    """A storage unit's blocks by slot, read whole or by row: the rows of one rank lie scattered over all blocks.
+
+    `fields` of a read by row is {name: [counts, rows]}: how many rows of each block, None for all of them, and the
+    rows of all blocks in one array.
+    """
+
+    def get_data(self, fields: Any, global_indexes: list[int]) -> dict[str, list[Any]]:
+        """Return blocks, or some of their rows.
+
+        Raises:
+            StorageKeyNotFoundError: a block that is not there, or a slot that holds another one, without these rows.
+        """
+        blocks: dict[str, list[Any]] = super().get_data(list(fields), global_indexes)
+        if isinstance(fields, dict):
+            for name, (counts, rows) in fields.items():
+                wanted = iter(np.split(np.array(rows), np.cumsum([n for n in counts if n is not None])))
+                try:
+                    blocks[name] = [
+                        block if count is None else list(select_rows(Frames(*block), next(wanted)))
+                        for block, count in zip(blocks[name], counts, strict=True)
+                    ]
+                except BlockError as error:
+                    # A slot that has been used again; the kind of error that a reader takes for a lost block.
+                    raise StorageKeyNotFoundError(str(error)) from error
+        return blocks
+
+
+def _serve_rows(unit: Any) -> None:
+    """Let a storage unit that has stored nothing yet give single rows; runs in the unit's process."""
+    unit.storage_data = BlockTable(unit.storage_data.storage_size)
+
+
+class StorageUnits:
+    """A process's connections to the simple storage units; safe to use from several threads.
+
+    A block is sent as its two frames, so neither side copies it into a message.
+    """
+
+    def __init__(self, infos: Mapping[str, ZMQServerInfo], parts: Sequence[Part]) -> None:
+        # A slot's unit is the one that TransferQueue's own client would choose, since that one clears.
+        self._units, self._parts = list(infos.values()), parts
+        self._context = zmq.Context()
+        self._pool = ZMQSocketPool(self._context, _UNIT_CLIENT, "put_get_socket")
+
+    def put(self, slots: Sequence[int], frames: Sequence[Frames], what: str, deadline: Deadline) -> None:
+        """Store blocks; their memory is read until this returns.
+
+        Raises:
+            TransportError: not all units have answered by the deadline, one is gone, or one refused.
+        """
+        bodies = {
+            unit: {
+                "global_indexes": [slots[i] for i in mine],
+                "data": {FIELD: [list(frames[i]) for i in mine]},
+                "data_parser": None,
+            }
+            for unit, mine in self._by_unit(slots).items()
+        }
+        self._request(ZMQRequestType.PUT_DATA, bodies, what, deadline)
+
+    def get(
+        self, blocks: Sequence[BlockInfo], rows: Sequence[Rows | None], what: str, deadline: Deadline
+    ) -> list[Frames]:
+        """Return blocks, or those `rows` of them.
+
+        Raises:
+            BlockError: a unit does not have all of them.
+            TransportError: not all units have answered by the deadline, one is gone, or one failed.
+        """
+        groups, bodies = self._by_unit([block.slot for block in blocks]), {}
+        for unit, mine in groups.items():
+            some = [wanted for i in mine if (wanted := rows[i]) is not None]
+            counts = [None if (wanted := rows[i]) is None else len(wanted) for i in mine]
+            fields = {FIELD: [counts, np.concatenate(some)]} if some else [FIELD]
+            bodies[unit] = {"global_indexes": [blocks[i].slot for i in mine], "fields": fields}
+        got: list[Any] = [None] * len(blocks)
+        for unit, body in self._request(ZMQRequestType.GET_DATA, bodies, what, deadline).items():
+            for i, block in zip(groups[unit], body["data"][FIELD], strict=True):
+                got[i] = Frames(*block)
+        return got
+
+    def _by_unit(self, slots: Sequence[int]) -> dict[int, list[int]]:
+        groups: dict[int, list[int]] = {}
+        for position, slot in enumerate(slots):
+            groups.setdefault(slot % len(self._units), []).append(position)
+        return groups
+
+    def _request(
+        self, kind: ZMQRequestType, bodies: Mapping[int, dict[str, Any]], what: str, deadline: Deadline
+    ) -> dict[int, dict[str, Any]]:
+        """Ask units at the same time and return what each answers."""
+        answered: dict[int, dict[str, Any]] = {}
+        # A lease that is left by an error closes its socket, so a late answer reaches nobody.
+        with ExitStack() as leases:
+            sockets = {unit: leases.enter_context(self._pool.lease(self._units[unit])) for unit in bodies}
+            for unit, body in bodies.items():
+                request = ZMQMessage.create(kind, _UNIT_CLIENT, body, self._units[unit].id)
+                sockets[unit].send_multipart(request.serialize(), copy=False)
+            for unit, socket in sockets.items():
+                wait_for(partial(_poll, socket), self._parts, what, deadline)
+                message = ZMQMessage.deserialize(socket.recv_multipart(copy=False))
+                answered[unit] = message.body
+                if message.request_type != _ANSWERS[kind]:
+                    text = str(message.body.get("message", message.request_type))
+                    error = BlockError if KEY_NOT_FOUND_MARKER in text else TransportError
+                    raise error(f"{what}: a storage unit refused: {text}")
+        return answered
+
+    def close(self) -> None:
+        self._pool.close()
+        self._context.destroy(linger=0)
 
 
 class Engine:
@@ -138,125 +361,117 @@ class Engine:
             ConfigError: a backend that is not installed, or a port that is taken.
         """
         self._config = config
-        self._id = uuid.uuid4().hex
-        self._actors: list[Any] = []
+        self.actors: list[Any] = []
         self._graceful: list[Callable[[], Any]] = []
         self._master: mooncake.MooncakeMaster | None = None
         deadline = Deadline(config.startup_timeout_s, STARTUP_KNOB)
         if config.backend == "mooncake_cpu":
             mooncake.check_installed()
         self.index = _actor(IndexActor, name=_index_name(config.backend), namespace=NAMESPACE)
-        self._actors.append(self.index)
+        self.actors.append(self.index)
         with ExitStack() as undo:
             undo.callback(self.stop)
-            connection = self._start(deadline)
-            published = self.index.set_connection.remote(pickle.dumps(connection))
-            ask(published, "starting the index", deadline)
+            published = self.index.set_connection.remote(self._start(deadline))
+            answers(published, "starting the index", deadline)
             undo.pop_all()
 
     def _start(self, deadline: Deadline) -> Connection:
-        named = self._named("controller")
-        controller = TransferQueueController.options(**named, num_cpus=0, max_restarts=0).remote(
-            polling_mode=True
-        )
-        self._actors.append(controller)
-        start = self._start_mooncake if self._config.backend == "mooncake_cpu" else self._start_simple
-        backend, storage, addresses = start(deadline)
-        starting = "starting TransferQueue's controller"
-        ask(controller.__ray_call__.remote(check_version), starting, deadline)
-        info = ask(controller.get_zmq_server_info.remote(), starting, deadline)
-        endpoint = ask(self.index.serve.remote(), "starting the index", deadline)
-        count = len(addresses)
-        return Connection(
-            self._id,
-            backend,
-            info,
-            storage,
-            endpoint,
-            Part("TransferQueue's controller", named["name"]),
-            tuple(
-                Part(f"storage unit {i} of {count} at {address}", self._named(f"unit-{i}")["name"])
-                for i, address in enumerate(addresses)
-            ),
-        )
-
-    def _named(self, part: str) -> dict[str, str]:
-        return {"name": f"headrace-{part}-{self._id}", "namespace": NAMESPACE}
-
-    def _start_simple(self, deadline: Deadline) -> tuple[str, dict[str, Any], list[str]]:
-        settings = {
-            "num_data_storage_units": self._config.num_storage_units,
-            "total_storage_size": None,
-            "_run_id": uuid.uuid4().hex,
-        }
-        units = [
-            SimpleStorageUnit.options(
-                **self._named(f"unit-{i}"), num_cpus=0, scheduling_strategy=where
-            ).remote(config=settings)
-            for i, where in enumerate(_spread(self._config.num_storage_units))
+        backend, starting = self._config.backend, "starting TransferQueue's controller"
+        controller = TransferQueueController.options(**_LASTING).remote(polling_mode=True)
+        self.actors.append(controller)
+        start = self._start_mooncake if backend == "mooncake_cpu" else self._start_simple
+        storage, units, addresses = start(deadline)
+        answers(controller.__ray_call__.remote(check_version), starting, deadline)
+        info = answers(controller.get_zmq_server_info.remote(), starting, deadline)
+        endpoint = answers(self.index.serve.remote(), "starting the index", deadline)
+        unit_parts = [
+            Part(f"storage unit {i} of {len(units)} at {address}", unit)
+            for i, (address, unit) in enumerate(zip(addresses, units, strict=True))
         ]
-        self._actors.extend(units)
-        infos = ask(
-            [unit.get_zmq_server_info.remote() for unit in units],
-            f"starting {len(units)} TransferQueue storage units",
-            deadline,
-        )
-        preparing = [unit.__ray_call__.remote(do) for unit in units for do in (check_version, serve_rows)]
-        ask(preparing, f"preparing {len(units)} TransferQueue storage units", deadline)
+        controller_part = Part("TransferQueue's controller", controller)
+        return Connection(uuid.uuid4().hex, backend, info, storage, endpoint, controller_part, unit_parts)
+
+    def _start_simple(self, deadline: Deadline) -> tuple[dict[str, Any], list[Any], list[str]]:
+        settings = {"num_data_storage_units": self._config.num_storage_units, "total_storage_size": None}
+        units = [
+            SimpleStorageUnit.options(**_LASTING, scheduling_strategy=where).remote(
+                config={**settings, "_run_id": uuid.uuid4().hex}
+            )
+            for where in _spread(self._config.num_storage_units)
+        ]
+        self.actors.extend(units)
+        starting = f"starting {len(units)} TransferQueue storage units"
+        infos = answers([unit.get_zmq_server_info.remote() for unit in units], starting, deadline)
+        preparing = [unit.__ray_call__.remote(do) for unit in units for do in (check_version, _serve_rows)]
+        answers(preparing, f"preparing {len(units)} TransferQueue storage units", deadline)
         # Only of units that are up: others would be waited for.
         self._graceful = [unit.shutdown.remote for unit in units]
-        return BACKENDS["simple"], {"zmq_info": {info.id: info for info in infos}}, [i.ip for i in infos]
+        return {"zmq_info": {info.id: info for info in infos}}, units, [info.ip for info in infos]
 
-    def _start_mooncake(self, deadline: Deadline) -> tuple[str, dict[str, Any], list[str]]:
-        config = self._config
-        address = mooncake.routable_address(ray.util.get_node_ip_address())
-        self._master = mooncake.MooncakeMaster(address, config.mooncake_master_port, deadline.left())
-        sizes = (config.global_segment_size, 16 * 1024 * 1024)
+    def _start_mooncake(self, deadline: Deadline) -> tuple[dict[str, Any], list[Any], list[str]]:
+        config, address = self._config, mooncake.routable_address(ray.util.get_node_ip_address())
+        self._master = mooncake.MooncakeMaster(address, config.mooncake_master_port, deadline.left)
         units = [
             _actor(
                 mooncake.MooncakeUnit,
                 self._master.address,
-                *sizes,
-                **self._named(f"unit-{i}"),
+                config.global_segment_size,
                 scheduling_strategy=where,
             )
-            for i, where in enumerate(_spread(config.num_storage_units))
+            for where in _spread(config.num_storage_units)
         ]
-        self._actors.extend(units)
+        self.actors.extend(units)
         starting = f"starting {len(units)} Mooncake storage units"
-        addresses = ask([unit.start.remote() for unit in units], starting, deadline)
+        addresses = answers([unit.start.remote() for unit in units], starting, deadline)
         self._graceful = [unit.stop.remote for unit in units]
-        return BACKENDS["mooncake_cpu"], mooncake.client_settings(self._master.address, config), addresses
-
-    @property
-    def actors(self) -> Sequence[Any]:
-        return tuple(self._actors)
+        return mooncake.client_settings(self._master.address, config), units, addresses
 
     def stop(self) -> None:
         """End all processes; may be called twice."""
-        if not ray.is_initialized():
-            actors: list[Any] = []
-        else:
-            actors, references = self._actors, [stop() for stop in self._graceful]
-            if references:
-                ray.wait(references, num_returns=len(references), timeout=_STOP_TIMEOUT_S)
+        actors, self.actors = self.actors if ray.is_initialized() else [], []
+        references = [stop() for stop in self._graceful] if actors else []
+        if references:
+            ray.wait(references, num_returns=len(references), timeout=_STOP_TIMEOUT_S)
         for actor in actors:
             ray.kill(actor)
-        deadline = Deadline(_STOP_TIMEOUT_S)
+        deadline = Deadline(_STOP_TIMEOUT_S, STARTUP_KNOB)
         while actors and find_index(self._config.backend) is not None and not deadline.is_over():
             time.sleep(_POLL_S)
-        self._actors, self._graceful = [], []
+        self._graceful = []
         if self._master is not None:
             self._master.stop()
             self._master = None
 
 
+def find_index(backend: str) -> ActorHandle[Any] | None:
+    """Return the index actor of this cluster's engine, if it has one."""
+    try:
+        return ray.get_actor(_index_name(backend), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def start_engine(config: DataPlaneConfig) -> Engine | None:
+    """Start the cluster's engine; None if another process has just begun to. Raises what Engine raises."""
+    try:
+        return Engine(config)
+    except ValueError as error:
+        if isinstance(error, HeadraceError) or find_index(config.backend) is None:
+            raise
+        return None
+
+
+def connect_index(connection: Connection, index: ActorHandle[Any], deadline: Deadline) -> IndexClient:
+    return IndexClient(connection.index, [Part("the index of the store", index)], deadline)
+
+
 def wait_for_connection(index: ActorHandle[Any], deadline: Deadline) -> Connection:
-    """Return how to reach the engine's TransferQueue, once it is up."""
+    """Return how to reach the engine's processes, once they are up."""
     while True:
-        data = ask(index.connection.remote(), "asking the index for its connection", deadline)
-        if data is not None:
-            connection: Connection = pickle.loads(data)
+        connection: Connection | None = answers(
+            index.connection.remote(), "asking the index for its connection", deadline
+        )
+        if connection is not None:
             return connection
         if deadline.is_over():
             raise TransportError(
@@ -265,174 +480,12 @@ def wait_for_connection(index: ActorHandle[Any], deadline: Deadline) -> Connecti
         time.sleep(_POLL_S)
 
 
-class Link(NamedTuple):
-    """A process's ways to the bulk and to the books."""
-
-    payloads: PayloadClient
-    books: Channel
-
-    def call(
-        self,
-        store: str,
-        operation: str,
-        arguments: Sequence[object],
-        what: str,
-        limit_s: float,
-        dropped: Sequence[int] = (),
-    ) -> tuple[Any, Garbage | None]:
-        """Return what an operation of a store, or of all (""), returns, and blocks to drop.
-
-        Raises what `Channel.ask` raises.
-        """
-        request = Call(self.books.owner(), store, operation, tuple(arguments), dropped)
-        answer: tuple[Any, Garbage | None] = self.books.ask(request, what, limit_s)
-        return answer
-
-    def open_store(self, config: DataPlaneConfig, deadline: Deadline) -> str:
-        """Open a store, in place of one whose process is gone, and return its handle."""
-        what = f"opening store '{config.store_name}'"
-        holder = f"process {os.getpid()} on {ray.util.get_node_ip_address()}"
-        arguments = (self.books.owner(), config.store_name, config.storage_capacity, holder)
-        (handle, ended), _ = self.call("", "open_store", arguments, what, deadline.left())
-        self.drop_ended(ended, what, deadline)
-        return str(handle)
-
-    def list_stores(self, deadline: Deadline) -> list[StoreFacts]:
-        """Return the stores that are open."""
-        facts: list[StoreFacts]
-        facts, _ = self.call("", "list_stores", (), "listing stores", deadline.left())
-        return facts
-
-    def drop_store(self, name: str, force: bool, deadline: Deadline) -> bool:
-        """Close a store and drop its blocks; return whether there was one of that name.
-
-        Raises:
-            DataPlaneError: its process lives, and it is not to be dropped by `force`.
-        """
-        what = f"dropping store '{name}'"
-        ended, _ = self.call("", "drop_store", (name, force), what, deadline.left())
-        self.drop_ended(ended, what, deadline)
-        return bool(ended)
-
-    def drop_ended(self, handles: Sequence[str], what: str, deadline: Deadline) -> None:
-        """Drop the blocks of stores that are closed."""
-        for handle in handles:
-            self.payloads.drop_partition(queue_partition(handle), deadline.left())
-            self.call("", "forget", ([handle],), what, deadline.left())
-
-    def close(self) -> None:
-        self.books.close()
-        self.payloads.close()
-
-
-def queue_partition(handle: str) -> str:
-    """Return the one TransferQueue partition of a store; partitions of the data plane live in the index."""
-    return f"headrace/{handle}"
-
-
-@contextmanager
-def visit(config: DataPlaneConfig) -> Iterator[dict[str, Link]]:
-    """Connect to the engines that a cluster has, by backend, until the block ends.
-
-    Raises:
-        TransportError: no cluster, or no answer within `startup_timeout_s`.
-    """
-    deadline = Deadline(config.startup_timeout_s, STARTUP_KNOB)
-    with ExitStack() as undo:
-        if connect_ray(config, may_start=False):
-            undo.callback(ray.shutdown)
-        links: dict[str, Link] = {}
-        for backend in BACKENDS:
-            index = find_index(backend)
-            if index is not None:
-                connection = wait_for_connection(index, deadline)
-                links[backend] = shared_links.acquire(connection, index, deadline)
-                undo.callback(shared_links.release, connection)
-        yield links
-
-
-class _SharedLinks:
-    """One Link per engine and process, shared by the process's clients."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._links: dict[str, tuple[Link, int]] = {}
-
-    def acquire(self, connection: Connection, index: ActorHandle[Any], deadline: Deadline) -> Link:
-        with self._lock:
-            link, users = self._links.get(connection.engine_id, (None, 0))
-            if link is None:
-                if connection.backend == BACKENDS["mooncake_cpu"]:
-                    mooncake.prepare_process(ray.util.get_node_ip_address())
-                link = _connect(connection, index, deadline)
-            self._links[connection.engine_id] = link, users + 1
-            return link
-
-    def release(self, connection: Connection) -> None:
-        with self._lock:
-            link, users = self._links.pop(connection.engine_id)
-            if users > 1:
-                self._links[connection.engine_id] = link, users - 1
-                return
-        link.close()
-
-
-def _connect(connection: Connection, index: ActorHandle[Any], deadline: Deadline) -> Link:
-    with ExitStack() as undo:
-        payloads = PayloadClient(connection, deadline.left(), find_lost)
-        undo.callback(payloads.close)
-        books = Channel(connection.index, lambda what: _check_alive(index, what), deadline.left())
-        undo.pop_all()
-    return Link(payloads, books)
-
-
-def _check_alive(index: ActorHandle[Any], what: str) -> None:
-    """Raise TransportError if the index's process is gone."""
-    try:
-        ray.get(index.ping.remote(), timeout=_PING_TIMEOUT_S)
-    except GetTimeoutError:
-        return
-    except RayError as error:
-        raise _gone(what) from error
-
-
-def find_lost(parts: Sequence[Part]) -> Part | None:
-    """Return the first of `parts` that Ray knows to be gone; None also where Ray does not say soon."""
-    pings: dict[Any, Part] = {}
-    for part in parts:
-        try:
-            actor = ray.get_actor(part.actor, namespace=NAMESPACE)
-        except ValueError:
-            return part
-        except RayError:
-            return None
-        pings[actor.__ray_ready__.remote()] = part
-    if not pings:
-        return None
-    answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=_PING_TIMEOUT_S)
-    for ping in answered:
-        try:
-            ray.get(ping)
-        except RayError:
-            return pings[ping]
-    return None
-
-
-def _gone(what: str) -> TransportError:
-    return TransportError(
-        f"{what}: the process that answers is gone; the store was closed by the client that started it, or it died"
-    )
-
-
-shared_links = _SharedLinks()
-
-
 def _index_name(backend: str) -> str:
     return f"headrace-index-{backend}"
 
 
 def _actor(kind: type, *arguments: object, **options: Any) -> Any:
-    return ray.remote(num_cpus=0, max_restarts=0)(kind).options(**options).remote(*arguments)
+    return ray.remote(**_LASTING)(kind).options(**options).remote(*arguments)
 
 
 def _spread(count: int) -> list[NodeAffinitySchedulingStrategy]:

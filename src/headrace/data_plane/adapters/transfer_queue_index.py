@@ -1,28 +1,44 @@
-"""The books of a TransferQueue store: which block holds each row, tags, claims. No bulk passes through.
+"""The index of a TransferQueue store: which block holds each row, tags, claims. No bulk passes through it.
 
-An index is a `SampleStore` whose blocks lie in TransferQueue. It runs in one Ray actor per cluster, which every
-client asks; the actor keeps one index per store. Blocks in transit are leased (`transfer_queue_leases`): those of a put
-before they are stored, until it is committed; and garbage, which no row refers to, once it is handed to a caller who
-drops it from TransferQueue, until that has happened.
+One Ray actor keeps the indexes of all stores of an engine. Messages are msgspec structs; a call names a method, whose
+annotations are the types of its arguments and answer. Nothing is unpickled, and a message that is not signed with a
+secret, which Ray has carried, is not read.
+
+Blocks in transit are leased to one process: those of a put before they are stored, until it is committed; and garbage,
+which no row refers to, once it is handed to a caller who drops it, until that has happened. What a process leaves
+behind that dies, or that goes silent, is so freed by another one.
 """
 
+import functools
+import hmac
+import itertools
+import logging
 import secrets
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
+import msgspec
 import numpy as np
+import torch
 
-from headrace.data_plane.adapters.transfer_queue_leases import Leases
+from headrace.data_plane.object_codec import SCALARS, from_ext, to_wire
 from headrace.data_plane.store.blocks import BlockInfo, placed
 from headrace.data_plane.store.columns import Form, Places, Put, Rows
 from headrace.data_plane.store.partition import RowFacts
 from headrace.data_plane.store.requests import ClaimRequest, Registration
 from headrace.data_plane.store.sample_store import SampleStore
-from headrace.errors import DataPlaneError, TransportError
+from headrace.errors import DataPlaneError, HeadraceError, SchemaError, TransportError
 
-# A caller that has not dropped its garbage by then leaves it to another.
-_DROP_S = 60.0
+_log = logging.getLogger(__name__)
+
+# How often processes that hold leases are looked for; and when a caller that has not dropped its garbage loses it.
+_LOOK_S, _DROP_S = 1.0, 60.0
+# The msgpack extension of an array of one dimension: its dtype in 4 bytes, then its elements.
+_EXT_NUMBERS = 16
+
+Answer = TypeVar("Answer")
 
 
 class Located(NamedTuple):
@@ -40,137 +56,6 @@ class Garbage(NamedTuple):
     keys: list[str]
 
 
-def _everyone_is_alive(owner: bytes) -> bool:
-    return True
-
-
-class SampleIndex:
-    """The books of one store; `is_alive` says whether a client's process is."""
-
-    def __init__(self, capacity: int, is_alive: Callable[[bytes], bool] = _everyone_is_alive) -> None:
-        self._store: SampleStore[BlockInfo] = SampleStore(capacity)
-        self._garbage: deque[str] = deque()
-        self._leases = Leases(is_alive)
-
-    def hand_out(self, owner: bytes, *, at_once: bool = False) -> Garbage | None:
-        """Return garbage for a client to drop, if there is some: what lost leases have left, too.
-
-        Processes are looked for `at_once`, or once a second.
-        """
-        self._garbage.extend(self._leases.end_lost(at_once=at_once))
-        keys: list[str] = []
-        while self._garbage:
-            keys.append(self._garbage.popleft())
-        return Garbage(self._leases.grant(owner, keys, _DROP_S), keys) if keys else None
-
-    def end(self, tickets: Sequence[int]) -> None:
-        self._leases.end(tickets)
-
-    def give_back(self, tickets: Sequence[int]) -> None:
-        self._garbage.extend(self._leases.end(tickets))
-
-    def register(self, registration: Registration) -> None:
-        self._free(self._store.register(registration))
-
-    def _free(self, blocks: Sequence[BlockInfo]) -> None:
-        self._garbage.extend(block.key for block in blocks)
-
-    def begin_put(self, owner: bytes, put: Put[BlockInfo], limit_s: float) -> int:
-        """Lease the blocks of a put, which are not stored yet, to a client; return the ticket for `commit`.
-
-        Raises:
-            HeadraceError: what a commit would raise.
-        """
-        self._store.check_put(put)
-        keys = [block.key for blocks in put.columns.values() for block in blocks]
-        return self._leases.grant(owner, keys, limit_s, put)
-
-    def commit(self, ticket: int, slots: Sequence[int]) -> RowFacts:
-        """Commit a put whose blocks are stored in these slots; a refusal leaves blocks and ticket to the client.
-
-        The facts come without the ids, which the caller has.
-
-        Raises:
-            TransportError: the lease has run out.
-        """
-        lease = self._leases.get(ticket)
-        if lease is None:
-            raise TransportError(
-                "the put took so long that its blocks were dropped, or its process was taken for dead; put again"
-            )
-        put: Put[BlockInfo] = lease.purpose
-        facts = self.put(put._replace(columns=placed(put.columns, slots)))
-        self._leases.end([ticket])
-        return facts
-
-    def put(self, put: Put[BlockInfo]) -> RowFacts:
-        """Commit rows whose blocks are stored and leased to nobody."""
-        facts, gone = self._store.put(put)
-        self._free(gone)
-        return facts._replace(sample_ids=[])
-
-    def select(self, partition_id: str, ids: list[str], names: Sequence[str]) -> dict[str, Located]:
-        """Return where columns of rows lie."""
-        selected = self._store.select(partition_id, ids, names)
-        return {
-            name: Located(blocks[0].form, blocks, None if places is None else _places(blocks, *places))
-            for name, (blocks, places) in selected.items()
-        }
-
-    def shared_columns(self, partition_id: str, ids: list[str]) -> list[str]:
-        """Return the columns that all of `ids` have."""
-        return self._store.shared_columns(partition_id, ids)
-
-    def clear(self, partition_id: str, ids: Sequence[str] | None) -> None:
-        """Remove rows, or with None the partition; what is not there is ignored."""
-        self._free(self._store.clear(partition_id, ids))
-
-    def claim(self, request: ClaimRequest) -> RowFacts | None:
-        """Take rows for a task; None if too few are ready."""
-        return self._store.claim(request)
-
-    def claim_timeout(self, request: ClaimRequest) -> str:
-        return str(self._store.claim_timeout(request))
-
-    def is_consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
-        return self._store.is_consumed(partition_id, tasks)
-
-    def sample_ids(self) -> dict[str, list[str]]:
-        return self._store.sample_ids()
-
-    def stored_bytes(self) -> dict[str, int]:
-        return self._store.stored_bytes()
-
-    def close(self) -> None:
-        """Forget everything; later calls fail."""
-        self._store.close()
-
-
-def _places(blocks: Sequence[BlockInfo], block_of: Rows, row_of: Rows) -> Places:
-    """Return where rows lie, in few bytes; None: they are all rows of `blocks`, in order."""
-    counts = [block.rows for block in blocks]
-    if len(row_of) == sum(counts):
-        starts = np.repeat(np.cumsum([0, *counts[:-1]]), counts)
-        is_whole = (block_of[1:] >= block_of[:-1]).all() and (row_of == np.arange(len(row_of)) - starts).all()
-        if is_whole and (np.bincount(block_of, minlength=len(counts)) == counts).all():
-            return None
-    small = np.uint16 if len(blocks) <= 65_536 else np.int64
-    return block_of.astype(small), row_of.astype(np.int32)
-
-
-class Call(NamedTuple):
-    """An operation of a store, or of all stores (no `store`), asked by a client's process.
-
-    `dropped` are tickets of garbage that is gone from TransferQueue.
-    """
-
-    owner: bytes
-    store: str
-    operation: str
-    arguments: tuple[Any, ...] = ()
-    dropped: Sequence[int] = ()
-
-
 class StoreFacts(NamedTuple):
     """What is known of a store; `holder` says which process opened it."""
 
@@ -181,34 +66,174 @@ class StoreFacts(NamedTuple):
     nbytes: int
 
 
+class _Lease(NamedTuple):
+    owner: bytes
+    ends: float
+    keys: list[str]
+    put: Put[BlockInfo] | None
+
+
+def _is_always_alive(owner: bytes) -> bool:
+    return True
+
+
+class SampleIndex(SampleStore[BlockInfo]):
+    """The index of one store, whose blocks lie in TransferQueue; `is_alive`: see `Indexes`."""
+
+    def __init__(self, capacity: int, is_alive: Callable[[bytes], bool] = _is_always_alive) -> None:
+        super().__init__(capacity)
+        self._is_alive = is_alive
+        self._garbage: list[str] = []
+        self._leases: dict[int, _Lease] = {}
+        self._tickets = itertools.count()
+        self._next_look = 0.0
+
+    def register(self, registration: Registration) -> list[BlockInfo]:
+        return self._discarded(super().register(registration))
+
+    def clear(self, partition_id: str, ids: Sequence[str] | None) -> list[BlockInfo]:
+        return self._discarded(super().clear(partition_id, ids))
+
+    def _discarded(self, blocks: Sequence[BlockInfo]) -> list[BlockInfo]:
+        """Let blocks be garbage, so that none is left for the caller."""
+        self._garbage += [block.key for block in blocks]
+        return []
+
+    def begin_put(self, owner: bytes, put: Put[BlockInfo], limit_s: float) -> int:
+        """Lease the blocks of a put, which are not stored yet, to a client; return the ticket for `commit`.
+
+        Raises:
+            HeadraceError: what a commit would raise.
+        """
+        self.check_put(put)
+        keys = [block.key for blocks in put.columns.values() for block in blocks]
+        return self._lease(owner, keys, limit_s, put)
+
+    def commit(self, ticket: int, slots: Sequence[int]) -> RowFacts:
+        """Commit a put whose blocks are stored in these slots; a refusal leaves blocks and ticket to the client.
+
+        The facts come without the ids, which the caller has.
+
+        Raises:
+            TransportError: the lease has run out.
+        """
+        lease = self._leases.get(ticket)
+        if lease is None or lease.put is None:
+            raise TransportError(
+                "the put took so long that its blocks were dropped, or its process was taken for dead; put again"
+            )
+        facts, gone = self.put(lease.put._replace(columns=placed(lease.put.columns, slots)))
+        self._discarded(gone)
+        self.end([ticket])
+        return facts._replace(sample_ids=[], tags=wire_tags(facts.tags))
+
+    def locate(self, partition_id: str, ids: Sequence[str], names: Sequence[str]) -> dict[str, Located]:
+        """Return where columns of rows lie."""
+        selected = self.select(partition_id, ids, names)
+        return {
+            name: Located(blocks[0].form, blocks, places and _places(blocks, *places))
+            for name, (blocks, places) in selected.items()
+        }
+
+    def claim_ready(self, request: ClaimRequest) -> RowFacts | None:
+        """Take rows for a task; None if too few are ready."""
+        facts = self.claim(request)
+        return facts and facts._replace(tags=wire_tags(facts.tags))
+
+    def claim_timeout_text(self, request: ClaimRequest) -> str:
+        return str(self.claim_timeout(request))
+
+    def give_back(self, tickets: Sequence[int]) -> None:
+        """Take garbage back from a client that has not dropped it."""
+        self._garbage += self.end(tickets)
+
+    def end(self, tickets: Sequence[int]) -> list[str]:
+        """End leases, and return their keys; a ticket that is not open is ignored."""
+        ended = [self._leases.pop(ticket, None) for ticket in tickets]
+        return [key for lease in ended if lease is not None for key in lease.keys]
+
+    def hand_out(self, owner: bytes, *, at_once: bool = False) -> Garbage | None:
+        """Lease garbage to a client that drops it, if there is some, with what lost leases have left.
+
+        Processes are looked for `at_once`, or once a second.
+        """
+        now, gone = time.monotonic(), set[bytes]()
+        if self._leases and (at_once or now >= self._next_look):
+            self._next_look = now + _LOOK_S
+            gone = {o for o in {lease.owner for lease in self._leases.values()} if not self._is_alive(o)}
+        self.give_back([t for t, lease in self._leases.items() if lease.ends <= now or lease.owner in gone])
+        keys, self._garbage = self._garbage, []
+        return Garbage(self._lease(owner, keys, _DROP_S), keys) if keys else None
+
+    def _lease(self, owner: bytes, keys: list[str], limit_s: float, put: Put[BlockInfo] | None = None) -> int:
+        ticket = next(self._tickets)
+        self._leases[ticket] = _Lease(owner, time.monotonic() + limit_s, keys, put)
+        return ticket
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """A call of a client's process to its `store`, or, without one, to all stores of the engine.
+
+    `dropped` are tickets of garbage that is gone from TransferQueue.
+    """
+
+    owner: bytes
+    store: str
+    operation: str
+    arguments: msgspec.Raw
+    dropped: list[int] = []
+
+
+class Done(msgspec.Struct, Generic[Answer], frozen=True, array_like=True, tag=True):
+    """What a call returns, and garbage for the caller to drop."""
+
+    answer: Answer
+    garbage: Garbage | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The error that a call ends with: the name of its class in `headrace.errors`, and its text."""
+
+    kind: str
+    text: str
+
+
 class _OpenStore(NamedTuple):
     name: str
     owner: bytes
     holder: str
-    books: SampleIndex
+    rows: SampleIndex
 
 
 class Indexes:
-    """The indexes of a cluster; what the actor runs.
+    """The indexes of an engine's stores; `is_alive` says whether a client's process is.
 
     A store has a name, which belongs to the process that opened it for as long as that lives, and a handle, which
-    belongs to nobody else ever. `connection` is how a process reaches TransferQueue, as bytes that only clients read;
-    None until it is up.
+    belongs to nobody else ever.
     """
 
-    def __init__(self, is_alive: Callable[[bytes], bool] = _everyone_is_alive) -> None:
+    def __init__(self, is_alive: Callable[[bytes], bool] = _is_always_alive) -> None:
         self._is_alive = is_alive
         self._open: dict[str, _OpenStore] = {}
         # Handles of stores that are closed, and whose blocks nobody has dropped yet, with their names.
         self._ended: dict[str, str] = {}
-        self._connection: bytes | None = None
 
-    def set_connection(self, connection: bytes) -> None:
-        self._connection = connection
+    def run(self, call: Call) -> Done[Any]:
+        operation = operation_of(call.operation, call.store)
+        arguments = operation.arguments.decode(call.arguments)
+        if not call.store:
+            return Done(getattr(self, call.operation)(*arguments))
+        if call.store not in self._open:
+            raise _closed(call.store.rpartition("/")[0])
+        index = self._open[call.store].rows
+        index.end(call.dropped)
+        answer = getattr(index, call.operation)(*arguments)
+        if call.operation == "give_back":
+            return Done(answer)
+        return Done(answer, index.hand_out(call.owner, at_once=call.operation == "clear"))
 
-    def connection(self) -> bytes | None:
-        """Return how to reach TransferQueue; None: not yet."""
-        return self._connection
+    def hello(self) -> None:
+        """Answer a new client."""
 
     def open_store(self, owner: bytes, name: str, capacity: int, holder: str) -> tuple[str, list[str]]:
         """Add a store, in place of one of a process that is gone.
@@ -235,10 +260,10 @@ class Indexes:
         return handle
 
     def close_store(self, handle: str) -> None:
-        """Drop a store's books; its blocks are for the caller to drop, and then to `forget`."""
+        """Drop a store's index; its blocks are for the caller to drop, and then to `forget`."""
         closed = self._open.pop(handle, None)
         if closed is not None:
-            closed.books.close()
+            closed.rows.close()
             self._ended[handle] = closed.name
 
     def drop_store(self, name: str, force: bool) -> list[str]:
@@ -250,35 +275,20 @@ class Indexes:
         self._end_store(name, "close it there, or add --force", force=force)
         return self._ended_of(name)
 
-    def forget(self, handles: Sequence[str]) -> None:
-        for handle in handles:
-            self._ended.pop(handle, None)
+    def forget(self, handle: str) -> None:
+        self._ended.pop(handle, None)
 
     def list_stores(self) -> list[StoreFacts]:
-        """Return the stores that are open."""
         return [
             StoreFacts(
                 store.name,
                 store.holder,
                 self._is_alive(store.owner),
-                sum(map(len, store.books.sample_ids().values())),
-                sum(store.books.stored_bytes().values()),
+                sum(map(len, store.rows.sample_ids().values())),
+                sum(store.rows.stored_bytes().values()),
             )
             for store in self._open.values()
         ]
-
-    def run(self, call: Call) -> tuple[Any, Garbage | None]:
-        """Return what an operation returns, and garbage for the caller to drop."""
-        if not call.store:
-            return getattr(self, call.operation)(*call.arguments), None
-        if call.store not in self._open:
-            raise _closed(call.store.rpartition("/")[0])
-        index = self._open[call.store].books
-        index.end(call.dropped)
-        result = getattr(index, call.operation)(*call.arguments)
-        if call.operation == "give_back":
-            return result, None
-        return result, index.hand_out(call.owner, at_once=call.operation == "clear")
 
     def _end_store(self, name: str, remedy: str, *, force: bool = False) -> None:
         handle = self._handle(name)
@@ -294,6 +304,112 @@ class Indexes:
 
     def _ended_of(self, name: str) -> list[str]:
         return [handle for handle, ended in self._ended.items() if ended == name]
+
+
+class Operation(NamedTuple):
+    """How to read what a method is given, and what comes of it."""
+
+    arguments: msgspec.msgpack.Decoder[Any]
+    reply: msgspec.msgpack.Decoder[Any]
+
+
+_OF_ENGINE = ("hello", "open_store", "attach", "close_store", "drop_store", "forget", "list_stores")
+_OF_STORE = (
+    *("register", "begin_put", "commit", "locate", "shared_columns", "clear", "claim_ready"),
+    *("claim_timeout_text", "is_consumed", "sample_ids", "stored_bytes", "give_back"),
+)
+
+
+@functools.cache
+def operation_of(name: str, store: str = "") -> Operation:
+    """Return the operation of that name of a store, or of the engine; only those that are listed can be called."""
+    kind, known = (SampleIndex, _OF_STORE) if store else (Indexes, _OF_ENGINE)
+    if name not in known:
+        raise DataPlaneError(f"the index of a store has no operation '{name}'")
+    *arguments, answer = get_type_hints(getattr(kind, name)).values()
+    return Operation(_decoder(tuple.__class_getitem__(tuple(arguments))), _decoder(Done[answer] | Failed))  # type: ignore[valid-type]
+
+
+class UnsignedMessage(TransportError):
+    """A message that is not signed with the secret of its store."""
+
+
+def sealed(secret: bytes, message: Call | Done[Any] | Failed) -> list[bytes]:
+    body = encoder.encode(message)
+    return [hmac.digest(secret, body, "sha256"), body]
+
+
+def opened(secret: bytes, frames: Sequence[bytes], decoder: msgspec.msgpack.Decoder[Any]) -> Any:
+    """Return the message in signed frames; raises UnsignedMessage."""
+    if len(frames) != 2 or not hmac.compare_digest(frames[0], hmac.digest(secret, frames[1], "sha256")):
+        raise UnsignedMessage("a message that is not signed with the secret of this store")
+    return decoder.decode(frames[1])
+
+
+def reply_to(secret: bytes, frames: Sequence[bytes], run: Callable[[Call], Done[Any]]) -> list[bytes]:
+    """Return the signed frames of what a call returns, or of the error that it ends with, whatever that is.
+
+    Raises:
+        UnsignedMessage: of the call.
+    """
+    try:
+        return sealed(secret, run(opened(secret, frames, _calls)))
+    except UnsignedMessage:
+        raise
+    except HeadraceError as error:
+        return sealed(secret, Failed(type(error).__name__, str(error)))
+    except Exception as error:
+        # As text: a handler that keeps its records must not keep the frames with what they hold.
+        _log.warning("a request to the index failed\n%s", traceback.format_exc().rstrip())
+        return sealed(secret, Failed(DataPlaneError.__name__, f"{type(error).__name__}: {error}"))
+
+
+def wire_tags(tags: Sequence[Mapping[str, Any]] | None) -> Any:
+    """Return tags as messages carry them: what msgpack has no form for, tuples and tensors, as its extensions."""
+    if tags is None or {type(value) for tag in tags for value in tag.values()} <= SCALARS:
+        return tags
+    return [to_wire(tag) for tag in tags]
+
+
+def _to_wire(value: object) -> object:
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        return msgspec.msgpack.Ext(_EXT_NUMBERS, value.dtype.str.encode().ljust(4) + value.tobytes())
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    raise SchemaError(f"a value of type {type(value).__qualname__} cannot be sent to the index of a store")
+
+
+def _from_ext(code: int, data: memoryview) -> object:
+    # Numbers share the memory of their message.
+    return (
+        np.frombuffer(data[4:], bytes(data[:4]).decode().strip())
+        if code == _EXT_NUMBERS
+        else from_ext(code, data)
+    )
+
+
+def _as_typed(kind: type, value: Any) -> Any:
+    return getattr(torch, value, None) if kind is torch.dtype else value
+
+
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind, ext_hook=_from_ext, dec_hook=_as_typed)
+
+
+encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
+_calls = _decoder(Call)
+
+
+def _places(blocks: Sequence[BlockInfo], block_of: Rows, row_of: Rows) -> Places:
+    """Return where rows lie, in few bytes; None: they are all rows of `blocks`, in order."""
+    counts = [block.rows for block in blocks]
+    if len(row_of) == sum(counts):
+        starts = np.repeat(np.cumsum([0, *counts[:-1]]), counts)
+        is_whole = (block_of[1:] >= block_of[:-1]).all() and (row_of == np.arange(len(row_of)) - starts).all()
+        if is_whole and (np.bincount(block_of, minlength=len(counts)) == counts).all():
+            return None
+    small = np.uint16 if len(blocks) <= 65_536 else np.int64
+    return block_of.astype(small), row_of.astype(np.int32)
 
 
 def _closed(name: str) -> DataPlaneError:

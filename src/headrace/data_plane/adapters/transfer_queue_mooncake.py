@@ -1,4 +1,4 @@
-"""Mooncake for TransferQueue: the master process, the processes that lend memory, and each process's settings.
+"""Mooncake for TransferQueue: the master process, the processes that lend memory, and blocks in that memory.
 
 The memory of the store is lent by storage units alone: other clients mount none, so a worker that ends takes no
 data with it, and memory is `num_storage_units` times `global_segment_size`, whatever the number of workers.
@@ -11,15 +11,26 @@ import socket
 import stat
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+import torch
+from tensordict import TensorDict
+from transfer_queue.metadata import BatchMeta
 
 from headrace.config import DataPlaneConfig
+from headrace.data_plane.store.blocks import BlockError, BlockInfo, PackedColumns
+from headrace.distributed.ragged import nested_from_ragged, ragged_from_nested
 from headrace.errors import ConfigError, TransportError
 
+FIELD = "block"
+"""The one field of TransferQueue that holds blocks."""
+KEYS_PER_CALL = 4096
+_BYTES_PER_CALL = 256 * 1024 * 1024
 _POLL_S = 0.05
 _STOP_TIMEOUT_S = 10.0
 # Ends the master when this process ends, however it does: `cat` returns when the pipe closes.
@@ -125,20 +136,20 @@ class MooncakeMaster:
 class MooncakeUnit:
     """A process that lends memory to the store; runs as a Ray actor."""
 
-    def __init__(self, master: str, segment_bytes: int, buffer_bytes: int) -> None:
-        self._setup = (master, segment_bytes, buffer_bytes)
+    def __init__(self, master: str, segment_bytes: int) -> None:
+        self._master, self._bytes = master, segment_bytes
         self._store: Any = None
 
     def start(self) -> str:
         """Mount the memory and return this process's address."""
-        master, segment_bytes, buffer_bytes = self._setup
         address: str = ray.util.get_node_ip_address()
         prepare_process(address)
         self._store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
-        code = self._store.setup(address, "P2PHANDSHAKE", segment_bytes, buffer_bytes, "tcp", "", master)
+        buffer_bytes = 16 * 1024 * 1024
+        code = self._store.setup(address, "P2PHANDSHAKE", self._bytes, buffer_bytes, "tcp", "", self._master)
         if code:
             raise TransportError(
-                f"Mooncake refused to mount {segment_bytes} bytes (code {code}); lower data_plane.global_segment_size"
+                f"Mooncake refused to mount {self._bytes} bytes (code {code}); lower data_plane.global_segment_size"
             )
         return address
 
@@ -162,6 +173,79 @@ def client_settings(master: str, config: DataPlaneConfig) -> dict[str, Any]:
         "device_name": "",
         "hard_pin": True,
     }
+
+
+async def put_blocks(client: Any, partition: str, slots: list[int], packed: PackedColumns) -> None:
+    """Store the blocks of a put through TransferQueue's client, in these slots: one flat row each, in one piece."""
+    sizes, bounds, buffer = [block.flat_bytes for block in packed.blocks], packed.bounds, packed.buffer
+    for first, last in call_bounds(sizes):
+        offsets = torch.tensor(bounds[first : last + 1]) - bounds[first]
+        rows = nested_from_ragged(buffer[bounds[first] : bounds[last]], offsets, 1)
+        # `async_put` would add a request for tags, which are in the index.
+        fields = TensorDict({FIELD: rows}, batch_size=[last - first])
+        meta = batch_meta(partition, slots[first:last], sizes[first:last])
+        await client.storage_manager.put_data(fields, meta)
+
+
+async def get_blocks(client: Any, partition: str, blocks: Sequence[BlockInfo]) -> list[torch.Tensor]:
+    """Return the bytes of blocks, in order.
+
+    Raises:
+        BlockError: TransferQueue does not have all of them.
+    """
+    got: list[torch.Tensor] = []
+    for first, last in call_bounds([block.flat_bytes for block in blocks]):
+        part = blocks[first:last]
+        meta = batch_meta(partition, [block.slot for block in part], [block.flat_bytes for block in part])
+        try:
+            rows = as_rows((await client.async_get_data(meta)).get(FIELD))
+        except KeyError as error:
+            raise BlockError(f"blocks are not in TransferQueue (any more): {error}") from error
+        if len(rows) != len(part):
+            raise BlockError(f"TransferQueue gave {len(rows)} of {len(part)} blocks")
+        got.extend(rows)
+    return got
+
+
+def as_rows(leaf: Any) -> list[torch.Tensor]:
+    """Return the flat rows of what TransferQueue gives for a field."""
+    if not isinstance(leaf, torch.Tensor):
+        return [item for item in leaf if isinstance(item, torch.Tensor)] if leaf is not None else []
+    if leaf.is_nested:
+        values, offsets, _ = ragged_from_nested(leaf)
+        return list(torch.split(values, offsets.diff().tolist()))
+    return [row.contiguous() for row in leaf.unbind()]
+
+
+def batch_meta(partition: str, slots: list[int], sizes: list[int]) -> BatchMeta:
+    """Return what TransferQueue needs to find blocks, without asking its controller."""
+    schema = {
+        "dtype": torch.uint8,
+        "shape": None,
+        "is_nested": True,
+        "is_non_tensor": False,
+        "per_sample_shapes": [(size,) for size in sizes],
+    }
+    count = len(slots)
+    return BatchMeta(
+        global_indexes=slots,
+        partition_ids=[partition] * count,
+        field_schema={FIELD: schema},
+        production_status=np.ones(count, dtype=np.int8),
+        custom_meta=[{} for _ in slots],
+        _custom_backend_meta=[{} for _ in slots],
+    )
+
+
+def call_bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut blocks into runs of bounded size, one for each call: (first, past last)."""
+    runs, first, held = [], 0, 0
+    for last, size in enumerate(sizes):
+        if last > first and (last - first == KEYS_PER_CALL or held + size > _BYTES_PER_CALL):
+            runs.append((first, last))
+            first, held = last, 0
+        held += size
+    return [*runs, (first, len(sizes))] if sizes else runs
 
 
 def _executable() -> str:

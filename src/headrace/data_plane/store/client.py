@@ -1,0 +1,85 @@
+"""What clients of all stores have in common: requests that only ask the store which rows there are."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tensordict import TensorDict
+
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.store.partition import RowFacts
+from headrace.data_plane.store.requests import ClaimRequest, Registration, waiting_time
+from headrace.utils.arguments import texts
+
+
+class StoreClient(DataPlaneClient):
+    """A client of a `SampleStore`, here or elsewhere; how rows are put and read is for the adapter to say."""
+
+    @abstractmethod
+    def _ask(self, operation: str, *arguments: object) -> Any:
+        """Return what the store's method of that name returns."""
+
+    @abstractmethod
+    def _claim(self, request: ClaimRequest, wait_s: float) -> RowFacts | None:
+        """Return what `SampleStore.claim` returns, after that time at the latest.
+
+        Raises:
+            ClaimTimeout: rows did not come, and they were waited for.
+        """
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+        *,
+        group_tag: str | None = None,
+    ) -> None:
+        asked = (partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums)
+        self._ask("register", Registration.of(*asked, group_tag=group_tag))
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+        *,
+        allow_partial: bool = False,
+    ) -> KVBatchMeta | None:
+        request = ClaimRequest.of(partition_id, task_name, required_fields, batch_size, allow_partial)
+        wait_s = waiting_time(blocking, timeout_s)
+        facts = self._claim(request, wait_s if blocking else -1.0)
+        if facts is None or not facts.sample_ids:
+            return None
+        return facts.meta(partition_id, task_name, request.fields)
+
+    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
+        names = select_fields if select_fields is not None else meta.fields
+        if names is None:
+            names = self._ask("shared_columns", meta.partition_id, meta.sample_ids)
+        return self.get_samples(meta.sample_ids, meta.partition_id, names)
+
+    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
+        is_consumed: bool = self._ask("is_consumed", partition_id, texts("task_names", task_names))
+        return is_consumed
+
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+        self._ask("clear", partition_id, None if sample_ids is None else texts("sample_ids", sample_ids))
+
+    def partition_ids(self) -> list[str]:
+        return list(self._ask("sample_ids"))
+
+    def sample_ids(self, partition_id: str) -> list[str]:
+        by_partition: dict[str, list[str]] = self._ask("sample_ids")
+        return by_partition.get(partition_id, [])
+
+    def stored_bytes(self, partition_id: str | None = None) -> int:
+        by_partition: dict[str, int] = self._ask("stored_bytes")
+        return sum(by_partition.values()) if partition_id is None else by_partition.get(partition_id, 0)
