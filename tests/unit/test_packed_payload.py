@@ -298,7 +298,7 @@ def test_what_the_index_is_told_and_says_is_the_same_after_the_way_through_messa
     ticket = ask(indexes, "begin_put", b"me", told, 60.0, store=store)
     facts = ask(indexes, "commit", ticket, [4, 7], store=store)
     assert (facts.sample_ids, facts.sequence_lengths) == ([], [3, 5])
-    claimed = ask(indexes, "claim_ready", ClaimRequest.of("p", "train", ["x"], 2, False), store=store)
+    claimed = ask(indexes, "claim", ClaimRequest.of("p", "train", ["x"], 2, False), 0.0, store=store)
     for got in (facts.tags, claimed.tags):
         assert (got[0], got[1]["none"], got[1]["mask"].tolist()) == (tags[0], None, [1, 2])
         got[1]["mask"][0] = 5

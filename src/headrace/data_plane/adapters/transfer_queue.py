@@ -421,7 +421,7 @@ class TransferQueueDataPlaneClient(StoreClient):
 
     def _claim(self, request: ClaimRequest, wait_s: float) -> RowFacts | None:
         wait = Deadline(wait_s, "timeout_s")
-        while (facts := self._ask("claim_ready", request)) is None:
+        while (facts := self._ask("claim", request, 0.0)) is None:
             if wait_s < 0:
                 return None
             if wait.is_over():

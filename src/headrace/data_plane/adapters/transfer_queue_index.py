@@ -135,9 +135,9 @@ class SampleIndex(SampleStore[BlockInfo]):
             for name, (blocks, places) in selected.items()
         }
 
-    def claim_ready(self, request: ClaimRequest) -> RowFacts | None:
+    def claim(self, request: ClaimRequest, timeout_s: float = 0.0) -> RowFacts | None:
         """Take rows for a task; None if too few are ready."""
-        facts = self.claim(request)
+        facts = super().claim(request, timeout_s)
         return facts and facts._replace(tags=wire_tags(facts.tags))
 
     def claim_timeout_text(self, request: ClaimRequest) -> str:
@@ -315,7 +315,7 @@ class Operation(NamedTuple):
 
 _OF_ENGINE = ("hello", "open_store", "attach", "close_store", "drop_store", "forget", "list_stores")
 _OF_STORE = (
-    *("register", "begin_put", "commit", "locate", "shared_columns", "clear", "claim_ready"),
+    *("register", "begin_put", "commit", "locate", "shared_columns", "clear", "claim"),
     *("claim_timeout_text", "is_consumed", "sample_ids", "stored_bytes", "give_back"),
 )
 
