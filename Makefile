@@ -18,7 +18,7 @@ help:  ## list the targets
 
 setup: $(DEV)  ## create .venv with everything, in pinned versions
 
-$(TRAIN): pyproject.toml constraints.txt
+$(TRAIN): pyproject.toml constraints.txt src/headrace/distributed/_ragged.c
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[train]'
 	@touch $(TRAIN)

@@ -1,12 +1,9 @@
-"""Where the compiled copies come from, and what happens where they cannot be built."""
+"""The C extension: that it is built with the package, what it does, and that nothing needs it."""
 
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -15,112 +12,47 @@ import torch
 from headrace.data_plane.routes_codec import pack_routes
 from headrace.distributed.ragged_kernel import load_kernel
 
+ROOT = Path(__file__).parents[2]
 PROBE = """
 import torch
 from headrace.distributed.ragged import pad_ragged
 from headrace.distributed.ragged_kernel import load_kernel
 print(load_kernel() is not None, pad_ragged(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]), None, 9).tolist())
 """
-needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+needs_kernel = pytest.mark.skipif(load_kernel() is None, reason="the C extension was not built")
 
 
-def run(code: str, environment: dict[str, str]) -> str:
-    here = {"PATH": "/usr/bin:/bin", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**here, **environment}, capture_output=True, text=True, check=True
+def build(folder: Path, **environment: str) -> list[Path]:
+    """Build the extension into a folder, and return the libraries there."""
+    pytest.importorskip("setuptools")
+    places = ("--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp"))
+    command = [sys.executable, "setup.py", "-q", "build_ext", *places]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, check=True)
+    return list(folder.glob("lib/**/_ragged.*"))
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_the_extension_is_built_with_the_package(tmp_path: Path) -> None:
+    (library,) = build(tmp_path)
+    code = (
+        "import importlib.util as u, sys; s = u.spec_from_file_location('_ragged', sys.argv[1]); "
+        "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.narrow(0, 4, 0, 1, 9, 0, 1))"
     )
-    return done.stdout.strip()
+    shown = subprocess.run([sys.executable, "-c", code, str(library)], capture_output=True, text=True)
+    assert shown.stdout == "True\n", shown.stderr
 
 
-def pad_elsewhere(**environment: str) -> str:
-    """Pad rows in a fresh process and return whether it had the kernel, and the rows."""
-    return run(PROBE, environment)
+def test_without_a_compiler_the_package_is_built_all_the_same(tmp_path: Path) -> None:
+    assert build(tmp_path, CC="/nowhere/cc") == []
 
 
-@needs_compiler
-def test_the_kernel_is_built_once_into_the_cache_folder(tmp_path: Path) -> None:
-    for _ in range(2):
-        assert pad_elsewhere(XDG_CACHE_HOME=str(tmp_path)) == "True [[1, 9], [2, 3]]"
-    (library,) = (tmp_path / "headrace").iterdir()
-    assert library.suffix == ".so"
+def test_without_it_rows_are_padded_all_the_same() -> None:
+    environment = {**os.environ, "HEADRACE_KERNEL": "0"}
+    done = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True)
+    assert done.stdout == "False [[1, 9], [2, 3]]\n", done.stderr
 
 
-def loads(**environment: str) -> bool:
-    """Return whether a fresh process has the kernel."""
-    code = "from headrace.distributed.ragged_kernel import load_kernel; print(load_kernel() is not None)"
-    return run(code, environment) == "True"
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that was built here."""
-    folder = tmp_path_factory.mktemp("cache")
-    assert loads(XDG_CACHE_HOME=str(folder))
-    (library,) = (folder / "headrace").iterdir()
-    return library
-
-
-def put_library(folder: Path, name: str, content: bytes) -> Path:
-    library = folder / "headrace" / name
-    library.parent.mkdir(mode=0o700)
-    library.write_bytes(content)
-    return library
-
-
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda whole: b"",
-    "cut short": lambda whole: whole[:4096],
-    "a page less": lambda whole: whole[:-4096],
-    "zeros within": lambda whole: whole[:4096] + bytes(4096) + whole[8192:],
-    "no library": lambda whole: b"#!/bin/sh\n" * 1000,
-}
-
-
-@needs_compiler
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_library_is_built_again(damage: str, whole: Path, tmp_path: Path) -> None:
-    content = whole.read_bytes()
-    library = put_library(tmp_path, whole.name, DAMAGES[damage](content))
-    assert loads(XDG_CACHE_HOME=str(tmp_path))
-    assert [file.read_bytes() for file in library.parent.iterdir()] == [content]
-    library.write_bytes(DAMAGES[damage](content))
-    assert not loads(XDG_CACHE_HOME=str(tmp_path), PATH="/nowhere")
-
-
-@needs_compiler
-def test_a_library_of_another_system_is_passed_over(whole: Path, tmp_path: Path) -> None:
-    content = bytearray(whole.read_bytes())
-    content[18:20] = b"\xff\xff"  # The machine in an ELF header.
-    source = whole.name.split(".")[1]
-    foreign = put_library(tmp_path, f"ragged_kernel.{source}.{sha256(content).hexdigest()[:16]}.so", content)
-    assert not loads(XDG_CACHE_HOME=str(tmp_path), PATH="/nowhere")
-    for _ in range(2):
-        assert loads(XDG_CACHE_HOME=str(tmp_path))
-        assert {file.name for file in foreign.parent.iterdir()} == {foreign.name, whole.name}
-    assert loads(XDG_CACHE_HOME=str(tmp_path), PATH="/nowhere")
-
-
-@needs_compiler
-@pytest.mark.parametrize("damaged", [False, True])
-def test_processes_that_build_at_once_all_get_the_kernel(damaged: bool, whole: Path, tmp_path: Path) -> None:
-    if damaged:
-        put_library(tmp_path, whole.name, whole.read_bytes()[:4096])
-    with ThreadPoolExecutor(6) as pool:
-        assert all(pool.map(lambda _: loads(XDG_CACHE_HOME=str(tmp_path)), range(6)))
-    assert [file.read_bytes() for file in (tmp_path / "headrace").iterdir()] == [whole.read_bytes()]
-
-
-@pytest.mark.parametrize("environment", [{"HEADRACE_KERNEL": "0"}, {"PATH": "/nowhere"}], ids=str)
-def test_without_it_rows_are_padded_all_the_same(environment: dict[str, str], tmp_path: Path) -> None:
-    assert pad_elsewhere(XDG_CACHE_HOME=str(tmp_path), **environment) == "False [[1, 9], [2, 3]]"
-
-
-def test_a_cache_folder_that_cannot_be_made_is_no_obstacle(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert pad_elsewhere(XDG_CACHE_HOME=str(tmp_path / "file")) == "False [[1, 9], [2, 3]]"
-
-
-@needs_compiler
+@needs_kernel
 @pytest.mark.parametrize("experts", [128, 256, 300, 32_768])
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
 def test_narrowing_gives_what_a_cast_gives_and_finds_every_id_out_of_range(
@@ -133,7 +65,7 @@ def test_narrowing_gives_what_a_cast_gives_and_finds_every_id_out_of_range(
     row = (len(ids), 1)
     out = torch.empty(len(ids), dtype=torch.uint8 if experts <= 256 else torch.int16)
     sizes = ids.element_size(), out.element_size()
-    if not kernel.can_narrow(*sizes, 1):
+    if sizes[0] == sizes[1]:
         pytest.skip("nothing to narrow")
     for wrong, place in (
         (None, 0),
@@ -162,7 +94,7 @@ def test_missing_rows_keep_their_mark_when_routes_are_narrowed(dtype: torch.dtyp
     ]
 
 
-@needs_compiler
+@needs_kernel
 @pytest.mark.parametrize("width", [2, 3, 8, 2048])
 def test_narrowing_finds_every_row_that_is_partly_missing(width: int) -> None:
     kernel = load_kernel()
@@ -172,8 +104,7 @@ def test_narrowing_finds_every_row_that_is_partly_missing(width: int) -> None:
     ids[1] = ids[-1] = -1
     out = torch.empty(rows, width, dtype=torch.uint8)
     sizes = (rows, width, 256, out.data_ptr(), 1)
-    assert kernel.can_narrow(4, 1, width)
-    assert not kernel.can_narrow(4, 1, 2049)
+    assert not kernel.narrow(ids.data_ptr(), 4, 1, 2049, 256, out.data_ptr(), 1)
     assert kernel.narrow(ids.data_ptr(), 4, *sizes)
     assert torch.equal(out, ids.to(torch.uint8))
     for row, place in ((0, 0), (0, width - 1), (1, 0), (rows - 2, width // 2), (rows - 1, width - 1)):
@@ -187,7 +118,7 @@ def test_narrowing_finds_every_row_that_is_partly_missing(width: int) -> None:
 def test_a_streamed_copy_writes_these_bytes_and_no_others(size: int, shift: int) -> None:
     kernel = load_kernel()
     if kernel is None:
-        pytest.skip("there is no C compiler")
+        pytest.skip("the C extension was not built")
     source = torch.randint(0, 256, (size + 64,), dtype=torch.uint8)
     out = torch.full((size + 64,), 7, dtype=torch.uint8)
     kernel.copy(source[3:].data_ptr(), size, out[shift:].data_ptr())

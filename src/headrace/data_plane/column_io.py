@@ -32,7 +32,8 @@ from headrace.data_plane.wire import (
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
-from headrace.distributed.ragged import PadValue, is_nested, ragged_from_nested, wants_grad
+from headrace.distributed.ragged import is_nested, ragged_from_nested, wants_grad
+from headrace.distributed.ragged_cpu import PadValue
 from headrace.errors import SchemaError
 from headrace.utils.arguments import texts, whole_number
 from headrace.utils.rounding import round_up

@@ -290,11 +290,11 @@ def _narrowed_at_once(target: torch.Tensor, rows: torch.Tensor, num_experts: int
     """Copy and check in one pass, where there is a kernel for it; false if not, or if a row is to be refused."""
     sizes, width, kernel = (rows.element_size(), target.element_size()), rows.shape[-1], load_kernel()
     on_host = rows.device.type == "cpu" and target.device.type == "cpu" and target.is_contiguous()
-    if kernel is None or not on_host or rows.dtype in _UNSIGNED or not kernel.can_narrow(*sizes, width):
+    if kernel is None or not on_host or rows.dtype in _UNSIGNED:
         return False
     given = rows.contiguous()
     source, out = (given.data_ptr(), sizes[0]), (target.data_ptr(), sizes[1])
-    return kernel.narrow(*source, given.numel() // width, width, num_experts, *out)
+    return bool(kernel.narrow(*source, given.numel() // width, width, num_experts, *out))
 
 
 def _columns(ids: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged import (
-    PadValue,
     RaggedParts,
     RowLayout,
     is_nested,
@@ -26,6 +25,7 @@ from headrace.distributed.ragged import (
     offsets_from_lengths,
     take_apart,
 )
+from headrace.distributed.ragged_cpu import PadValue
 from headrace.errors import SchemaError
 
 Leaf = torch.Tensor | RaggedParts | ObjectArray

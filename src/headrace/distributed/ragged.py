@@ -12,22 +12,28 @@ from collections.abc import Sequence
 from copy import copy
 from functools import cache
 from importlib.util import find_spec
-from math import copysign, prod
+from math import prod
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from headrace.distributed import ragged_cpu
 from headrace.distributed.offsets_reader import OffsetsReader
-from headrace.distributed.ragged_cpu import Bytes, Ints, TailWindows
+from headrace.distributed.ragged_cpu import (
+    Ints,
+    PadValue,
+    byte_view,
+    fill_bytes,
+    fresh,
+    join_spans,
+    memory_of,
+    pad_element,
+    pad_rows,
+)
 from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
-
-PadValue = int | float | bool
 
 # A copy of less finds room in the caches of one core.
 _STREAMED_BYTES = 256 * 1024
@@ -60,7 +66,7 @@ def row_lengths(lengths: torch.Tensor | Sequence[int], read: OffsetsReader | Non
 def offsets_from_lengths(lengths: torch.Tensor) -> torch.Tensor:
     """Return (N + 1,) int64 offsets on the device of `lengths`: [3, 0, 2] gives [0, 3, 3, 5]."""
     if lengths.device.type == "cpu":
-        # Fewer kernels to warm up than torch's: half the time of a call after other work.
+        # Half the time of torch's kernels after other work.
         counted = np.zeros(lengths.shape[0] + 1, np.int64)
         np.cumsum(lengths.numpy(), out=counted[1:])
         return torch.from_numpy(counted)
@@ -115,7 +121,6 @@ class RowLayout:
         self.width = width
         self.is_full = self.total == self.rows * width
         self._positions: dict[torch.device, torch.Tensor] = {}
-        self._tails: TailWindows | None = None
 
     def with_width(self, width: int) -> "RowLayout":
         """Return the same rows, around the same offsets, for a padded form of another width.
@@ -153,27 +158,25 @@ class RowLayout:
         shape = (self.rows, self.width, *values.shape[1:])
         if self.is_full:
             return values.reshape(shape)
-        if not _plain(values):
-            return self._pad_elsewhere(values, shape, pad_value)
+        if not self.total or not values.numel():
+            return pad_element(pad_value, values.dtype).to(values.device).expand(shape).clone()
+        if _is_for_torch(values):
+            return self._pad_by_index(values, shape, pad_value)
+        element = fill_bytes(pad_value, values.dtype)
+        if not values.is_cpu:
+            padded: torch.Tensor = _device_kernels(values).pad(
+                values, self.offsets_on(values.device), shape, element
+            )
+            return padded
         step = prod(values.shape[1:]) * values.element_size()
-        if not step or not self.total:
-            return _filler(pad_value, values.dtype).new_full(shape, pad_value)
-        element = _fill_bytes(pad_value, values.dtype)
-        fill = element * (step // len(element)) if element else bytes(step)
+        filler = element * (self.width * step // len(element)) if element else None
+        source, out = values.contiguous(), fresh(shape, values.dtype)
         if kernel := load_kernel():
-            source, out = values.contiguous(), _fresh(shape, values.dtype)
-            rest, span = fill * self.width if element else None, self.width * step
-            offsets = self.offsets.data_ptr()
-            kernel.pad(source.data_ptr(), offsets, self.rows, step, span, rest, out.data_ptr())
-            return out
-        data = byte_view(values)
-        if self.width * step >= ragged_cpu.LONG_ROW_BYTES:
-            rows = ragged_cpu.pad_long_rows(data, self._offsets, self.width, fill)
+            offsets, span = self.offsets.data_ptr(), self.width * step
+            kernel.pad(source.data_ptr(), offsets, self.rows, step, span, filler, out.data_ptr())
         else:
-            if self._tails is None:
-                self._tails = ragged_cpu.tail_windows(self.lengths.numpy(), self.width)
-            rows = ragged_cpu.pad_short_rows(data, self._offsets, self.width, fill, self._tails)
-        return _tensor(rows, values.dtype, shape)
+            pad_rows(byte_view(source), self._offsets * step, filler, byte_view(out))
+        return out
 
     def strip(self, padded: torch.Tensor) -> torch.Tensor:
         """Return padded (N, width, ...) as values (total, ...), without the padding.
@@ -188,46 +191,36 @@ class RowLayout:
         shape = (self.total, *padded.shape[2:])
         if self.is_full:
             return padded.reshape(shape)
-        if not _plain(padded):
-            return self._strip_elsewhere(padded, shape)
         if not self.total or not padded.numel():
             return padded.new_empty(shape)
-        step = prod(padded.shape[2:]) * padded.element_size()
+        if _is_for_torch(padded):
+            return _take(padded.flatten(0, 1), self._padded_positions(padded.device))
+        if not padded.is_cpu:
+            bounds = self.offsets_on(padded.device)
+            values: torch.Tensor = _device_kernels(padded).strip(padded, bounds, self.longest, self.total)
+            return values
+        # Rows may lie apart, if each is one piece of memory.
+        source = padded if padded.is_contiguous() or padded[0].is_contiguous() else padded.contiguous()
+        out = fresh(shape, padded.dtype)
+        row_step, step = source.stride(0) * source.itemsize, prod(padded.shape[2:]) * source.itemsize
         if kernel := load_kernel():
-            source, out = _with_whole_rows(padded), _fresh(shape, padded.dtype)
-            row_step = source.stride(0) * source.element_size()
             offsets = self.offsets.data_ptr()
             kernel.strip(source.data_ptr(), row_step, offsets, self.rows, step, out.data_ptr())
-            return out
-        buffer, row_step = _row_buffer(padded)
-        wasted = (self.width - self.total // self.rows) * step
-        if wasted > ragged_cpu.WASTED_BYTES:
-            starts = np.arange(self.rows) * row_step
-            joined = ragged_cpu.join_spans(buffer, starts, starts + self.lengths.numpy() * step)
-            return _tensor(joined, padded.dtype, shape)
-        stripped = ragged_cpu.strip_short_rows(buffer, row_step, self._offsets, self.width, step)
-        return _tensor(stripped, padded.dtype, shape)
+        else:
+            starts, sizes = np.arange(self.rows) * row_step, self.lengths.numpy() * step
+            join_spans(memory_of(source), starts, sizes, byte_view(out))
+        return out
 
-    def _pad_elsewhere(
+    def _pad_by_index(
         self, values: torch.Tensor, shape: tuple[int, ...], pad_value: PadValue
     ) -> torch.Tensor:
-        """Pad values that lie on a device or want gradients."""
-        device = values.device
-        if self.total and values.numel() and (kernels := _device_kernels(values)):
-            fill = _fill_bytes(pad_value, values.dtype)
-            padded: torch.Tensor = kernels.pad(values, self.offsets_on(device), shape, fill)
-            return padded
-        filler = moved(_filler(pad_value, values.dtype), device)
+        filler = moved(pad_element(pad_value, values.dtype), values.device)
         out = filler.expand(self.rows * self.width, *values.shape[1:]).clone()
-        return _scatter(out, self._padded_positions(device), values).view(shape)
-
-    def _strip_elsewhere(self, padded: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Strip rows that lie on a device or want gradients."""
-        device = padded.device
-        if self.total and padded.numel() and (kernels := _device_kernels(padded)):
-            values: torch.Tensor = kernels.strip(padded, self.offsets_on(device), self.longest, shape[0])
-            return values
-        return _take(padded.flatten(0, 1), self._padded_positions(device))
+        positions = self._padded_positions(values.device)
+        if values.requires_grad:
+            return out.index_copy(0, positions, values).view(shape)
+        _words(out).index_copy_(0, positions, _words(values))
+        return out.view(shape)
 
     def _padded_positions(self, device: torch.device) -> torch.Tensor:
         if device not in self._positions:
@@ -265,33 +258,38 @@ def strip_padding(padded: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Te
 
 
 def gather_spans(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the spans `values[starts[i] : starts[i] + lengths[i]]` back to back; spans are on the CPU."""
-    starts, lengths = starts.to(torch.int64), lengths.to(torch.int64)
-    _check_spans(starts, lengths, values.shape[0])
-    shape = (int(lengths.sum()), *values.shape[1:])
-    if not _plain(values):
-        return _gather_elsewhere(values, starts, lengths)
-    if not shape[0] or not values.numel():
-        return values.new_empty(shape)
-    step = prod(values.shape[1:]) * values.element_size()
-    if kernel := load_kernel():
-        source, out = values.contiguous(), _fresh(shape, values.dtype)
-        starts, lengths = starts.contiguous(), lengths.contiguous()
-        kernel.gather(
-            source.data_ptr(), starts.data_ptr(), lengths.data_ptr(), len(starts), step, out.data_ptr()
-        )
-        return out
-    gathered = ragged_cpu.gather_spans(byte_view(values), starts.numpy(), lengths.numpy(), step)
-    return _tensor(gathered, values.dtype, shape)
-
-
-def _check_spans(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> None:
-    """Refuse spans that do not lie within `total` tokens.
+    """Return the spans `values[starts[i] : starts[i] + lengths[i]]` back to back; spans are on the CPU.
 
     Raises:
-        SchemaError: the first such span, by its row.
+        SchemaError: a span that does not lie within the values, by its row.
     """
-    first, sizes = starts.numpy(), lengths.numpy()
+    starts, lengths = starts.to(torch.int64), lengths.to(torch.int64)
+    _check_spans(starts.numpy(), lengths.numpy(), values.shape[0])
+    shape = (int(lengths.sum()), *values.shape[1:])
+    if not shape[0] or not values.numel():
+        return values.new_empty(shape)
+    if _is_for_torch(values):
+        rows, positions = ragged_indices(offsets_from_lengths(lengths), shape[0])
+        return _take(values, moved(starts[rows] + positions, values.device))
+    if not values.is_cpu:
+        bounds = moved(torch.cat((starts, offsets_from_lengths(lengths))), values.device)
+        first, offsets = bounds[: len(starts)], bounds[len(starts) :]
+        gathered: torch.Tensor = _device_kernels(values).gather(
+            values, first, offsets, int(lengths.max()), shape[0]
+        )
+        return gathered
+    source, out = values.contiguous(), fresh(shape, values.dtype)
+    step = prod(values.shape[1:]) * values.element_size()
+    if kernel := load_kernel():
+        starts, lengths = starts.contiguous(), lengths.contiguous()
+        spans = starts.data_ptr(), lengths.data_ptr(), len(starts)
+        kernel.gather(source.data_ptr(), *spans, step, out.data_ptr())
+    else:
+        join_spans(byte_view(source), starts.numpy() * step, lengths.numpy() * step, byte_view(out))
+    return out
+
+
+def _check_spans(first: Ints, sizes: Ints, total: int) -> None:
     if not len(sizes) or (first.min() >= 0 and sizes.min() >= 0 and (first + sizes).max() <= total):
         return
     row = int(np.flatnonzero((first < 0) | (sizes < 0) | (first + sizes > total))[0])
@@ -299,21 +297,6 @@ def _check_spans(starts: torch.Tensor, lengths: torch.Tensor, total: int) -> Non
         f"row {row} begins at token {int(first[row])} and has {int(sizes[row])} tokens; there are {total} tokens, so "
         "the offsets do not fit the values"
     )
-
-
-def _gather_elsewhere(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Gather spans of values that lie on a device or want gradients."""
-    offsets = offsets_from_lengths(lengths)
-    total = int(offsets[-1])
-    if total and values.numel() and (kernels := _device_kernels(values)):
-        bounds = moved(torch.cat((starts, offsets)), values.device)
-        longest = int(lengths.max())
-        gathered: torch.Tensor = kernels.gather(
-            values, bounds[: len(starts)], bounds[len(starts) :], longest, total
-        )
-        return gathered
-    indices = torch.from_numpy(ragged_cpu.span_indices(starts.numpy(), lengths.numpy()))
-    return _take(values, moved(indices, values.device))
 
 
 def gather_rows(
@@ -335,48 +318,32 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
+# What attributes of a jagged tensor say, many times as fast as the attributes.
+
+
 def is_nested(tensor: torch.Tensor) -> bool:
-    """Return `tensor.is_nested`; for a jagged tensor that attribute takes forty times as long."""
     return isinstance(tensor, NestedTensor) or tensor.is_nested
 
 
-def shape_of(column: torch.Tensor | NDArray[Any]) -> Sequence[int]:
-    """Return `column.shape`, as fast for a jagged tensor as for another; its ragged size is symbolic."""
-    return column._size if isinstance(column, NestedTensor) else column.shape
-
-
-def dtype_of(tensor: torch.Tensor) -> torch.dtype:
-    """Return `tensor.dtype`, as fast for a jagged tensor as for another."""
-    return tensor._values.dtype if isinstance(tensor, NestedTensor) else tensor.dtype
-
-
 def wants_grad(tensor: torch.Tensor) -> bool:
-    """Return `tensor.requires_grad`, as fast for a jagged tensor as for another."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.requires_grad
 
 
-def wraps(nested: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> bool:
-    return isinstance(nested, NestedTensor) and nested._values is values and nested._offsets is offsets
+_longest_known: tuple[ReferenceType[torch.Tensor] | None, torch.Tensor] = None, torch.empty(0, 0)
 
 
-class _LongestRow:
-    """Finds the longest row in offsets on the CPU; columns of a call share theirs, so that the last is remembered."""
-
-    def __init__(self) -> None:
-        self._last: tuple[ReferenceType[torch.Tensor] | None, torch.Tensor] = None, torch.empty(0, 0)
-
-    def __call__(self, offsets: torch.Tensor) -> torch.Tensor:
-        """Return its length as torch keeps it with a nested tensor: the first size of an empty tensor."""
-        known, length = self._last
-        if known is None or known() is not offsets:
-            bounds: Ints = offsets.numpy()
-            length = torch.empty(int((bounds[1:] - bounds[:-1]).max(initial=0)), 0)
-            self._last = ref(offsets), length
-        return length
-
-
-_longest_row = _LongestRow()
+def _longest_row(offsets: torch.Tensor) -> torch.Tensor:
+    """Return the longest row's length as torch keeps it with a nested tensor: the first size of an empty tensor."""
+    global _longest_known
+    known, length = _longest_known
+    if (
+        known is None or known() is not offsets
+    ):  # Columns of a call share their offsets: the last is remembered.
+        bounds: Ints = offsets.numpy()
+        length = torch.empty(int((bounds[1:] - bounds[:-1]).max(initial=0)), 0)
+        _longest_known = ref(offsets), length
+    return length
 
 
 def nested_from_ragged(
@@ -451,7 +418,7 @@ def take_apart(nested: torch.Tensor, read: OffsetsReader) -> RaggedParts:
 
 
 @cache
-def _load_device_kernels() -> Any:
+def _triton_kernels() -> Any:
     if find_spec("triton") is None:
         return None
     from headrace.distributed import ragged_triton  # noqa: PLC0415 - imports triton
@@ -460,51 +427,21 @@ def _load_device_kernels() -> Any:
 
 
 def _device_kernels(tensor: torch.Tensor) -> Any:
-    """Return the module of kernels that copy such a tensor, or None; autograd does not see what they do."""
-    if not tensor.is_cuda or tensor.element_size() not in _WORDS:
-        return None
-    return None if _is_for_torch(tensor) else _load_device_kernels()
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and not _is_for_torch(tensor)
+    return _triton_kernels() if tensor.is_cuda and tensor.element_size() in _WORDS else None
 
 
 def _is_for_torch(tensor: torch.Tensor) -> bool:
-    """Whether only torch may copy a tensor: autograd watches it, or its bytes are not the numbers that it shows."""
-    return (tensor.requires_grad and torch.is_grad_enabled()) or tensor.is_conj() or tensor.is_neg()
-
-
-def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a conjugate or negative view as the numbers that it shows; any other tensor as it is."""
-    return tensor.resolve_conj().resolve_neg()
-
-
-def _filler(pad_value: PadValue, dtype: torch.dtype) -> torch.Tensor:
-    """Return the pad value as a 0-D tensor on the CPU."""
-    inexact = dtype.is_floating_point or dtype.is_complex
-    try:
-        filler = torch.full((), pad_value, dtype=dtype)
-    except RuntimeError as error:
-        raise SchemaError(f"pad value {pad_value} does not fit in {dtype}") from error
-    if not inexact and filler.item() != pad_value:
-        raise SchemaError(f"pad value {pad_value} does not fit in {dtype}")
-    return filler
-
-
-def _fill_bytes(pad_value: PadValue, dtype: torch.dtype) -> bytes | None:
-    """Return the bytes of one padding element, None if they are zeros."""
-    if pad_value == 0 and copysign(1, pad_value) > 0:
-        return None
-    fill = bytes(byte_view(_filler(pad_value, dtype)))
-    return fill if any(fill) else None
+    """Whether only torch may copy it: autograd watches it, its bytes are not its numbers, or there is no kernel."""
+    if (tensor.requires_grad and torch.is_grad_enabled()) or tensor.is_conj() or tensor.is_neg():
+        return True
+    return not tensor.is_cpu and _device_kernels(tensor) is None
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     # Copies do not look at the dtype; for some dtypes torch has no kernels, for words of their size it has.
     if tensor.requires_grad:
         return tensor
-    return _resolved(tensor).view(_WORDS.get(tensor.element_size(), tensor.dtype))
+    return tensor.resolve_conj().resolve_neg().view(_WORDS.get(tensor.element_size(), tensor.dtype))
 
 
 def _take(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -512,60 +449,16 @@ def _take(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return taken if values.requires_grad else taken.view(values.dtype)
 
 
-def _scatter(out: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    if values.requires_grad:
-        return out.index_copy(0, indices, values)
-    _words(out).index_copy_(0, indices, _words(values))
-    return out
-
-
-def byte_view(tensor: torch.Tensor) -> Bytes:
-    """Return the elements of a CPU tensor in C order as flat bytes; shared with a contiguous tensor."""
-    whole = _resolved(tensor.detach() if tensor.requires_grad else tensor)
-    if not whole.is_contiguous():
-        whole = whole.contiguous()
-    # `view(-1)` keeps a stride of 0, as an expanded dimension of size 1 has it; that cannot be viewed as bytes.
-    flat: Bytes = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
-    return flat
-
-
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in fresh, contiguous CPU memory."""
-    detached = _resolved(tensor.detach())
+    detached = tensor.detach().resolve_conj().resolve_neg()
     if detached.device.type != "cpu":
         return detached.cpu().contiguous()
     if detached.nbytes < _STREAMED_BYTES or not detached.is_contiguous():
         return detached.clone(memory_format=torch.contiguous_format)
-    out = _fresh(tuple(detached.shape), detached.dtype)
+    out = fresh(tuple(detached.shape), detached.dtype)
     if kernel := load_kernel():
         kernel.copy(detached.data_ptr(), detached.nbytes, out.data_ptr())
     else:
         byte_view(out)[:] = byte_view(detached)
     return out
-
-
-def _with_whole_rows(padded: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if each of its rows is one piece of memory, wherever that lies; else a contiguous copy."""
-    return padded if padded.is_contiguous() or padded[0].is_contiguous() else padded.contiguous()
-
-
-def _row_buffer(padded: torch.Tensor) -> tuple[Bytes, int]:
-    """Return a flat byte view over all rows, which may lie apart, and the bytes from one to the next."""
-    row, whole = prod(padded.shape[1:]), _with_whole_rows(padded)
-    if whole.is_contiguous():
-        return byte_view(whole), row * whole.element_size()
-    row_step = whole.stride(0)
-    elements = (whole.shape[0] - 1) * row_step + row
-    return byte_view(whole.detach().as_strided((elements,), (1,))), row_step * whole.element_size()
-
-
-def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of arbitrary content; where it is large, NumPy's, which asks for huge pages as torch does not."""
-    size = prod(shape) * dtype.itemsize
-    if size < ragged_cpu.FRESH_BYTES:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)
-
-
-def _tensor(data: Bytes | bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=dtype).view(shape)

@@ -1,171 +1,84 @@
-"""Moves ragged rows between byte buffers on the CPU, whatever their dtype.
+"""Memory of the CPU as bytes, and copies of ragged rows there where the C extension was not built."""
 
-A token is `step` bytes. Short rows move as windows: overlapping fixed-size views of a buffer, gathered or
-scattered in one NumPy call at a few nanoseconds per row. Long rows move one by one, which costs about 0.1 us
-each and copies nothing that is not asked for. Large results lie in NumPy's memory, which asks for huge pages: a
-fresh buffer of tens of megabytes costs a third of one from elsewhere.
-"""
-
-from collections.abc import Sequence
 from itertools import pairwise
+from math import copysign, prod
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from headrace.errors import SchemaError
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
-TailWindows = Sequence[tuple[int, Ints]]
+PadValue = int | float | bool
 
-LONG_ROW_BYTES = 4_096
-"""Padded rows of at least this size are padded one by one, and spans of this mean size joined so."""
-WASTED_BYTES = 8_192
-"""Padding per row above which packing goes row by row: copying the padding would cost more."""
-FRESH_BYTES = 33_554_432
-"""Size from which malloc takes a buffer fresh from the system each time, so that huge pages pay."""
-_RUN_TOKENS = 32
-"""Mean length from which copying runs one by one beats an index per token."""
-_ROWS_PER_GROUP = 64
-_SPANS_PER_JOIN = 512
+# From here on malloc takes a buffer fresh from the system each time, so that huge pages pay.
+_FRESH_BYTES = 32 * 1024 * 1024
 
 
-def windows(buffer: Bytes, step: int, span: int) -> NDArray[np.void]:
-    """View every stretch of `span` bytes that starts at a multiple of `step`, without a copy."""
-    count = (len(buffer) - span) // step + 1
-    return np.ndarray((count,), np.dtype((np.void, span)), buffer, strides=(step,))
-
-
-def tail_windows(lengths: Ints, width: int) -> TailWindows:
-    """Return (size, first tokens) pairs of windows that together are exactly the padding of (N, width) rows.
-
-    With few distinct tails, each is one window of its own size. Otherwise a tail of t tokens is two windows
-    of the largest power of two <= t, one at each end.
-    """
-    tails = width - lengths
-    distinct = int(np.count_nonzero(np.bincount(tails, minlength=1)))
-    exact = distinct * _ROWS_PER_GROUP <= len(tails)
-    sizes = tails if exact else _powers_of_two(width).take(tails)
-    order = np.argsort(sizes.astype(np.uint16), kind="stable")
-    ends = width * np.arange(1, len(tails) + 1)
-    firsts, lasts = (ends - tails).take(order), (ends - sizes).take(order)
-    groups: list[tuple[int, Ints]] = []
-    stop = 0
-    for size, count in enumerate(np.bincount(sizes, minlength=1).tolist()):
-        group = slice(stop, stop + count)
-        stop += count
-        if size and count:
-            groups.append((size, firsts[group] if exact else np.append(firsts[group], lasts[group])))
-    return groups
-
-
-def _powers_of_two(largest: int) -> Ints:
-    """Return a table from n to the largest power of two <= n; 0 has none and stays 0."""
-    table = np.zeros(largest + 1, np.int64)
-    power = 1
-    while power <= largest:
-        table[power:] = power
-        power *= 2
-    return table
-
-
-def pad_short_rows(values: Bytes, offsets: Ints, width: int, fill: bytes, tails: TailWindows) -> Bytes:
-    """Return N padded rows of `width` tokens; `fill` is one padding token, so `len(fill)` is the step."""
-    step, starts = len(fill), offsets[:-1]
-    span, rows = width * step, len(starts)
-    last = len(values) // step - width
-    # From row `inside` on, a window would reach beyond the buffer: those rows are read from a longer copy.
-    inside = int(np.searchsorted(starts, last, side="right")) if last >= 0 else 0
-    # Row numbers beyond the last window are clipped here and read again below.
-    out = windows(values, step, span)[np.minimum(starts, last)] if inside else _rows_of(span, rows)
-    if inside < rows:
-        first = int(starts[inside])
-        rest = np.empty(len(values) - first * step + span, np.uint8)
-        rest[: len(values) - first * step] = values[first * step :]
-        out[inside:] = windows(rest, step, span)[starts[inside:] - first]
-    flat = out.view(np.uint8)
-    for size, firsts in tails:
-        padding = np.frombuffer(fill * size, np.dtype((np.void, size * step)))
-        windows(flat, step, size * step)[firsts] = padding
+def byte_view(tensor: torch.Tensor) -> Bytes:
+    """Return the elements of a CPU tensor in C order as flat bytes; shared with a contiguous tensor."""
+    whole = (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg()
+    if not whole.is_contiguous():
+        whole = whole.contiguous()
+    # `view(-1)` keeps a stride of 0, as an expanded dimension of size 1 has it; that cannot be viewed as bytes.
+    flat: Bytes = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
     return flat
 
 
-def _rows_of(span: int, rows: int) -> NDArray[np.void]:
-    return np.empty(rows, np.dtype((np.void, span)))
+def memory_of(tensor: torch.Tensor) -> Bytes:
+    """Return the bytes from a tensor's first element to its last, whose rows may lie apart."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return byte_view(tensor.as_strided((reach,), (1,)))
 
 
-def pad_long_rows(values: Bytes, offsets: Ints, width: int, fill: bytes) -> Bytes:
-    """Return N padded rows of `width` tokens; `fill` is one padding token, so `len(fill)` is the step."""
-    span, bounds = width * len(fill), (offsets * len(fill)).tolist()
-    # Zeroing all memory at once beats writing the padding row by row; that holds for zeros only.
-    padding = memoryview(fill * width) if any(fill) else None
-    allocate = np.zeros if padding is None else np.empty
-    out: Bytes = allocate(span * (len(bounds) - 1), np.uint8)
-    source, target, first = values.data, out.data, 0
-    for start, stop in pairwise(bounds):
+def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory of arbitrary content; where it is large, NumPy's, which asks for huge pages as torch does not."""
+    size = prod(shape) * dtype.itemsize
+    if size < _FRESH_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)
+
+
+def pad_element(pad_value: PadValue, dtype: torch.dtype) -> torch.Tensor:
+    """Return the pad value as a 0-D tensor on the CPU."""
+    inexact = dtype.is_floating_point or dtype.is_complex
+    try:
+        element = torch.full((), pad_value, dtype=dtype)
+    except RuntimeError as error:
+        raise SchemaError(f"pad value {pad_value} does not fit in {dtype}") from error
+    if not inexact and element.item() != pad_value:
+        raise SchemaError(f"pad value {pad_value} does not fit in {dtype}")
+    return element
+
+
+def fill_bytes(pad_value: PadValue, dtype: torch.dtype) -> bytes | None:
+    """Return the bytes of one padding element, None if they are zeros."""
+    if pad_value == 0 and copysign(1, pad_value) > 0:
+        return None
+    fill = bytes(byte_view(pad_element(pad_value, dtype)))
+    return fill if any(fill) else None
+
+
+# Row by row: a row costs about 0.3 us beside its bytes, so that short rows lose most.
+
+
+def pad_rows(values: Bytes, offsets: Ints, filler: bytes | None, out: Bytes) -> None:
+    """Write rows at byte `offsets` (N + 1) as N equal parts of `out`; the rest is from `filler`'s start, or zeros."""
+    span = len(out) // (len(offsets) - 1)
+    source, target, padding, first = values.data, out.data, memoryview(filler or bytes(span)), 0
+    for start, stop in pairwise(offsets.tolist()):
         end = first + stop - start
         target[first:end] = source[start:stop]
         first += span
-        if padding is not None:
-            target[end:first] = padding[: first - end]
-    return out
+        target[end:first] = padding[: first - end]
 
 
-def strip_short_rows(padded: Bytes, row_step: int, offsets: Ints, width: int, step: int) -> Bytes:
-    """Return the rows of a padded buffer back to back; row i starts at byte `i * row_step`."""
-    span, total = width * step, int(offsets[-1])
-    rows = np.ndarray((len(offsets) - 1,), np.dtype((np.void, span)), padded, strides=(row_step,))
-    out = np.empty(total * step + span, np.uint8)
-    # Rows are written in order, so that each overwrites the padding that came with the one before.
-    windows(out, step, span)[offsets[:-1]] = rows
-    return out[: total * step]
-
-
-def join_spans(source: Bytes, starts: Ints, stops: Ints) -> Bytes | bytearray:
-    """Return the byte spans [start, stop) back to back."""
-    view, spans = source.data, list(zip(starts.tolist(), stops.tolist()))
-    total = int((stops - starts).sum())
-    if len(spans) <= _SPANS_PER_JOIN and total < FRESH_BYTES:
-        return bytearray().join([view[a:b] for a, b in spans])
-    out = np.empty(total, np.uint8)
-    target, first = out.data, 0
-    if total > LONG_ROW_BYTES * len(spans):
-        for start, stop in spans:
-            end = first + stop - start
-            target[first:end] = view[start:stop]
-            first = end
-        return out
-    # In portions, because the interpreter slows down tenfold over a long list of fresh views.
-    for i in range(0, len(spans), _SPANS_PER_JOIN):
-        part = b"".join([view[a:b] for a, b in spans[i : i + _SPANS_PER_JOIN]])
-        target[first : first + len(part)] = part
-        first += len(part)
-    return out
-
-
-def gather_spans(values: Bytes, starts: Ints, lengths: Ints, step: int) -> Bytes | bytearray:
-    """Return the spans of `lengths[i]` tokens from token `starts[i]` on, back to back, in any order."""
-    starts, lengths = merge_spans(starts, lengths)
-    if int(lengths.sum()) >= _RUN_TOKENS * len(lengths):
-        return join_spans(values, starts * step, (starts + lengths) * step)
-    return windows(values, step, step).take(span_indices(starts, lengths)).view(np.uint8)
-
-
-def merge_spans(starts: Ints, lengths: Ints) -> tuple[Ints, Ints]:
-    """Join spans that follow one another; empty ones vanish.
-
-    >>> merge_spans(np.array([4, 6, 0]), np.array([2, 1, 3]))
-    (array([4, 0]), array([3, 3]))
-    """
-    filled = lengths > 0
-    starts, lengths = starts[filled], lengths[filled]
-    if not len(starts):
-        return starts, lengths
-    stops = starts + lengths
-    heads = np.flatnonzero(np.append(True, starts[1:] != stops[:-1]))
-    return starts[heads], stops[np.append(heads[1:], len(stops)) - 1] - starts[heads]
-
-
-def span_indices(starts: Ints, lengths: Ints) -> Ints:
-    """Return the indices start, start + 1, ... of every span, one after the other."""
-    shifts = starts - (np.cumsum(lengths) - lengths)
-    indices: Ints = np.arange(int(lengths.sum())) + np.repeat(shifts, lengths)
-    return indices
+def join_spans(source: Bytes, starts: Ints, lengths: Ints, out: Bytes) -> None:
+    """Write the byte spans of `lengths[i]` from `starts[i]` on back to back."""
+    view, target, first = source.data, out.data, 0
+    for start, length in zip(starts.tolist(), lengths.tolist()):
+        end = first + length
+        target[first:end] = view[start : start + length]
+        first = end

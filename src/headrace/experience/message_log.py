@@ -15,7 +15,8 @@ from headrace.data_plane.schema import INPUT_IDS
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
-from headrace.distributed.ragged import PadValue, RowLayout
+from headrace.distributed.ragged import RowLayout
+from headrace.distributed.ragged_cpu import PadValue
 from headrace.errors import SchemaError
 from headrace.utils.rounding import round_up
 

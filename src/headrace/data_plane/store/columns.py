@@ -21,12 +21,12 @@ from headrace.data_plane.wire import Leaf, checked_columns
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.ragged import (
     RaggedParts,
-    byte_view,
     gather_dense,
     gather_rows,
     offsets_from_lengths,
     own_copy,
 )
+from headrace.distributed.ragged_cpu import byte_view
 from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
 from headrace.utils.arguments import names_list, texts

@@ -1,7 +1,9 @@
 /* Copies of ragged rows at the speed of memory, for any dtype: a token is `step` bytes. And integers made narrower.
  *
- * Callers have checked all sizes. Plain C, so that any compiler will do; `ragged_kernel.py` builds it.
+ * Callers have checked all sizes, and hold the memory whose addresses they give. Plain C, so that any compiler will do.
  */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
 #include <stdint.h>
 #include <string.h>
 #if defined(__SSE2__)
@@ -31,8 +33,7 @@ static void fetch_row(const char *row)
 }
 
 /* Padded rows back to back: row i is the first offsets[i + 1] - offsets[i] tokens at padded + i * row_step. */
-void headrace_strip(const char *padded, int64_t row_step, const int64_t *offsets, int64_t rows, int64_t step,
-                    char *out)
+static void strip(const char *padded, int64_t row_step, const int64_t *offsets, int64_t rows, int64_t step, char *out)
 {
     for (int64_t i = 0; i < rows; i++) {
         if (i + ROWS_AHEAD < rows)
@@ -42,7 +43,7 @@ void headrace_strip(const char *padded, int64_t row_step, const int64_t *offsets
 }
 
 /* Rows back to back as rows of `span` bytes, the rest of each from `filler`; filler 0: zeros. */
-void headrace_pad(const char *values, const int64_t *offsets, int64_t rows, int64_t step, int64_t span,
+static void pad(const char *values, const int64_t *offsets, int64_t rows, int64_t step, int64_t span,
                   const char *filler, char *out)
 {
     for (int64_t i = 0; i < rows; i++, out += span) {
@@ -56,7 +57,7 @@ void headrace_pad(const char *values, const int64_t *offsets, int64_t rows, int6
 }
 
 /* Bytes that nobody reads soon: written past the caches, which spares fetching each line of `out` before it is written. */
-void headrace_copy(const char *from, int64_t bytes, char *out)
+static void copy(const char *from, int64_t bytes, char *out)
 {
 #if defined(__SSE2__)
     enum { WIDE = sizeof(__m128i), AHEAD = 8 * LINE_BYTES };
@@ -74,7 +75,7 @@ void headrace_copy(const char *from, int64_t bytes, char *out)
 }
 
 /* The spans of lengths[i] tokens from token starts[i] on, back to back. */
-void headrace_gather(const char *values, const int64_t *starts, const int64_t *lengths, int64_t spans,
+static void gather(const char *values, const int64_t *starts, const int64_t *lengths, int64_t spans,
                      int64_t step, char *out)
 {
     for (int64_t i = 0; i < spans; i++) {
@@ -93,8 +94,8 @@ enum { BLOCK_ENTRIES = 2048 };
  * for which -1 becomes the highest pattern, and each row is -1 throughout or nowhere. Few blocks have a -1, and only in
  * those neighbours are compared: `inner` has all bits set but at the last entry of each row. */
 #define NARROW(from, to)                                                                                       \
-    FOR_NEWER_TOO int headrace_narrow_##from##_##to(const int##from##_t *given, int64_t rows, int64_t width,   \
-                                                    int64_t limit, uint##to##_t *out)                          \
+    FOR_NEWER_TOO static int narrow_##from##_##to(const int##from##_t *given, int64_t rows, int64_t width,      \
+                                                 int64_t limit, uint##to##_t *out)                             \
     {                                                                                                          \
         const uint##from##_t most = (uint##from##_t)limit;                                                     \
         const int64_t step = BLOCK_ENTRIES / width * width;                                                    \
@@ -124,3 +125,95 @@ NARROW(32, 8)
 NARROW(64, 8)
 NARROW(32, 16)
 NARROW(64, 16)
+
+static PyObject *py_pad(PyObject *self, PyObject *args)
+{
+    unsigned long long values, offsets, out;
+    long long rows, step, span;
+    const char *filler;
+    Py_ssize_t filler_bytes;
+    if (!PyArg_ParseTuple(args, "KKLLLz#K", &values, &offsets, &rows, &step, &span, &filler, &filler_bytes, &out))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    pad((const char *)(uintptr_t)values, (const int64_t *)(uintptr_t)offsets, rows, step, span, filler,
+        (char *)(uintptr_t)out);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_strip(PyObject *self, PyObject *args)
+{
+    unsigned long long padded, offsets, out;
+    long long row_step, rows, step;
+    if (!PyArg_ParseTuple(args, "KLKLLK", &padded, &row_step, &offsets, &rows, &step, &out))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    strip((const char *)(uintptr_t)padded, row_step, (const int64_t *)(uintptr_t)offsets, rows, step,
+          (char *)(uintptr_t)out);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_gather(PyObject *self, PyObject *args)
+{
+    unsigned long long values, starts, lengths, out;
+    long long spans, step;
+    if (!PyArg_ParseTuple(args, "KKKLLK", &values, &starts, &lengths, &spans, &step, &out))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    gather((const char *)(uintptr_t)values, (const int64_t *)(uintptr_t)starts, (const int64_t *)(uintptr_t)lengths,
+           spans, step, (char *)(uintptr_t)out);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_copy(PyObject *self, PyObject *args)
+{
+    unsigned long long source, out;
+    long long bytes;
+    if (!PyArg_ParseTuple(args, "KLK", &source, &bytes, &out))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    copy((const char *)(uintptr_t)source, bytes, (char *)(uintptr_t)out);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_narrow(PyObject *self, PyObject *args)
+{
+    unsigned long long given, out;
+    long long rows, width, limit;
+    int from, to, refused = 1;
+    if (!PyArg_ParseTuple(args, "KiLLLKi", &given, &from, &rows, &width, &limit, &out, &to))
+        return NULL;
+    if (width < 1 || width > BLOCK_ENTRIES)
+        Py_RETURN_FALSE;
+    const void *in = (const void *)(uintptr_t)given;
+    void *target = (void *)(uintptr_t)out;
+    Py_BEGIN_ALLOW_THREADS
+    if (from == 2 && to == 1)
+        refused = narrow_16_8(in, rows, width, limit, target);
+    else if (from == 4 && to == 1)
+        refused = narrow_32_8(in, rows, width, limit, target);
+    else if (from == 8 && to == 1)
+        refused = narrow_64_8(in, rows, width, limit, target);
+    else if (from == 4 && to == 2)
+        refused = narrow_32_16(in, rows, width, limit, target);
+    else if (from == 8 && to == 2)
+        refused = narrow_64_16(in, rows, width, limit, target);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(!refused);
+}
+
+static PyMethodDef methods[] = {
+    {"pad", py_pad, METH_VARARGS, NULL},
+    {"strip", py_strip, METH_VARARGS, NULL},
+    {"gather", py_gather, METH_VARARGS, NULL},
+    {"copy", py_copy, METH_VARARGS, NULL},
+    {"narrow", py_narrow, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_ragged", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__ragged(void) { return PyModule_Create(&module); }
