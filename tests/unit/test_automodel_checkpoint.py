@@ -13,9 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from full_disk import files_of_at_most
 from headrace.config import OptimizerConfig
 from headrace.errors import ConfigError, WriteError
-from headrace.models.automodel.checkpoint import TrainerState, load_checkpoint, load_weights, save_checkpoint
+from headrace.models.automodel.checkpoint import (
+    TrainerState,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+    save_shards,
+)
 from headrace.models.automodel.setup import build_optimizer
-from headrace.models.automodel.sharded_checkpoint import save_shards
 from tiny_models import tiny_model, tiny_tokenizer
 
 CONFIG = OptimizerConfig(lr=0.05)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from headrace.config import PolicyConfig
+from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.collectives import from_first_rank
 from headrace.distributed.topology import Topology
 from headrace.errors import ConfigError
@@ -20,8 +21,8 @@ from headrace.models.automodel.attention import (
     check_isolation,
     choose_attention,
 )
+from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.experts import GROUPED_EXPERTS
-from headrace.models.automodel.plan_check import check_split, probe_scores
 from headrace.models.automodel.probes import check_causal
 from headrace.models.automodel.replay import install_replay
 from headrace.models.automodel.replica import Replica
@@ -38,6 +39,9 @@ from headrace.models.router_replay import RouterReplay
 from headrace.models.tokenizers import unknown_ids, vocabulary_of
 
 _HOST = torch.device("cpu")
+_TOKENS = 16
+# Largest and mean change of a logprob: rounding of the summation order, and of bfloat16 (nats).
+_LARGEST_FLOAT32, _MEAN_BFLOAT16 = 1e-3, 0.5
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,9 @@ class ModelBuilder:
         sharded.take_full_weights(whole.pop().state_dict() if whole else None)
         if self._context_size > 1 or facts.scores is not None:
             # Attention refuses heads that the context ranks cannot share out.
-            scores = probe_scores(policy, self._device, multiple=self._replica_size)
+            scores = _probe_scores(policy, self._device, multiple=self._replica_size)
             if facts.scores is not None:
-                check_split(model, facts.scores, scores, self._cfg.precision)
+                _check_split(model, facts.scores, scores, self._cfg.precision)
         if reference is None:
             return BuiltModels(policy, None, replay)
         frozen, frozen_sharded = self._split(reference, self._scoring.unfiltered(), topology, facts)
@@ -114,8 +118,9 @@ class ModelBuilder:
         model = self._load_whole(_HOST)
         whole.append(model)
         scorer = self._scorer(model, self._scoring)
-        unproven = self._has_unproven_split(model)
-        scores = probe_scores(scorer, _HOST, multiple=self._replica_size) if unproven else None
+        # transformers' own plans have to be proven.
+        unproven = self._tensor_size > 1 and not is_family(model)
+        scores = _probe_scores(scorer, _HOST, multiple=self._replica_size) if unproven else None
         return _WholeFacts(scorer.has_head, scores, model.generation_config)
 
     def _split(
@@ -135,9 +140,6 @@ class ModelBuilder:
         if self._is_packed:
             check_isolation(model)
         return model
-
-    def _has_unproven_split(self, model: Any) -> bool:
-        return self._tensor_size > 1 and not is_family(model)
 
     def _scorer(self, model: Any, scoring: Scoring, *, has_head: bool | None = None) -> TokenScorer:
         unknown = unknown_ids(self._tokenizer, vocabulary_of(model))
@@ -168,3 +170,27 @@ class ModelBuilder:
         if self._cfg.activation_checkpointing:
             enable_activation_checkpointing(model)
         return model
+
+
+@torch.no_grad()
+def _probe_scores(scorer: TokenScorer, device: torch.device, *, multiple: int) -> torch.Tensor:
+    """Return the logprobs (1, 16) on CPU of a fixed row; `multiple` is what the packed row is filled up to.
+
+    Ranks of a sharded model call this together.
+    """
+    ids = torch.tensor([[0, 1]], device=device).repeat(1, _TOKENS // 2)
+    row: Any = BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([_TOKENS])})
+    inputs = process_microbatch(row, None, True, {"make_sequence_length_divisible_by": multiple}, 1)
+    return scorer(ProcessedMicrobatch(row, inputs, 1, _TOKENS)).logprobs.cpu()
+
+
+def _check_split(model: Any, whole: torch.Tensor, split: torch.Tensor, precision: str) -> None:
+    """Compare the scores of the split model with those of the whole one, which are float32."""
+    gap = (whole - split).abs()
+    exact = precision == "float32"
+    found, limit = (gap.max(), _LARGEST_FLOAT32) if exact else (gap.mean(), _MEAN_BFLOAT16)
+    if not float(found) <= limit:
+        raise ConfigError(
+            f"policy.parallel.tensor: split by transformers' own plan, {type(model).__name__} scores tokens otherwise "
+            f"(logprobs change by {float(found):.1e}, more than {limit}); set policy.parallel.tensor=1"
+        )

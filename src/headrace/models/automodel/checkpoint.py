@@ -5,36 +5,47 @@
     rng.safetensors          torch's generator states
     trainer.json             counters
 
-Nothing is pickled. Hyperparameters come from the recipe, not from here.
+Several ranks write, in place of `optimizer.safetensors`, what torch.distributed.checkpoint makes of their parts:
+
+    sharded/                 weights and AdamW's state by parameter name; loads at any number of ranks, one included
+
+`sharded/.metadata` is torch's own pickled index; everything else is plain tensors and JSON. Hyperparameters come from
+the recipe, not from here.
 """
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from pydantic import ConfigDict, NonNegativeInt, ValidationError
 from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from headrace.distributed.collectives import from_first_rank
 from headrace.errors import ConfigError
 from headrace.models.automodel.setup import load_pretrained, no_progress_bars
-from headrace.models.automodel.sharding import ShardedModel, part_like
+from headrace.models.automodel.sharding import ShardedModel, named_tensors, part_like
 from headrace.models.saving import Saving
 from headrace.utils.json_text import read_json
 
 logger = logging.getLogger(__name__)
 
-MODEL = "model"
+MODEL, SHARDED = "model", "sharded"
 _OPTIMIZER = "optimizer.safetensors"
 _RNG = "rng.safetensors"
 _STATE = "trainer.json"
+_WEIGHT, _SLOT = "weight", "optimizer"
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -45,14 +56,26 @@ class TrainerState:
     scheduler_updates: NonNegativeInt
 
 
-def save_model(directory: Path, model: Any, tokenizer: Any) -> None:
+def save_model(
+    directory: Path, model: Any, tokenizer: Any, weights: Iterable[tuple[str, torch.Tensor]] | None = None
+) -> None:
     """Write `directory` as a Hugging Face model directory, with float32 safetensors and the tokenizer.
+
+    Of a sharded model one process calls this, with its whole `weights`; all are in host memory at once.
 
     Raises:
         WriteError: a full disk, or no permission.
     """
+    whole = None
+    if weights is not None:
+        whole = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
+        with torch.device("meta"):
+            # Only the class and its way of naming weights are wanted.
+            skeleton = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+        skeleton.generation_config = model.generation_config
+        model = skeleton
     with Saving(directory), no_progress_bars():
-        model.save_pretrained(directory)
+        model.save_pretrained(directory, state_dict=whole)
         tokenizer.save_pretrained(directory)
 
 
@@ -106,7 +129,9 @@ def save_checkpoint(
     save_model(directory / MODEL, model, tokenizer)
     if optimizer is not None:
         with Saving(directory):
-            save_file(_optimizer_tensors(model, optimizer), directory / _OPTIMIZER)
+            slots = _slots(model, optimizer).items()
+            tensors = {name: value.detach().to("cpu").contiguous() for name, value in slots}
+            save_file(tensors, directory / _OPTIMIZER)
     save_counters(directory, state)
 
 
@@ -152,13 +177,71 @@ def load_checkpoint(
     return state
 
 
-def _optimizer_tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def save_shards(directory: Path, model: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Write this rank's part into `directory`/sharded; every rank calls this together.
+
+    Raises:
+        WriteError: a full disk, or no permission.
+    """
+    state = _tensors(model, optimizer)
+    with Saving(directory / SHARDED):
+        dcp.save(state, checkpoint_id=directory / SHARDED, no_dist=not dist.is_initialized())
+
+
+def load_shards(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Read this rank's part in place; `optimizer` must be fresh, and stays so, with a warning, if none was saved.
+
+    Raises:
+        ConfigError: files that are missing or damaged, or of another model.
+    """
+    source = directory / SHARDED
+    try:
+        saved = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+        with_optimizer = any(key.startswith(f"{_SLOT}/") for key in saved)
+        if with_optimizer:
+            _make_slots(optimizer)
+        wanted = _tensors(model, optimizer if with_optimizer else None)
+        # A weight that is not there is an error; of AdamW's state a frozen weight has none.
+        state = {key: value for key, value in wanted.items() if key in saved or key.startswith(f"{_WEIGHT}/")}
+        with warnings.catch_warnings():
+            # One process is meant, not fallen back to.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, checkpoint_id=source, no_dist=not dist.is_initialized())
+    except (OSError, EOFError, ValueError, RuntimeError, KeyError, CheckpointException) as error:
+        raise ConfigError(
+            f"{source}: cannot load this checkpoint ({' '.join(str(error).split())[:300]}); it must be whole and of "
+            "the recipe's policy.model"
+        ) from error
+    if not with_optimizer:
+        logger.warning("%s was saved without optimizer state; AdamW starts anew from its weights", source)
+
+
+def _tensors(model: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Return this rank's parts of weights and optimizer, which loading fills in place."""
+    state = {f"{_WEIGHT}/{name}": tensor.detach() for name, tensor in named_tensors(model)}
+    slots = {} if optimizer is None else _slots(model, optimizer)
+    return state | {f"{_SLOT}/{name}": value for name, value in slots.items()}
+
+
+def _slots(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
-        f"{names[id(parameter)]}/{key}": value.detach().to("cpu").contiguous()
+        f"{names[id(parameter)]}/{key}": value
         for parameter, slots in optimizer.state.items()
         for key, value in slots.items()
     }
+
+
+def _make_slots(optimizer: torch.optim.Optimizer) -> None:
+    """Give AdamW the state that its first step makes, so that it can be read in place."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=local.device),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
 
 
 def _restore_optimizer(

@@ -112,7 +112,11 @@ def get_microbatch_iterator(
     Raises:
         ConfigError: fixed size, and the rows are no multiple of `mbs`.
     """
-    data = _with_lengths_on_cpu(data)
+    lengths = data.get(INPUT_LENGTHS)
+    if isinstance(lengths, torch.Tensor) and lengths.device.type != "cpu":
+        # One device sync, in place of several per microbatch.
+        data = copy.copy(data)
+        data[INPUT_LENGTHS] = lengths.cpu()
     if setting(cfg, "dynamic_batching.enabled", False):
         raw = data.make_microbatch_iterator_with_dynamic_shapes()
         count = data.get_microbatch_iterator_dynamic_shapes_len()
@@ -122,12 +126,20 @@ def get_microbatch_iterator(
     else:
         raw = data.make_microbatch_iterator(mbs)
         count = data.size // mbs
-    length = _largest(count, _group_of(dp_mesh))
+    length = count
+    if dp_mesh is not None and dist.is_initialized():
+        group = dp_mesh.get_group() if hasattr(dp_mesh, "get_group") else dp_mesh
+        length = int(_all_reduce(torch.tensor([count]), dist.ReduceOp.MAX, group))
     dummies = (data.make_dummy() for _ in range(length - count))
-    microbatches = itertools.chain(raw, dummies)
     if replica_size > 1:
-        return _rows_of_replica(microbatches, tokenizer, cfg, replica_size), length
-    return make_processed_microbatch_iterator(microbatches, tokenizer, cfg, cp_size), length
+        multiple = math.lcm(int(setting(cfg, "make_sequence_length_divisible_by", 1)), replica_size)
+        cfg = {
+            "sequence_packing": {"enabled": True},
+            "make_sequence_length_divisible_by": multiple,
+            "replica_size": replica_size,
+        }
+        cp_size = 1
+    return make_processed_microbatch_iterator(itertools.chain(raw, dummies), tokenizer, cfg, cp_size), length
 
 
 def make_processed_microbatch_iterator(
@@ -136,40 +148,12 @@ def make_processed_microbatch_iterator(
     """Process each microbatch as it is asked for; packed if `cfg` has `sequence_packing.enabled`."""
     packing = bool(setting(cfg, "sequence_packing.enabled", False))
     for microbatch in raw_iterator:
-        yield _processed(microbatch, process_microbatch(microbatch, tokenizer, packing, cfg, cp_size))
-
-
-def _rows_of_replica(
-    raw_iterator: Iterator[Batch], tokenizer: Any, cfg: Config, size: int
-) -> Iterator[ProcessedMicrobatch]:
-    multiple = math.lcm(int(setting(cfg, "make_sequence_length_divisible_by", 1)), size)
-    cfg = {"make_sequence_length_divisible_by": multiple}
-    for microbatch in raw_iterator:
-        media = microbatch.get_multimodal_dict(as_tensors=True, device=microbatch[INPUT_IDS].device)
-        if media:
-            raise ConfigError(
-                f"the batch has media ({', '.join(sorted(media))}) and the {size} ranks of a replica split its tokens; "
-                "set policy.parallel.tensor=1 and policy.parallel.context=1 for multimodal batches"
-            )
-        yield _processed(microbatch, process_microbatch(microbatch, tokenizer, True, cfg, 1))
-
-
-def _with_lengths_on_cpu(data: Batch) -> Batch:
-    """Return the batch with its column of lengths on the CPU: one device sync, in place of several per microbatch."""
-    lengths = data.get(INPUT_LENGTHS)
-    if not isinstance(lengths, torch.Tensor) or lengths.device.type == "cpu":
-        return data
-    moved = copy.copy(data)
-    moved[INPUT_LENGTHS] = lengths.cpu()
-    return moved
-
-
-def _processed(microbatch: Batch, inputs: ProcessedInputs) -> ProcessedMicrobatch:
-    rows, width = microbatch[INPUT_IDS].shape[:2]
-    lengths = row_lengths(microbatch[INPUT_LENGTHS])
-    # Losses find every column on the device of the logprobs.
-    microbatch[INPUT_LENGTHS] = microbatch[INPUT_LENGTHS].to(inputs.input_ids.device, non_blocking=True)
-    return ProcessedMicrobatch(microbatch, inputs, rows, width, lengths)
+        inputs = process_microbatch(microbatch, tokenizer, packing, cfg, cp_size)
+        lengths = row_lengths(microbatch[INPUT_LENGTHS])
+        # Losses find every column on the device of the logprobs.
+        microbatch[INPUT_LENGTHS] = microbatch[INPUT_LENGTHS].to(inputs.input_ids.device, non_blocking=True)
+        rows, width = microbatch[INPUT_IDS].shape[:2]
+        yield ProcessedMicrobatch(microbatch, inputs, rows, width, lengths)
 
 
 def process_microbatch(
@@ -286,40 +270,26 @@ def _check_combination(media: Mapping[str, Any], packing: bool, cfg: Config, cp_
             f"sequence_packing.enabled with context parallel size {cp_size}: a packed row cannot be split over "
             "ranks; use dynamic_batching"
         )
-    if not media:
-        return
+    if media and (ranks := setting(cfg, "replica_size", 1)) > 1:
+        raise ConfigError(
+            f"the batch has media ({', '.join(sorted(media))}) and the {ranks} ranks of a replica split its tokens; "
+            "set policy.parallel.tensor=1 and policy.parallel.context=1 for multimodal batches"
+        )
     rivals = {
         "sequence_packing.enabled": packing,
         f"context parallel size {cp_size}": cp_size > 1,
         "dtensor_cfg.sequence_parallel": bool(setting(cfg, "dtensor_cfg.sequence_parallel", False)),
     }
-    for name, active in rivals.items():
-        if active:
-            raise ConfigError(
-                f"the batch has media ({', '.join(sorted(media))}) and {name} is on: the positions of media are "
-                "set per padded row; switch it off for multimodal batches"
-            )
+    if media and (active := [name for name, is_on in rivals.items() if is_on]):
+        raise ConfigError(
+            f"the batch has media ({', '.join(sorted(media))}) and {active[0]} is on: the positions of media are "
+            "set per padded row; switch it off for multimodal batches"
+        )
 
 
 def _filling_id(tokenizer: Any) -> int:
-    for name in ("pad_token_id", "eos_token_id"):
-        value = getattr(tokenizer, name, None)
-        if isinstance(value, int):
-            return value
-    return 0
-
-
-def _group_of(dp_mesh: Any) -> dist.ProcessGroup | None:
-    if dp_mesh is None or not dist.is_initialized():
-        return None
-    group: dist.ProcessGroup = dp_mesh.get_group() if hasattr(dp_mesh, "get_group") else dp_mesh
-    return group
-
-
-def _largest(count: int, group: dist.ProcessGroup | None) -> int:
-    if group is None:
-        return count
-    return int(_all_reduce(torch.tensor([count]), dist.ReduceOp.MAX, group))
+    ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    return next((value for value in ids if isinstance(value, int)), 0)
 
 
 def _all_reduce(values: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torch.Tensor:

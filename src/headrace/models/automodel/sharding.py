@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.config import PolicyConfig
@@ -100,7 +100,7 @@ class ShardedModel:
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight and persistent buffer once, whole, on the device, by its name; one is whole at a time."""
         for name, tensor in named_tensors(self.model):
-            yield name, whole_tensor(tensor.detach(), self._device)
+            yield name, _whole(tensor.detach(), self._device)
 
     def check_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Hold whole weights, given under their names, to the model's; no collective.
@@ -162,42 +162,33 @@ def shard_model(model: Any, topology: Topology, cfg: PolicyConfig, device: torch
         "mesh": topology.weights["weights"],
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
-    compute = COMPUTE_DTYPES[cfg.precision]
+    # Inputs stay as they are: the residual stream is float32, as without sharding.
+    dtypes: dict[str, Any] = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
+    compute = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[cfg.precision], **dtypes)
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
-        fully_shard(layer, mp_policy=_precision(compute), **options)
-    fully_shard(model, mp_policy=_precision(torch.float32), reshard_after_forward=False, **options)
+        fully_shard(layer, mp_policy=compute, **options)
+    outside = MixedPrecisionPolicy(param_dtype=torch.float32, **dtypes)
+    fully_shard(model, mp_policy=outside, reshard_after_forward=False, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    _allocate(model, torch.device("cpu") if offload else device)
+    # As `Module.to_empty` does; buffers, which have values already, stay.
+    target = torch.device("cpu") if offload else device
+    model._apply(lambda tensor: torch.empty_like(tensor, device=target) if tensor.is_meta else tensor)
     return ShardedModel(model, topology, partial, device)
 
 
-def _allocate(model: Any, device: torch.device) -> None:
-    """Give the split weights memory, as `Module.to_empty` does; buffers, which have values already, stay."""
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-
-
-def _precision(compute: torch.dtype) -> MixedPrecisionPolicy:
-    # Inputs stay as they are: the residual stream is float32, as without sharding.
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-
-def whole_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _whole(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the whole of what the ranks hold parts of, on `device`; a plain tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
-    local, mesh = tensor.to_local().to(device), tensor.device_mesh
-    split = _tensor_dim(tensor)
-    shape = list(tensor.shape)
-    if split is not None:
-        shape[split] //= mesh.size(1)
-    rows = mesh if mesh.ndim == 1 else mesh["weights"]
-    local = _concatenate(local, rows.get_group(), 0, shape[0])
-    if split is None:
-        return local
-    return _concatenate(local, mesh[TENSOR].get_group(), split, tensor.shape[split])
+    moved = tensor.to(device)
+    assert isinstance(moved, DTensor)
+    if moved.device_mesh.ndim == 2:
+        # Rows first: torch warns of two gathers at once.
+        moved = moved.redistribute(placements=[Replicate(), moved.placements[1]])
+    return moved.full_tensor()
 
 
 def own_part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
@@ -218,20 +209,6 @@ def part_like(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     part = torch.zeros_like(like)
     _local(part).copy_(own_part(whole, like))
     return part
-
-
-def _concatenate(local: torch.Tensor, group: dist.ProcessGroup, dim: int, total: int) -> torch.Tensor:
-    """Return the parts of all ranks; the last ones may be shorter, as torch.chunk cuts them, or empty."""
-    ranks = dist.get_world_size(group)
-    size = math.ceil(total / ranks)
-    padded = local
-    if local.shape[dim] < size:
-        padding = list(local.shape)
-        padding[dim] = size - local.shape[dim]
-        padded = torch.cat([local, local.new_zeros(padding)], dim)
-    parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in range(ranks)]
-    dist.all_gather(parts, padded.contiguous(), group=group)
-    return torch.cat(parts, dim).narrow(dim, 0, total)
 
 
 def _tensor_dim(tensor: torch.Tensor) -> int | None:

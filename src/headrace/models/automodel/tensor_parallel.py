@@ -71,24 +71,25 @@ def split_matrices(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool) -> 
     """
     plan = resolve_plan(model, sequence_parallel=sequence_parallel)
     check_sizes(model, plan, mesh.size())
-    family = is_family(model)
     inner: Any = Shard(1) if sequence_parallel else Replicate()
+    styles: dict[str, ParallelStyle] = {
+        # A family's blocks hand their input over once for all of their projections.
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(output_layouts=inner),
+        _GATHER: ColwiseParallel(output_layouts=Replicate()),
+        _SPLIT: RowwiseParallel(input_layouts=Replicate()),
+    }
     for name, style in plan.items():
         module = model.base_model.get_submodule(name)
-        if style == "colwise":
-            # A family's blocks hand their input over once for all of their projections.
-            _parallelize(module, mesh, ColwiseParallel())
-        elif style == "rowwise":
-            _parallelize(module, mesh, RowwiseParallel(output_layouts=inner))
-        elif style == _GATHER:
-            _parallelize(module, mesh, ColwiseParallel(output_layouts=Replicate()))
-        elif style == _SPLIT:
-            _parallelize(module, mesh, RowwiseParallel(input_layouts=Replicate()))
+        if style in styles:
+            # Every rank holds the same weights already, so that nothing is sent.
+            parallelize_module(module, mesh, styles[style], src_data_rank=None)
         elif style == _EXPERTS:
             _share_experts(module, mesh)
-    if family:
+    if is_family(model):
         _hook_blocks(model, mesh, inner)
-    _divide_embedding_gradient(model, mesh, sequence_parallel=sequence_parallel)
+    if not sequence_parallel:
+        _divide_embedding_gradient(model, mesh)
     return _partial_names(model, plan, sequence_parallel=sequence_parallel)
 
 
@@ -136,7 +137,7 @@ def _transformers_plan(config: Any) -> dict[str, str]:
 
 
 def check_sizes(model: Any, plan: dict[str, str], ranks: int) -> None:
-    """Hold heads, intermediate sizes and experts to the number of ranks.
+    """Check that the ranks divide heads, intermediate sizes and experts.
 
     Raises:
         ConfigError: a size that is no multiple of `ranks`.
@@ -151,7 +152,12 @@ def check_sizes(model: Any, plan: dict[str, str], ranks: int) -> None:
         module = model.base_model.get_submodule(name)
         if style == _EXPERTS:
             sizes["the number of experts"] = module.num_experts
-            _check_experts(model)
+            implementation = model.config._experts_implementation
+            if implementation != GROUPED_EXPERTS:
+                raise ConfigError(
+                    f"policy.parallel.tensor with experts: policy.model.experts_implementation={implementation} cannot "
+                    "share them out; use grouped_mm"
+                )
         elif isinstance(module, nn.Linear):
             column = style in ("colwise", _GATHER)
             sizes[f"{name}.{'out' if column else 'in'}_features"] = (
@@ -164,23 +170,9 @@ def check_sizes(model: Any, plan: dict[str, str], ranks: int) -> None:
             )
 
 
-def _check_experts(model: Any) -> None:
-    implementation = model.config._experts_implementation
-    if implementation != GROUPED_EXPERTS:
-        raise ConfigError(
-            f"policy.parallel.tensor with experts: policy.model.experts_implementation={implementation} cannot share "
-            "them out; use grouped_mm"
-        )
-
-
 def is_family(model: Any) -> bool:
     """Return whether the model is of a family whose plan stands here; others take transformers' own."""
     return model.config.get_text_config().model_type in FAMILIES
-
-
-def _parallelize(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
-    # Every rank holds the same weights already, so that nothing is sent.
-    parallelize_module(module, mesh, style, src_data_rank=None)
 
 
 def _share_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
@@ -233,10 +225,8 @@ def _own_part(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
 
 
-def _divide_embedding_gradient(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+def _divide_embedding_gradient(model: Any, mesh: DeviceMesh) -> None:
     """Make the embedding's gradient a part on every rank, as that of the output head, which may be tied to it."""
-    if sequence_parallel:
-        return
     share = 1.0 / mesh.size()
 
     def hook(_module: nn.Module, _args: Any, out: torch.Tensor) -> None:

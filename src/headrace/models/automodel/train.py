@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from headrace.data_plane.schema import SAMPLE_ID, SAMPLE_MASK, TOKEN_MASK, UNFILTERED_LOGPROBS
-from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.automodel.data import ProcessedMicrobatch
 from headrace.models.automodel.scoring import TokenScorer
 from headrace.models.automodel.sharding import ShardedModel
@@ -22,47 +21,11 @@ from headrace.models.policy.results import Outcome, StepResult, combine_metrics
 
 # As torch.nn.utils.clip_grads_with_norm_ has it.
 _CLIP_EPSILON = 1e-6
+_LOGPROBS = "logprobs"
 
 
 Metrics = Mapping[str, torch.Tensor | float]
 """As a loss returns them: tensors are 0-D, where the logprobs are."""
-
-
-@dataclass(frozen=True)
-class _Scored:
-    """A microbatch's loss and logprobs, and those of its columns that tell which row is at fault if one is."""
-
-    loss: torch.Tensor
-    logprobs: torch.Tensor
-    columns: dict[str, Any]
-
-    def rows(self) -> dict[str, bool]:
-        """Return the ids of the rows that count, and whether something of theirs is not finite.
-
-        A logprob of -inf is no fault: top-k or top-p excludes the token.
-        """
-        data = self.columns
-        if SAMPLE_ID not in data or SAMPLE_MASK not in data:
-            return {}
-        samples = data[SAMPLE_MASK] > 0
-        bad = torch.zeros_like(samples)
-        for column in (self.logprobs, *(c for n, c in data.items() if n not in (SAMPLE_ID, TOKEN_MASK))):
-            fault = column.isnan() | column.isposinf()
-            if column.shape == self.logprobs.shape and TOKEN_MASK in data:
-                fault = (fault & (data[TOKEN_MASK] > 0))[:, 1:].any(-1)
-            if fault.shape == bad.shape:
-                bad |= fault
-        rows = zip(data[SAMPLE_ID], samples.tolist(), bad.tolist())
-        return {str(sample_id): fault for sample_id, counts, fault in rows if counts}
-
-
-def _telling(data: BatchedDataDict) -> dict[str, Any]:
-    return {
-        name: column
-        for name, column in data.items()
-        if name in (SAMPLE_ID, TOKEN_MASK)
-        or (isinstance(column, torch.Tensor) and column.is_floating_point() and column.dim() <= 2)
-    }
 
 
 @dataclass
@@ -71,33 +34,59 @@ class TrainStep:
 
     global_valid_seqs: torch.Tensor
     global_valid_toks: torch.Tensor
-    scored: list[_Scored] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)
     entropies: list[torch.Tensor] = field(default_factory=list)
-    """This step's share of the entropy per token, one 0-D tensor per microbatch that has it."""
+    """This step's fraction of the entropy per token, of each microbatch that has it."""
+    columns: list[dict[str, Any]] = field(default_factory=list)
+    """Of each microbatch, what tells which row is at fault if one is."""
     tokens: int = 0
 
     @property
     def loss(self) -> torch.Tensor:
-        """This rank's share of the loss so far, 0-D float32."""
-        losses = [scored.loss for scored in self.scored]
-        return torch.stack(losses).sum() if losses else torch.zeros_like(self.global_valid_toks).float()
+        """This rank's fraction of the loss so far, 0-D float32."""
+        return (
+            torch.stack(self.losses).sum()
+            if self.losses
+            else torch.zeros_like(self.global_valid_toks).float()
+        )
 
     def result(self, grad_norm: float = 0.0, outcome: Outcome = "evaluated") -> StepResult:
         """Return the sums over microbatches, with how the step ended. Waits for the device once."""
-        shares = [{"entropy": share} for share in self.entropies]
-        (total,), entropies, own = _fetched([{"loss": self.loss}], shares, self.metrics)
+        fractions = [{"entropy": fraction} for fraction in self.entropies]
+        (total,), entropies, own = _fetched([{"loss": self.loss}], fractions, self.metrics)
         # A loss's own entropy goes before the scorer's.
         metrics = {**combine_metrics(entropies), **combine_metrics(own)}
         named = self._suspects() if outcome == "not_finite" else ([], [])
-        return StepResult(total["loss"], grad_norm, metrics, len(self.scored), self.tokens, outcome, *named)
+        return StepResult(total["loss"], grad_norm, metrics, len(self.losses), self.tokens, outcome, *named)
 
     def _suspects(self) -> tuple[list[str], list[str]]:
         """Return the samples at fault (without any, those of microbatches with a bad loss), and all samples."""
-        parts = [(scored.rows(), bool(scored.loss.isfinite())) for scored in self.scored]
-        faulty = [sample_id for rows, _ in parts for sample_id, fault in rows.items() if fault]
-        nearby = [sample_id for rows, finite in parts if not finite for sample_id in rows]
-        return faulty or nearby, [sample_id for rows, _ in parts for sample_id in rows]
+        rows = [_faults(columns) for columns in self.columns]
+        faulty = [sample_id for part in rows for sample_id, fault in part.items() if fault]
+        nearby = [i for loss, part in zip(self.losses, rows) if not loss.isfinite() for i in part]
+        return faulty or nearby, [sample_id for part in rows for sample_id in part]
+
+
+def _faults(columns: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the ids of the rows that count, and whether something of theirs is not finite.
+
+    A logprob of -inf is no fault: top-k or top-p excludes the token.
+    """
+    if SAMPLE_ID not in columns or SAMPLE_MASK not in columns:
+        return {}
+    samples = columns[SAMPLE_MASK] > 0
+    bad = torch.zeros_like(samples)
+    for name, column in columns.items():
+        if name in (SAMPLE_ID, TOKEN_MASK):
+            continue
+        fault = column.isnan() | column.isposinf()
+        if column.shape == columns[_LOGPROBS].shape and TOKEN_MASK in columns:
+            fault = (fault & (columns[TOKEN_MASK] > 0))[:, 1:].any(-1)
+        if fault.shape == bad.shape:
+            bad |= fault
+    rows = zip(columns[SAMPLE_ID], samples.tolist(), bad.tolist())
+    return {str(sample_id): fault for sample_id, counts, fault in rows if counts}
 
 
 def run_microbatches(
@@ -112,24 +101,35 @@ def run_microbatches(
 
     Beside the loss's own metrics there is `entropy`, in nats per token, unless the loss has one itself.
     """
-    wanted = UNFILTERED_LOGPROBS in getattr(loss_fn, "required_columns", ())
+    unfiltered = UNFILTERED_LOGPROBS in getattr(loss_fn, "required_columns", ())
     for microbatch in microbatches:
         data = microbatch.data_dict
         with torch.set_grad_enabled(backward):
-            scores = scorer(microbatch, with_entropy=True, with_unfiltered=wanted)
-            whole = scores.unfiltered
+            scores = scorer(microbatch, with_entropy=True, with_unfiltered=unfiltered)
             loss, metrics = loss_fn(
                 scores.logprobs,
-                data if whole is None else {**data, UNFILTERED_LOGPROBS: whole},
+                {**data, UNFILTERED_LOGPROBS: scores.unfiltered} if unfiltered else data,
                 global_valid_seqs=step.global_valid_seqs,
                 global_valid_toks=step.global_valid_toks,
             )
         if backward:
             loss.backward()  # type: ignore[no-untyped-call]
-        step.scored.append(_Scored(loss.detach().float(), scores.logprobs.detach(), _telling(data)))
+        step.losses.append(loss.detach().float())
         step.metrics.append({n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in metrics.items()})
+        step.columns.append({**_telling(data), _LOGPROBS: scores.logprobs.detach()})
         if scores.entropy is not None and TOKEN_MASK in data:
-            step.entropies.append(_entropy_fraction(scores.entropy, data, step))
+            weights = data[TOKEN_MASK].float() * data[SAMPLE_MASK].float()[:, None]  # (b, S)
+            total = (scores.entropy[:, 1:] * weights[:, 1:]).sum()
+            step.entropies.append(total / step.global_valid_toks.clamp(min=1))
+
+
+def _telling(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: column
+        for name, column in data.items()
+        if name in (SAMPLE_ID, TOKEN_MASK)
+        or (isinstance(column, torch.Tensor) and column.is_floating_point() and column.dim() <= 2)
+    }
 
 
 def apply_gradients(
@@ -186,8 +186,3 @@ def _fetched(*groups: Sequence[Metrics]) -> list[list[dict[str, float]]]:
         return {n: next(numbers) if isinstance(v, torch.Tensor) else v for n, v in metrics.items()}
 
     return [[fetch(metrics) for metrics in group] for group in groups]
-
-
-def _entropy_fraction(entropy: torch.Tensor, data: BatchedDataDict, step: TrainStep) -> torch.Tensor:
-    weights: torch.Tensor = data[TOKEN_MASK].float() * data[SAMPLE_MASK].float()[:, None]
-    return (entropy[:, 1:] * weights[:, 1:]).sum() / step.global_valid_toks.clamp(min=1)

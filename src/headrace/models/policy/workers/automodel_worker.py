@@ -27,7 +27,6 @@ from headrace.models.automodel.setup import (
     build_scheduler,
     resolve_device,
 )
-from headrace.models.automodel.sharded_checkpoint import SHARDED, export_model, load_shards, save_shards
 from headrace.models.automodel.sharding import ShardedModel
 from headrace.models.automodel.train import TrainStep, apply_gradients, run_microbatches
 from headrace.models.interfaces import LossFn
@@ -350,7 +349,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             checkpoint.save_checkpoint(directory, self.model, self.tokenizer, optimizer, state)
             return
         self._export(directory / checkpoint.MODEL, self._sharded)
-        save_shards(directory, self.model, optimizer)
+        checkpoint.save_shards(directory, self.model, optimizer)
         if dist.get_rank() == 0:
             checkpoint.save_counters(directory, state)
         dist.barrier()
@@ -364,8 +363,8 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             ConfigError: files that are missing, damaged, or of another model.
         """
         self.optimizer = build_optimizer(self.model, self._optimizer_cfg)
-        if (directory / SHARDED).is_dir():
-            load_shards(directory, self.model, self.optimizer)
+        if (directory / checkpoint.SHARDED).is_dir():
+            checkpoint.load_shards(directory, self.model, self.optimizer)
             state = checkpoint.load_counters(directory)
         else:
             state = checkpoint.load_checkpoint(directory, self.model, self.optimizer, self._sharded)
@@ -377,7 +376,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
     def _export(self, directory: Path, sharded: ShardedModel) -> None:
         weights = sharded.full_weights()
         if dist.get_rank() == 0:
-            export_model(directory, sharded.model, weights, self.tokenizer)
+            checkpoint.save_model(directory, sharded.model, self.tokenizer, weights)
         else:
             for _ in weights:
                 pass
