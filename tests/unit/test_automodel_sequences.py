@@ -1,4 +1,4 @@
-"""Packing sequences into rows and back."""
+"""Packing sequences into rows."""
 
 import itertools
 
@@ -11,7 +11,6 @@ from headrace.errors import SchemaError
 from headrace.models.huggingface.common import (
     get_flash_attention_kwargs,
     pack_sequences,
-    unpack_sequences,
 )
 
 
@@ -53,21 +52,6 @@ def test_packed_rows_hold_the_sequences_end_to_end(lengths: list[int], data: st.
         for t in range(width):
             seen = {s for s in range(len(owners)) if t < len(owners) and owners[s] == owners[t] and s <= t}
             assert set(mask[row, t].nonzero().flatten().tolist()) == seen
-
-
-def test_a_packed_row_unpacks_to_the_padded_batch_it_came_from() -> None:
-    lengths = torch.tensor([3, 0, 5, 1])
-    ids = _padded(lengths.tolist(), 5)
-    packed, _, _ = pack_sequences(ids, lengths, [4])
-    assert torch.equal(unpack_sequences(packed, lengths, 5), ids)
-
-
-def test_gradients_flow_through_unpacking_to_the_right_tokens() -> None:
-    values = torch.arange(6.0)[None].requires_grad_()
-    padded = unpack_sequences(values, torch.tensor([2, 3]), 4)
-    (padded * torch.arange(8.0).view(2, 4)).sum().backward()
-    assert values.grad is not None
-    assert values.grad[0].tolist() == [0, 1, 4, 5, 6, 0]
 
 
 def test_boundaries_are_cumulative_lengths_in_int32() -> None:

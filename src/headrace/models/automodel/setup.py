@@ -52,7 +52,6 @@ _SIZES = {
     "vocab_size",
 }
 _COUNTS = re.compile(r"^(num|n)_|_(size|dim|heads|layers|experts)$")
-# What transformers and torch raise for a config that they cannot take.
 _OFF_IN_TRAINING = ("dropout", "pdrop", "layerdrop", "jitter")
 
 
@@ -147,7 +146,7 @@ def build_skeleton(cfg: PolicyConfig, *, tokenizer: Any = None) -> Any:
 def _model_options(
     cfg: PolicyConfig, directory: Path | None, device: torch.device, tokenizer: Any
 ) -> dict[str, Any]:
-    """Return what transformers builds the model from: its config, held to the recipe, and implementations."""
+    """Return what transformers builds the model from: its config and implementations."""
     tokenizer = load_tokenizer(cfg) if tokenizer is None else tokenizer
     config = _read_config(directory) if directory else _build_config(cfg.model.config or {}, tokenizer)
     check_fit(cfg, config, tokenizer)
@@ -218,7 +217,7 @@ def load_pretrained(directory: Path, **options: Any) -> Any:
 
 
 def check_fit(cfg: PolicyConfig, config: Any, tokenizer: Any) -> None:
-    """Hold the recipe's lengths and the tokenizer's ids to what a model config can take.
+    """Check that a model config can take the recipe's lengths and the tokenizer's ids.
 
     Raises:
         ConfigError: sequences longer than the model's positions, or more token ids than it has embeddings.
@@ -286,14 +285,9 @@ def _model_directory(cfg: ModelConfig) -> Path | None:
     if cfg.path is None:
         return None
     directory = user_path(cfg.path, "policy.model.path")
-    if not directory.is_dir():
-        raise ConfigError(
-            f"policy.model.path={cfg.path}: no such directory; give a Hugging Face model directory"
-        )
     if not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"policy.model.path={cfg.path}: no config.json there; give a Hugging Face model directory"
-        )
+        fault = "no config.json there" if directory.is_dir() else "no such directory"
+        raise ConfigError(f"policy.model.path={cfg.path}: {fault}; give a Hugging Face model directory")
     if not any(file for pattern in _WEIGHT_FILES for file in directory.glob(pattern)):
         raise ConfigError(
             f"policy.model.path={cfg.path}: no weights there (*.safetensors); copy them beside config.json"
@@ -419,7 +413,7 @@ def build_scheduler(
 
 
 def lr_factor(update: int, cfg: SchedulerConfig) -> float:
-    """Return the learning rate of an update (from 0) as a share of the peak.
+    """Return the learning rate of an update (from 0) as a fraction of the peak.
 
     The last update of warm-up has the peak; decay reaches `min_lr_ratio` after `decay_steps` more, and stays.
 

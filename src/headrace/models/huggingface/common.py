@@ -1,4 +1,4 @@
-"""Several sequences in one row, and back: token packing in the form that transformers' attention takes.
+"""Several sequences in one row: token packing in the form that transformers' attention takes.
 
 Source: transformers, FlashAttentionKwargs (cu_seq_lens_q, max_length_q), and find_packed_sequence_indices in
 masking_utils (a position id that does not follow the one before begins a new sequence).
@@ -92,19 +92,6 @@ def pack_sequences(
         else None
     )
     return packed, positions, mask
-
-
-def unpack_sequences(
-    packed: torch.Tensor, input_lengths: torch.Tensor, width: int, pad_value: float = 0.0
-) -> torch.Tensor:
-    """Return per-token values of one packed row (1, T, ...) as padded rows (N, `width`, ...); gradients flow.
-
-    >>> unpack_sequences(torch.tensor([[5, 6, 7]]), torch.tensor([2, 1]), 3)
-    tensor([[5, 6, 0],
-            [7, 0, 0]])
-    """
-    layout = RowLayout(input_lengths, width)
-    return layout.pad(packed[0, : layout.total], pad_value)
 
 
 def _block_causal(positions: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
