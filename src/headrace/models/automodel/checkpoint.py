@@ -23,12 +23,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from pydantic import ConfigDict, NonNegativeInt, ValidationError
 from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -185,7 +187,7 @@ def save_shards(directory: Path, model: Any, optimizer: torch.optim.Optimizer | 
     """
     state = _tensors(model, optimizer)
     with Saving(directory / SHARDED):
-        dcp.save(state, checkpoint_id=directory / SHARDED, no_dist=not dist.is_initialized())
+        save(state, checkpoint_id=directory / SHARDED, no_dist=not dist.is_initialized())
 
 
 def load_shards(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -196,7 +198,7 @@ def load_shards(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -
     """
     source = directory / SHARDED
     try:
-        saved = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+        saved = FileSystemReader(source).read_metadata().state_dict_metadata
         with_optimizer = any(key.startswith(f"{_SLOT}/") for key in saved)
         if with_optimizer:
             _make_slots(optimizer)
@@ -206,7 +208,7 @@ def load_shards(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -
         with warnings.catch_warnings():
             # One process is meant, not fallen back to.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, checkpoint_id=source, no_dist=not dist.is_initialized())
+            load(state, checkpoint_id=source, no_dist=not dist.is_initialized())
     except (OSError, EOFError, ValueError, RuntimeError, KeyError, CheckpointException) as error:
         raise ConfigError(
             f"{source}: cannot load this checkpoint ({' '.join(str(error).split())[:300]}); it must be whole and of "
