@@ -51,9 +51,11 @@ class DemoLoop:
         ]
         recipe = load_recipe(RECIPE, changes)
         self.session: Session = build_session(recipe)
-        self.session.refresh()
+        self.session.update_weights()
         self.context = StepContext(
             recipe,
+            self.session.policy,
+            self.session.rollouts,
             self.session.rows,
             self.session.prompts,
             PolicyGradientLoss(recipe.loss),
@@ -64,7 +66,7 @@ class DemoLoop:
     def step(self) -> None:
         """Run the next step."""
         result = run_step(self.context, len(self.results) + 1, self.timer)
-        self.session.refresh()
+        self.session.update_weights()
         self.results.append(result)
 
 

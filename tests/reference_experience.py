@@ -4,11 +4,13 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.environments.interfaces import StepResult
-from headrace.experience.types import Message, Prompt
-from headrace.models.interfaces import GenerationOutput, SamplingParams
+from headrace.experience.flatten import per_sample_values
+from headrace.experience.metrics import rollout_metrics
+from headrace.experience.types import Message, Prompt, Rollout
+from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
 from headrace.models.tokenizers import build_character_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -122,6 +124,17 @@ class GuessingGame:
             return StepResult(reward=1.0, correct=True, metrics={"guess_length": float(len(guess))})
         hint = "no" * (1 + len(guess) % 3)
         return StepResult(reward=-0.25, done=False, observation=(Message(self.role, hint),), correct=False)
+
+
+class Played(NamedTuple):
+    """What `run_rollouts` returns, and the metrics of its samples."""
+
+    rollouts: list[Rollout]
+    generation_metrics: dict[str, float]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return rollout_metrics(per_sample_values(self.rollouts))
 
 
 @dataclass

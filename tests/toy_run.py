@@ -22,7 +22,13 @@ from headrace.utils.interrupt import InterruptFlag
 from headrace.utils.run_directory import RunDirectory
 from headrace.utils.run_state import Progress, PromptsState, RunState, SplitState
 
-STAGE_SHARES = {"rollout": 0.5, "prev_logprobs": 0.12, "advantages": 0.01, "train": 0.35, "refresh": 0.02}
+STAGE_SHARES = {
+    "rollout": 0.5,
+    "prev_logprobs": 0.12,
+    "advantages": 0.01,
+    "train": 0.35,
+    "update_weights": 0.02,
+}
 COLUMN_BYTES = {"input_ids": 41_000, "token_mask": 5_125, "prev_logprobs": 20_500, "sample_mask": 1_024}
 TOKENS = 5_125
 

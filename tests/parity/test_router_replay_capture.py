@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.algorithms.rollout_worker import RolloutWorker
-from headrace.algorithms.rows_in_memory import InMemoryRows
 from headrace.algorithms.run import build_session, start_loop
 from headrace.config import RecipeConfig
+from headrace.distributed.worker_groups import LocalWorkerGroup
 from headrace.errors import HeadraceError, ReplayError, SchemaError
-from headrace.models.interfaces import GenerationOutput, Generator
+from headrace.models.generation.interfaces import GenerationOutput, Generator
 from headrace.models.router_replay.trace import check_run
 from headrace.utils.run_directory import RunDirectory
 from recorder import NeverStop, Recorder
@@ -80,7 +79,8 @@ class Faulty:
 
     def generate(self, *args: Any, **kwargs: Any) -> GenerationOutput:
         output = self._inner.generate(*args, **kwargs)
-        assert output.routes is not None
+        if output.routes is None:  # a validation
+            return output
         rows = list(output.routes)
         output.routes[:] = self._fault(rows, self._earlier)
         self._earlier = rows
@@ -110,9 +110,9 @@ def run(made: RecipeConfig, fault: Fault) -> tuple[Recorder, Exception | None, b
     """Return what a run with a faulty engine reports, what stops it, and whether that step left the weights alone."""
     session, recorder = build_session(made), Recorder()
     try:
-        assert isinstance(session.rollouts, RolloutWorker)
-        generator, *parts = session.rollouts.parts
-        session.rows = InMemoryRows(session.policy, Faulty(generator, fault), *parts)
+        assert isinstance(session.rollouts, LocalWorkerGroup)
+        actor = session.rollouts.worker
+        actor.generator = Faulty(actor.generator, fault)
         error: Exception | None = None
         try:
             traces = RunDirectory(Path(made.run_dir)).traces_dir

@@ -11,14 +11,13 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from headrace.algorithms.observer import StepRecord
-from headrace.algorithms.rollout_worker import RolloutWorker
-from headrace.algorithms.rows_in_memory import InMemoryRows
 from headrace.algorithms.run import build_session, start_loop, train
 from headrace.cli import app
 from headrace.config import DataPlaneConfig, RecipeConfig
 from headrace.data_plane.routes_codec import missing_mark
+from headrace.distributed.worker_groups import LocalWorkerGroup
 from headrace.errors import ConfigError, ReplayError
-from headrace.models.interfaces import GenerationOutput, Generator
+from headrace.models.generation.interfaces import GenerationOutput, Generator
 from headrace.models.router_replay.trace import check_run
 from headrace.utils.run_directory import RunDirectory
 from ray_session import SIMPLE, fresh_store
@@ -165,8 +164,7 @@ class LosesRows:
 
     def generate(self, *args: Any, **kwargs: Any) -> GenerationOutput:
         output = self._inner.generate(*args, **kwargs)
-        assert output.routes is not None
-        for routes in output.routes[::4]:
+        for routes in (output.routes or [])[::4]:
             routes[:2] = missing_mark(routes.dtype)
         return output
 
@@ -174,9 +172,9 @@ class LosesRows:
 def run_with_lost_rows(recipe: RecipeConfig) -> StepRecord:
     session, recorder = build_session(recipe), Recorder()
     try:
-        assert isinstance(session.rollouts, RolloutWorker)
-        generator, *parts = session.rollouts.parts
-        session.rows = InMemoryRows(session.policy, LosesRows(generator), *parts)
+        assert isinstance(session.rollouts, LocalWorkerGroup)
+        actor = session.rollouts.worker
+        actor.generator = LosesRows(actor.generator)
         assert start_loop(session, recorder, NeverStop()).run()
     finally:
         session.close()

@@ -41,6 +41,7 @@ from headrace.errors import (
     SchemaError,
     TransportError,
 )
+from headrace.experience.types import Prompt
 from headrace.models.policy.tq_policy import TQPolicy
 from reference_training import PolicyGradient
 from tiny_models import tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
@@ -594,9 +595,17 @@ def test_groups_of_a_step_are_claimed_whole(make_policy: Any) -> None:
 def session(tmp_path: Path) -> Iterator[Session]:
     """The parts of a run over the store."""
     made = build_session(tiny_recipe(tmp_path))
-    made.refresh()
+    made.update_weights()
     yield made
     made.close()
+
+
+def rollout(session: Session, prompts: list[Prompt]) -> KVBatchMeta:
+    """Put four samples of each prompt into the open partition."""
+    method, arguments = session.rows.rollout_call
+    request = {"prompts": prompts, "tag": "1", "seed": 0}
+    meta: KVBatchMeta = session.rollouts.run_all(method, request, group_size=4, **arguments)[0][0]
+    return meta
 
 
 def test_an_error_in_mid_step_leaves_no_row_in_the_store(session: Session) -> None:
@@ -606,7 +615,7 @@ def test_an_error_in_mid_step_leaves_no_row_in_the_store(session: Session) -> No
 
     def step() -> None:
         with rows.opened(16, 4):
-            rows.rollout(prompts, tag="1", seed=0)
+            rollout(session, prompts)
             assert len(client.sample_ids("train")) == 16
             raise RuntimeError("mid-step")
 
@@ -620,7 +629,7 @@ def test_filtering_half_of_the_groups_leaves_the_keys_of_the_others_only(session
     client = rows._policy.dp_client
     prompts = session.environment.prompts("train")[:4]
     with rows.opened(16, 4):
-        meta, _, _ = rows.rollout(prompts, tag="1", seed=0)
+        meta = rollout(session, prompts)
         kept = rows.keep(meta, range(8))
         assert client.sample_ids("train") == kept.sample_ids == meta.sample_ids[:8]
         client.put_samples(["leaked"], "train", tags=[{}])

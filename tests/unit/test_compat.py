@@ -13,7 +13,7 @@ NAMES = {
     "algorithms.interfaces": ("headrace.algorithms.interfaces", ["LossFunction", "LossType"]),
     "algorithms.loss.interfaces": ("headrace.algorithms.interfaces", ["LossFunction", "LossType"]),
     "data.llm_message_utils": (
-        "headrace.experience.message_log",
+        "headrace.compat.message_log",
         ["attach_message_log_view", "batched_message_log_to_flat_message", "decompose_message_log"],
     ),
     "data.multimodal_utils": ("headrace.distributed.multimodal", ["PackedTensor"]),

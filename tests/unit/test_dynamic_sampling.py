@@ -12,10 +12,12 @@ from headrace.algorithms.grpo import Collected, StepContext, collect, score
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.algorithms.rows_in_memory import InMemoryRows
 from headrace.config import RecipeConfig
+from headrace.distributed.worker_groups import LocalWorkerGroup
 from headrace.environments.interfaces import StepResult
 from headrace.experience.rollouts import RolloutSettings
+from headrace.experience.sync_rollout_actor import SyncRolloutActor
 from headrace.experience.types import Message, Prompt
-from headrace.models.interfaces import GenerationOutput, SamplingParams
+from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
 from reference_experience import LETTERS, BigramGenerator, character_tokenizer
 from tiny_recipe import tiny_recipe
 
@@ -69,16 +71,19 @@ class Counting(BigramGenerator):
 
 def collected(
     tmp_path: Path, rewards: Sequence[Sequence[float]], **grpo: Any
-) -> tuple[RecipeConfig, Collected[Any], Judge, Counting]:
+) -> tuple[RecipeConfig, Collected, Judge, Counting]:
     """Collect a step of 4 groups of 4 from prompts in order."""
     sampling = {"enabled": True, "max_refills": grpo.pop("max_refills", 8)}
     recipe = tiny_recipe(tmp_path, grpo={"dynamic_sampling": sampling, **grpo}, data={"shuffle": False})
     judge, generator = Judge(rewards), Counting()
     settings = RolloutSettings.from_recipe(recipe)
     no_policy: Any = None
-    rows = InMemoryRows(no_policy, generator, character_tokenizer(), judge, settings)
+    actor = SyncRolloutActor(generator, character_tokenizer(), judge, settings)
+    rows = InMemoryRows(actor)
     prompts = PromptLoader(judge.prompts("train"), seed=0, shuffle=False)
-    ctx = StepContext(recipe, rows, prompts, loss_fn=no_policy, on_stage=lambda *_: None)
+    ctx = StepContext(
+        recipe, no_policy, LocalWorkerGroup(actor), rows, prompts, loss_fn=no_policy, on_stage=lambda *_: None
+    )
     with rows.opened(32, GROUP):
         return recipe, collect(ctx, 1), judge, generator
 
@@ -99,7 +104,7 @@ def test_metrics_are_of_all_samples_drawn_and_the_kept_ones_have_a_name_of_their
     assert metrics["reward/std"] == pytest.approx((4 / 64 * 60 / 64) ** 0.5)
     assert metrics["generation/new_tokens"] == metrics["generator/made_tokens"] == sum(made)
     assert metrics["generation/calls"] == len(generator.calls) == 4
-    assert metrics["generation/answers"] == 64
+    assert metrics["generation/completions"] == 64
     assert metrics["generation/prompt_tokens"] == sum(len(row) for call in generator.calls for row in call)
     assert metrics["generator/busy_s"] == 8.0
     assert metrics["generator/rows_max"] == 16

@@ -3,21 +3,22 @@
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.data_plane.schema import FIELDS, ROLLOUT_FIELDS, pad_values
+from headrace.algorithms.rows_in_memory import InMemoryRows
+from headrace.data_plane.schema import FIELDS, ROLLOUT_FIELDS
 from headrace.errors import SchemaError
-from headrace.experience.flatten import PER_SAMPLE_KEYS, flatten, per_sample_values, to_padded_batch
+from headrace.experience.flatten import PER_SAMPLE_KEYS, flatten, per_sample_values
+from headrace.experience.rollouts import RolloutSettings
 from headrace.experience.types import Message, Prompt, Rollout
+from headrace.models.generation.interfaces import SamplingParams
 from reference_experience import naive_padded
-
-PADS = pad_values(99)
 
 
 def sample(number: int, prompt_tokens: int, response_tokens: int, **changes: Any) -> Rollout:
@@ -52,7 +53,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, 
 @given(LENGTHS)
 def test_every_row_of_every_column_is_the_samples_own(lengths: list[tuple[int, int]]) -> None:
     rollouts = samples(*lengths)
-    columns = flatten(rollouts).columns()
+    columns = flatten(rollouts)
     for i, rollout in enumerate(rollouts):
         assert columns["input_ids"][i].tolist() == rollout.token_ids
         assert columns["token_mask"][i].tolist() == rollout.token_mask
@@ -63,11 +64,16 @@ def test_every_row_of_every_column_is_the_samples_own(lengths: list[tuple[int, i
 
 
 @settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.integers(0, 5))
-def test_padding_afterwards_equals_padding_row_by_row(lengths: list[tuple[int, int]], extra: int) -> None:
+@given(LENGTHS, st.integers(1, 5))
+def test_padding_afterwards_equals_padding_row_by_row(lengths: list[tuple[int, int]], multiple: int) -> None:
     rollouts = samples(*lengths)
-    width = max(p + r for p, r in lengths) + extra
-    batch = to_padded_batch(flatten(rollouts), PADS, width)
+    width = -(-max(p + r for p, r in lengths) // multiple) * multiple
+    side: Any = SimpleNamespace(
+        generator=SimpleNamespace(route_shape=None),
+        settings=RolloutSettings(SamplingParams(1), 64, pad_to_multiple=multiple),
+        tokenizer=SimpleNamespace(pad_token_id=99),
+    )
+    batch = InMemoryRows(side).batch(rollouts)
     assert batch["input_ids"].tolist() == naive_padded([r.token_ids for r in rollouts], width, 99)
     assert batch["token_mask"].tolist() == naive_padded([r.token_mask for r in rollouts], width, 0)
     logprobs = [np.float32(r.logprobs).tolist() for r in rollouts]
@@ -75,7 +81,7 @@ def test_padding_afterwards_equals_padding_row_by_row(lengths: list[tuple[int, i
 
 
 def test_the_columns_are_those_of_the_first_put_with_their_declared_dtypes() -> None:
-    columns = flatten(samples((2, 3), (1, 0))).columns()
+    columns = flatten(samples((2, 3), (1, 0)))
     assert {*ROLLOUT_FIELDS, "message_log"} == set(columns)
     for name in ROLLOUT_FIELDS:
         assert columns[name].dtype == FIELDS[name].dtype
@@ -83,32 +89,23 @@ def test_the_columns_are_those_of_the_first_put_with_their_declared_dtypes() -> 
 
 
 def test_columns_hold_as_many_values_as_there_are_tokens() -> None:
-    flat = flatten(samples((2, 3), (1, 0), (4, 5)))
-    assert flat.offsets.tolist() == [0, 5, 6, 15]
-    assert flat.lengths.tolist() == [5, 1, 9]
-    for name, column in flat.columns().items():
-        if isinstance(column, torch.Tensor) and column.is_nested:
-            assert column.values().numel() == 15, name
-            assert column.values().data_ptr() == flat.per_token[name].data_ptr()
+    columns = flatten(samples((2, 3), (1, 0), (4, 5)))
+    assert columns["input_lengths"].tolist() == [5, 1, 9]
+    for name in ("input_ids", "token_mask", "generation_logprobs"):
+        assert columns[name].values().numel() == 15, name
+        assert columns[name].offsets().tolist() == [0, 5, 6, 15]
 
 
 def test_rows_of_equal_length_stay_rows() -> None:
-    columns = flatten(samples((2, 3), (3, 2), (4, 1))).columns()
+    columns = flatten(samples((2, 3), (3, 2), (4, 1)))
     assert columns["input_ids"].is_nested
     assert [len(row) for row in columns["input_ids"].unbind()] == [5, 5, 5]
 
 
 def test_a_batch_of_empty_responses_is_legal() -> None:
-    flat = flatten(samples((3, 0), (2, 0)))
-    assert flat.per_token["token_mask"].tolist() == [0] * 5
+    columns = flatten(samples((3, 0), (2, 0)))
+    assert columns["token_mask"].values().tolist() == [0] * 5
     assert per_sample_values(samples((3, 0)))["response_tokens"].tolist() == [0]
-
-
-def test_padding_to_the_longest_row_is_the_default_and_to_less_is_refused() -> None:
-    flat = flatten(samples((2, 3), (1, 0)))
-    assert to_padded_batch(flat, PADS)["input_ids"].shape == (2, 5)
-    with pytest.raises(ValueError, match="4"):
-        to_padded_batch(flat, PADS, 4)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from headrace.models.interfaces import SamplingParams
+from headrace.models.generation.interfaces import SamplingParams
 from reference_generation import (
     END,
     FAMILIES,

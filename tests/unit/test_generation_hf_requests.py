@@ -3,8 +3,8 @@ import torch
 
 from headrace.config import GenerationConfig
 from headrace.errors import ConfigError, GenerationError
-from headrace.models.generation.interfaces import build_generator, sampling_params
-from headrace.models.interfaces import SamplingParams
+from headrace.models.generation.build import build_generator
+from headrace.models.generation.interfaces import SamplingParams, sampling_params
 from reference_generation import (
     POSITIONS,
     PROMPTS,
@@ -196,4 +196,3 @@ def test_params_of_a_recipe_carry_every_sampling_key():
     )
     expected = SamplingParams(7, 0.5, 0.9, 3, False, (4,), ("x",))
     assert sampling_params(cfg) == expected
-    assert sampling_params(cfg, greedy=True).greedy

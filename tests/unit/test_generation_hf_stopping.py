@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerFast
 from headrace.config import GenerationConfig
 from headrace.errors import ConfigError
 from headrace.models.generation.hf import HFGenerator
+from headrace.models.generation.interfaces import SamplingParams
 from headrace.models.generation.stopping import StopRule
-from headrace.models.interfaces import SamplingParams
 from headrace.models.tokenizers import build_character_tokenizer
 from reference_generation import END, PROMPTS, TOKENIZER, endless_generator_of, generator_of, model_of
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headrace.config import GenerationConfig
 from headrace.errors import ConfigError
 from headrace.models.generation.hf import HFGenerator
+from headrace.models.generation.interfaces import SamplingParams
 from headrace.models.gguf import convert_gguf_package, find_gguf, publish
-from headrace.models.interfaces import SamplingParams
 
 HIDDEN, INNER, HEADS = 64, 96, 2
 PIECES = ["<|end|>", *(chr(c) for c in range(ord("a"), ord("z") + 1)), "Ġ", "ab"]

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.distributed.batched_data_dict import BatchedDataDict
-from headrace.distributed.multimodal import PackedTensor
-from headrace.distributed.ragged import nested_from_ragged, offsets_from_lengths
-from headrace.errors import SchemaError
-from headrace.experience.message_log import (
+from headrace.compat.message_log import (
     attach_message_log_view,
     batched_message_log_to_flat_message,
     decompose_message_log,
 )
+from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.multimodal import PackedTensor
+from headrace.distributed.ragged import nested_from_ragged, offsets_from_lengths
+from headrace.errors import SchemaError
 
 
 def message(role: str, *tokens: int, **more: Any) -> dict[str, Any]:

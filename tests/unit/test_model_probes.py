@@ -9,7 +9,7 @@ from headrace.errors import ConfigError
 from headrace.models.automodel.attention import PACKED_ATTENTION
 from headrace.models.automodel.probes import check_causal
 from headrace.models.automodel.setup import load_model, load_tokenizer
-from headrace.models.generation.interfaces import build_generator
+from headrace.models.generation.build import build_generator
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from tiny_models import (
     CONFIGS,

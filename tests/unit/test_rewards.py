@@ -12,7 +12,7 @@ from headrace.config import RewardConfig
 from headrace.errors import ConfigError, RewardError
 from headrace.experience.flatten import per_sample_values
 from headrace.experience.rollouts import RolloutSettings, run_rollouts
-from headrace.models.interfaces import SamplingParams
+from headrace.models.generation.interfaces import SamplingParams
 from reference_experience import BigramGenerator, GuessingGame, character_tokenizer
 from tiny_recipe import tiny_recipe
 
@@ -91,7 +91,7 @@ def test_the_overlong_penalty_follows_equation_13_of_dapo():
 
 def test_over_several_turns_the_longest_one_is_held_against_the_limit_of_a_turn(tmp_path: Path):
     tokenizer, game = character_tokenizer(), GuessingGame()
-    rollouts = run_rollouts(
+    rollouts, _ = run_rollouts(
         game.prompts("train"),
         generator=BigramGenerator(tokenizer),
         tokenizer=tokenizer,
@@ -99,7 +99,7 @@ def test_over_several_turns_the_longest_one_is_held_against_the_limit_of_a_turn(
         settings=RolloutSettings(SamplingParams(max_new_tokens=5), max_total_tokens=64, max_turns=4),
         group_size=4,
         seed=7,
-    ).rollouts
+    )
     recipe = tiny_recipe(
         tmp_path,
         generation={"max_new_tokens": 5},

@@ -10,11 +10,11 @@ import torch
 
 from headrace.environments.interfaces import StepResult
 from headrace.errors import ConfigError, GenerationError, RewardError
-from headrace.experience.rollouts import RolloutBatch, RolloutSettings, group_ids, group_uid, run_rollouts
+from headrace.experience.rollouts import RolloutSettings, group_ids, run_rollouts
 from headrace.experience.types import Message, Prompt
-from headrace.models.interfaces import GenerationOutput, SamplingParams
+from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
 from headrace.utils.seeding import derive_seed
-from reference_experience import BigramGenerator, GuessingGame, character_tokenizer, naive_rollouts
+from reference_experience import BigramGenerator, GuessingGame, Played, character_tokenizer, naive_rollouts
 
 TOKENIZER = character_tokenizer()
 SETTINGS = RolloutSettings(SamplingParams(max_new_tokens=5), max_total_tokens=64, max_turns=4)
@@ -29,9 +29,9 @@ def play(
     group_size: int = 3,
     seed: int = 7,
     **options: Any,
-) -> RolloutBatch:
+) -> Played:
     game = environment if environment is not None else GuessingGame()
-    return run_rollouts(
+    played = run_rollouts(
         game.prompts("train") if prompts is None else prompts,
         generator=generator if generator is not None else BigramGenerator(TOKENIZER),
         tokenizer=TOKENIZER,
@@ -41,6 +41,7 @@ def play(
         seed=seed,
         **options,
     )
+    return Played(*played)
 
 
 @pytest.mark.parametrize("max_total_tokens", [12, 16, 24, 64])
@@ -104,7 +105,7 @@ def test_rows_are_prompt_major_and_named_by_group() -> None:
     batch = play(tag="3.0", group_size=2)
     assert [r.sample_id for r in batch.rollouts][:3] == ["train0@3.0_g0", "train0@3.0_g1", "train1@3.0_g0"]
     assert [r.group_index for r in batch.rollouts][:3] == [0, 1, 0]
-    assert group_uid(batch.rollouts[1]) == "train0@3.0"
+    assert batch.rollouts[1].uid == "train0@3.0"
 
 
 def test_each_turn_is_one_call_for_the_rows_still_active() -> None:
@@ -208,7 +209,7 @@ def test_an_answer_is_closed_once_where_prompts_and_answers_end_alike(
     tokenizer = character_tokenizer("{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}")
     end = tokenizer.eos_token
     answer = text.replace("/", end)
-    batch = run_rollouts(
+    (rollout,), _ = run_rollouts(
         [Prompt("p", (Message("user", "hi"),), {"secret": "Z"})],
         generator=Parrot(tokenizer, answer, truncated=truncated),
         tokenizer=tokenizer,
@@ -218,7 +219,6 @@ def test_an_answer_is_closed_once_where_prompts_and_answers_end_alike(
         seed=0,
     )
     expected = tokenizer.encode(row.replace("/", end), add_special_tokens=False)
-    (rollout,) = batch.rollouts
     assert rollout.token_ids[: len(expected)] == expected
     assert rollout.token_ids[len(expected) :] == tokenizer.encode(answer, add_special_tokens=False)
 
@@ -250,7 +250,7 @@ def test_a_prompt_drawn_twice_in_a_step_gives_two_groups() -> None:
     prompts = GuessingGame().prompts("train")
     batch = play([prompts[0], prompts[1], prompts[0]], group_size=2, tag="5")
     assert len({r.sample_id for r in batch.rollouts}) == 6
-    assert len({group_uid(r) for r in batch.rollouts}) == 3
+    assert len({r.uid for r in batch.rollouts}) == 3
     assert group_ids([prompts[0], prompts[0]], "5") == ["train0@5", "train0@5#2"]
 
 

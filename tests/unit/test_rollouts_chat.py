@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.experience.chat import decode_answers, render_observation, render_prompt
+from headrace.experience.chat import decode_completions, render_observation, render_prompt
 from headrace.experience.types import Message
 from reference_experience import LETTERS, ROLE_TEMPLATE, character_tokenizer
 
@@ -124,9 +124,9 @@ def test_decoding_drops_the_stop_token_at_the_end_and_no_other() -> None:
     a, b, e = (tokenizer.convert_tokens_to_ids(c) for c in "abe")
     end = tokenizer.eos_token_id
     answers = [[a, b, end], [a, e, e], [e, a], [], [end]]
-    assert decode_answers(tokenizer, answers, (e,)) == ["ab", "ae", "ea", "", ""]
+    assert decode_completions(tokenizer, answers, (e,)) == ["ab", "ae", "ea", "", ""]
 
 
 def test_text_survives_encoding_and_decoding() -> None:
     tokenizer = character_tokenizer()
-    assert decode_answers(tokenizer, [encode(tokenizer, LETTERS)], ()) == [LETTERS]
+    assert decode_completions(tokenizer, [encode(tokenizer, LETTERS)], ()) == [LETTERS]

@@ -7,10 +7,10 @@ import torch
 
 from headrace.config import GenerationConfig
 from headrace.environments.interfaces import StepResult
-from headrace.experience.rollouts import RolloutBatch, RolloutSettings, run_rollouts
-from headrace.experience.types import Message, Prompt
+from headrace.experience.rollouts import RolloutSettings, run_rollouts
+from headrace.experience.types import Message, Prompt, Rollout
 from headrace.models.generation.hf import HFGenerator
-from headrace.models.interfaces import SamplingParams
+from headrace.models.generation.interfaces import SamplingParams
 from reference_generation import POSITIONS, TOKENIZER, endless_generator_of
 from tiny_models import tiny_model, tiny_tokenizer
 
@@ -35,10 +35,10 @@ class TwoQuestions:
 
 
 @pytest.fixture(scope="module")
-def batch() -> RolloutBatch:
+def batch() -> list[Rollout]:
     tokenizer = tiny_tokenizer()
     generator = HFGenerator(tiny_model("llama"), tokenizer, GenerationConfig())
-    return run_rollouts(
+    rollouts, _ = run_rollouts(
         PROMPTS,
         generator=generator,
         tokenizer=tokenizer,
@@ -47,12 +47,13 @@ def batch() -> RolloutBatch:
         group_size=3,
         seed=0,
     )
+    return rollouts
 
 
-def test_every_answer_is_scored_as_by_one_forward_pass_over_its_row(batch: RolloutBatch) -> None:
+def test_every_answer_is_scored_as_by_one_forward_pass_over_its_row(batch: list[Rollout]) -> None:
     model = tiny_model("llama").eval()
-    assert {r.turns for r in batch.rollouts} == {2}
-    for rollout in batch.rollouts:
+    assert {r.turns for r in batch} == {2}
+    for rollout in batch:
         ids = torch.tensor([rollout.token_ids])
         with torch.no_grad():
             scores = torch.log_softmax(model(ids).logits[0, :-1].float(), dim=-1)
@@ -63,9 +64,9 @@ def test_every_answer_is_scored_as_by_one_forward_pass_over_its_row(batch: Rollo
         assert recorded[~mask].eq(0).all()
 
 
-def test_prompts_and_observations_are_in_the_row_as_the_template_writes_them(batch: RolloutBatch) -> None:
+def test_prompts_and_observations_are_in_the_row_as_the_template_writes_them(batch: list[Rollout]) -> None:
     tokenizer = tiny_tokenizer()
-    for rollout in batch.rollouts:
+    for rollout in batch:
         question = [{"role": "user", "content": rollout.prompt.messages[0].content}]
         head = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(rollout.token_ids).startswith(head)
@@ -76,7 +77,7 @@ def test_prompts_and_observations_are_in_the_row_as_the_template_writes_them(bat
 
 def test_a_prompt_that_nearly_fills_the_positions_takes_no_room_from_a_short_one_and_ends_no_run() -> None:
     prompts = [Prompt(f"p{n}", (Message("user", "a" * n),)) for n in (3, 45)]
-    batch = run_rollouts(
+    batch, _ = run_rollouts(
         prompts,
         generator=endless_generator_of("llama"),
         tokenizer=TOKENIZER,
@@ -85,7 +86,7 @@ def test_a_prompt_that_nearly_fills_the_positions_takes_no_room_from_a_short_one
         group_size=2,
         seed=0,
     )
-    prompt_tokens = [r.token_mask.index(1) for r in batch.rollouts]
+    prompt_tokens = [r.token_mask.index(1) for r in batch]
     assert prompt_tokens == [5, 5, 47, 47]
-    assert [r.response_tokens for r in batch.rollouts] == [32, 32, POSITIONS - 47, POSITIONS - 47]
-    assert all(r.truncated for r in batch.rollouts)
+    assert [r.response_tokens for r in batch] == [32, 32, POSITIONS - 47, POSITIONS - 47]
+    assert all(r.truncated for r in batch)

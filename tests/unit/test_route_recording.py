@@ -11,9 +11,9 @@ from headrace.errors import ConfigError, GenerationError, SchemaError
 from headrace.experience.flatten import flatten, per_sample_values
 from headrace.experience.rollout_routes import append_routes, check_recorded, route_facts, routes_column
 from headrace.experience.types import Prompt, Rollout
+from headrace.models.generation.build import build_generator
 from headrace.models.generation.hf import HFGenerator
-from headrace.models.generation.interfaces import build_generator
-from headrace.models.interfaces import GenerationOutput, SamplingParams
+from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
 from headrace.models.router_replay import Routes, install
 from tiny_models import tiny_generation_config, tiny_model, tiny_tokenizer
 

@@ -21,10 +21,11 @@ from headrace.errors import (
     SampleNotFound,
 )
 from headrace.experience.flatten import PER_SAMPLE_KEYS, flatten, per_sample_values
+from headrace.experience.metrics import rollout_metrics
 from headrace.experience.rollouts import RolloutSettings, run_rollouts
 from headrace.experience.sync_rollout_actor import TAGS, SyncRolloutActor
 from headrace.experience.types import Message, Prompt
-from headrace.models.interfaces import GenerationOutput, SamplingParams
+from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
 from reference_experience import BigramGenerator, GuessingGame, character_tokenizer
 
 TOKENIZER = character_tokenizer()
@@ -88,10 +89,10 @@ def test_one_call_makes_one_put_of_all_rows(store: CountingStore) -> None:
 
 
 def test_the_store_holds_what_a_rollout_in_memory_gives(store: CountingStore) -> None:
-    meta, carry, metrics, _ = make_actor(store).rollout_to_tq(
+    meta, carry, metrics, made_by = make_actor(store).rollout_to_tq(
         {"prompts": prompts(), "seed": 11, "tag": "4.1"}, partition_id=PARTITION, group_size=3
     )
-    batch = run_rollouts(
+    rollouts, calls = run_rollouts(
         prompts(),
         generator=BigramGenerator(TOKENIZER),
         tokenizer=TOKENIZER,
@@ -101,11 +102,12 @@ def test_the_store_holds_what_a_rollout_in_memory_gives(store: CountingStore) ->
         seed=11,
         tag="4.1",
     )
-    assert meta.sample_ids == [r.sample_id for r in batch.rollouts] == all_ids("4.1")
-    assert meta.sequence_lengths == [len(r.token_ids) for r in batch.rollouts]
-    assert metrics == batch.metrics
+    assert meta.sample_ids == [r.sample_id for r in rollouts] == all_ids("4.1")
+    assert meta.sequence_lengths == [len(r.token_ids) for r in rollouts]
+    assert made_by["generation/new_tokens"] == calls["generation/new_tokens"]
+    assert metrics == rollout_metrics(per_sample_values(rollouts))
     stored = read_columns(store, meta, [*ROLLOUT_FIELDS, "message_log"], layout="jagged")
-    for name, column in flatten(batch.rollouts).columns().items():
+    for name, column in flatten(rollouts).items():
         if isinstance(column, torch.Tensor) and column.is_nested:
             pairs = zip(stored[name].unbind(), column.unbind(), strict=True)
             assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs), name
@@ -113,7 +115,7 @@ def test_the_store_holds_what_a_rollout_in_memory_gives(store: CountingStore) ->
             assert torch.equal(stored[name], column), name
         else:
             assert list(stored[name]) == list(column)
-    for key, want in per_sample_values(batch.rollouts).items():
+    for key, want in per_sample_values(rollouts).items():
         got = carry[key]
         assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want, key
 

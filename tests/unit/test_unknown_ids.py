@@ -13,8 +13,8 @@ from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.errors import ConfigError, GenerationError
 from headrace.experience.rollouts import RolloutSettings, run_rollouts
 from headrace.models.automodel.setup import load_model, load_tokenizer
-from headrace.models.generation.interfaces import build_generator
-from headrace.models.interfaces import GenerationOutput, SamplingParams
+from headrace.models.generation.build import build_generator
+from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from reference_experience import BigramGenerator, GuessingGame, character_tokenizer
 from tiny_models import CONFIGS, tiny_generation_config, tiny_policy_config
@@ -92,8 +92,8 @@ class OwnEndGenerator(BigramGenerator):
 
 def test_an_end_token_of_the_models_own_is_not_in_the_judged_text() -> None:
     tokenizer = character_tokenizer()
-    batch = play(OwnEndGenerator(tokenizer), tokenizer)
-    assert {r.messages[-1].content for r in batch.rollouts} == {"b"}
+    rollouts, _ = play(OwnEndGenerator(tokenizer), tokenizer)
+    assert {r.messages[-1].content for r in rollouts} == {"b"}
 
 
 def test_a_generator_tells_every_id_that_ends_its_answers() -> None:

@@ -9,13 +9,13 @@ import pytest
 
 from headrace.algorithms.observer import BEST_BY
 from headrace.algorithms.run import build_session, start_loop
-from headrace.algorithms.validation import Validator
 from headrace.config import ValidationConfig
 from headrace.environments.interfaces import StepResult
 from headrace.errors import ConfigError
 from headrace.experience.rollouts import RolloutSettings
+from headrace.experience.sync_rollout_actor import SyncRolloutActor
 from headrace.experience.types import Prompt
-from headrace.models.interfaces import SamplingParams
+from headrace.models.generation.interfaces import SamplingParams
 from headrace.run_tables import held_out, render_text, summary_table
 from headrace.utils.checkpoints import CheckpointManager
 from recorder import NeverStop, Recorder
@@ -38,10 +38,9 @@ def measured(verdicts: int, **cfg: Any) -> dict[str, float]:
     judge.verdicts = verdicts
     tokenizer = character_tokenizer()
     settings = RolloutSettings(SamplingParams(max_new_tokens=5), max_total_tokens=64)
-    validator = Validator(
-        ValidationConfig(batch_size=3, **cfg), BigramGenerator(tokenizer), tokenizer, judge, settings
-    )
-    return validator.run(seed=0)
+    validation = ValidationConfig(batch_size=3, **cfg)
+    actor = SyncRolloutActor(BigramGenerator(tokenizer), tokenizer, judge, settings, validation=validation)
+    return actor.validate(seed=0)
 
 
 def test_without_verdicts_there_is_a_mean_reward_and_no_accuracy() -> None:

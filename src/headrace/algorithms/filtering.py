@@ -1,77 +1,70 @@
 """Dynamic sampling: keep the groups that teach something, refill with new prompts, and never lose a row.
 
 A group whose rewards are all equal has advantages of 0. The loop rolls out prompts round by round; after each
-round `select_groups` divides every row held so far, those of earlier rounds included, into rows to keep,
-spare rows to hold, and rows to clear from the store. At most `needed` groups are held between rounds. When
-enough groups are kept, or `max_refills` rounds are over, `complete_batch` says which rows train.
+round `select_groups` divides every row held so far, those of earlier rounds included, into rows to keep, spare
+rows to hold, and the rest, which is cleared. At most `needed` groups are held between rounds. When enough groups
+are kept, or `max_refills` rounds are over, `complete_batch` says which rows train.
 
-Pure functions over per-row lists, in order of arrival; both loops use them. Group keys are compared for
-equality only, and a prompt that occurs twice has two keys. Source: DAPO, arXiv:2503.14476, section 3.2.
+Pure functions over per-row lists, in order of arrival. Group keys are compared for equality only, and a prompt
+that occurs twice has two keys. Source: DAPO, arXiv:2503.14476, section 3.2.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from headrace.errors import SchemaError
+
+Groups = list[list[int]]
+"""Row positions, group by group."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Every row held, by what to do with it; each list holds row positions in ascending order.
+    """The rows to hold, each list in ascending order; all others are to be cleared.
 
     `keep`: rows of groups that train. `spare`: rows of zero-variance groups, held in case the rounds run out.
-    `drop`: all other rows; clear them now. `missing_groups`: how many more groups the batch needs.
-    `zero_variance_groups` counts the groups of equal rewards among those given, `surplus_groups` the dropped
-    groups that would have trained.
+    `missing_groups`: how many more groups the batch needs.
     """
 
     keep: list[int]
     spare: list[int]
-    drop: list[int]
     missing_groups: int
-    zero_variance_groups: int
-    surplus_groups: int
 
     @property
     def is_complete(self) -> bool:
         return self.missing_groups == 0
 
 
-@dataclass(frozen=True)
-class CompletedBatch:
-    """The rows that train, group after group, and each row's weight: 1.0, or 0.0 for one that only fills up.
-
-    Multiply the weights into `sample_mask`. Then a dummy microbatch weighs nothing in the loss, its denominators, the
-    advantages' statistics and the metrics. `drop` holds spare rows that are not needed; clear them.
-    """
-
-    rows: list[int]
-    weights: list[float]
-    drop: list[int]
-
-    @property
-    def has_signal(self) -> bool:
-        """Whether any row has weight; if none has, an optimizer step is weight decay and momentum only."""
-        return any(self.weights)
-
-
-def zero_variance_rows(
+def divide_groups(
     rewards: Sequence[float], group_keys: Sequence[Hashable], valid: Sequence[bool] | None = None
-) -> list[bool]:
-    """Return for each row whether the valid rows of its group all have the same reward.
+) -> tuple[Groups, Groups]:
+    """Return the groups whose valid rows have rewards that differ, and the others.
 
-    A group with fewer than two valid rows counts as one of equal rewards.
+    A group with fewer than two valid rows is one of the others.
 
-    >>> zero_variance_rows([1.0, 0.0, 1.0, 1.0], ["a", "a", "b", "b"])
-    [False, False, True, True]
+    >>> divide_groups([1.0, 0.0, 1.0, 1.0], ["a", "a", "b", "b"])
+    ([[0, 1]], [[2, 3]])
 
     Raises:
-        SchemaError: lists of different lengths.
+        SchemaError: lists of different lengths, or groups of different sizes.
     """
-    _check_lengths(rewards, group_keys, valid)
+    for name, column in (("rewards", rewards), ("valid", valid)):
+        if column is not None and len(column) != len(group_keys):
+            raise SchemaError(f"got {len(column)} {name} for {len(group_keys)} rows; expected one per row")
     groups = _grouped(range(len(group_keys)), group_keys)
-    equal = {group_keys[rows[0]]: not _varies(rows, rewards, valid) for rows in groups}
-    return [equal[key] for key in group_keys]
+    other = next((rows for rows in groups if len(rows) != len(groups[0])), None)
+    if other is not None:
+        raise SchemaError(
+            f"groups of different sizes: {group_keys[groups[0][0]]!r} has {len(groups[0])} rows, "
+            f"{group_keys[other[0]]!r} has {len(other)}; every prompt needs "
+            "grpo.num_generations_per_prompt samples"
+        )
+    divided: tuple[Groups, Groups] = ([], [])
+    for rows in groups:
+        values = {float(rewards[row]) for row in rows if valid is None or valid[row]}
+        divided[len(values) <= 1].append(rows)
+    return divided
 
 
 def select_groups(
@@ -83,8 +76,8 @@ def select_groups(
 ) -> Selection:
     """Decide over all rows held so far; the first groups to arrive win.
 
-    With `needed=2` and groups a (1, 0), b (1, 1), c (0, 1), d (1, 0), two rows each, a and c are kept, b and
-    d dropped, and nothing is missing. Without c and d, a is kept, b is spare, and one group is missing.
+    With `needed=2` and groups a (1, 0), b (1, 1), c (0, 1), d (1, 0), two rows each, a and c are kept and nothing
+    is missing. Without c and d, a is kept, b is spare, and one group is missing.
 
     Args:
         rewards: Scaled and clipped rewards (`rewards.scaled_rewards`), one per row.
@@ -93,22 +86,12 @@ def select_groups(
         valid: False for a row that will be masked out of the loss; it does not make its group vary.
 
     Raises:
-        SchemaError: lists of different lengths, or groups of different sizes.
+        SchemaError: see `divide_groups`.
     """
-    _check_lengths(rewards, group_keys, valid)
-    groups = _grouped(range(len(group_keys)), group_keys)
-    _check_sizes(groups, group_keys)
-    varied = [rows for rows in groups if _varies(rows, rewards, valid)]
-    equal = [rows for rows in groups if not _varies(rows, rewards, valid)]
+    varied, equal = divide_groups(rewards, group_keys, valid)
     missing = max(needed - len(varied), 0)
-    return Selection(
-        keep=_flat(varied[:needed]),
-        spare=_flat(equal[:missing]),
-        drop=_flat(varied[needed:] + equal[missing:]),
-        missing_groups=missing,
-        zero_variance_groups=len(equal),
-        surplus_groups=len(varied[needed:]),
-    )
+    keep, spare = (sorted(chain.from_iterable(part)) for part in (varied[:needed], equal[:missing]))
+    return Selection(keep, spare, missing)
 
 
 def refill_groups(missing: int, *, useful: int, drawn: int, most: int) -> int:
@@ -124,21 +107,16 @@ def refill_groups(missing: int, *, useful: int, drawn: int, most: int) -> int:
 
 def complete_batch(
     keep: Sequence[int], spare: Sequence[int], group_keys: Sequence[Hashable], *, needed: int
-) -> CompletedBatch:
-    """Return exactly `needed` groups: the kept ones, filled up with spare ones of weight 0.
+) -> tuple[list[int], list[float]]:
+    """Return the rows of exactly `needed` groups, and their weights: 1 for kept ones, 0 for spare ones that fill up.
 
     The number of rows of a step is fixed, because it has to divide into global batches and ranks; so a batch
-    that came out short is filled up, not cut. Fillers are spread evenly among the kept groups, so that no
-    global batch of the step is left without signal while another has plenty.
+    that came out short is filled up, not cut. Multiply the weights into `sample_mask`: then a spare row weighs nothing
+    in the loss, its denominators, the advantages' statistics and the metrics. Spare groups are spread evenly among the
+    kept ones, so that no global batch of the step is left without signal while another has plenty.
 
-    >>> complete_batch([0, 1], [2, 3], ["a", "a", "b", "b"], needed=2).weights
-    [1.0, 1.0, 0.0, 0.0]
-
-    Args:
-        keep: Row positions, from `select_groups`.
-        spare: Row positions, from `select_groups`.
-        group_keys: The group of every row that the positions refer to.
-        needed: Groups of a full batch.
+    >>> complete_batch([0, 1], [2, 3], ["a", "a", "b", "b"], needed=2)
+    ([0, 1, 2, 3], [1.0, 1.0, 0.0, 0.0])
 
     Raises:
         SchemaError: fewer than `needed` groups in all, or more than `needed` kept.
@@ -154,41 +132,14 @@ def complete_batch(
     chosen += [((n + 0.5) / short, 0.0, rows) for n, rows in enumerate(spares[:short])]
     # A stable sort by place: where a kept and a spare group share one, the kept one comes first.
     chosen.sort(key=lambda group: group[0])
-    return CompletedBatch(
-        rows=[row for _, _, rows in chosen for row in rows],
-        weights=[weight for _, weight, rows in chosen for _ in rows],
-        drop=_flat(spares[short:]),
+    return (
+        [row for _, _, rows in chosen for row in rows],
+        [weight for _, weight, rows in chosen for _ in rows],
     )
 
 
-def _grouped(rows: Iterable[int], group_keys: Sequence[Hashable]) -> list[list[int]]:
+def _grouped(rows: Iterable[int], group_keys: Sequence[Hashable]) -> Groups:
     groups: dict[Hashable, list[int]] = {}
     for row in rows:
         groups.setdefault(group_keys[row], []).append(row)
     return list(groups.values())
-
-
-def _varies(rows: Sequence[int], rewards: Sequence[float], valid: Sequence[bool] | None) -> bool:
-    return len({float(rewards[row]) for row in rows if valid is None or valid[row]}) > 1
-
-
-def _flat(groups: Iterable[Iterable[int]]) -> list[int]:
-    return sorted(row for rows in groups for row in rows)
-
-
-def _check_lengths(
-    rewards: Sequence[float], group_keys: Sequence[Hashable], valid: Sequence[bool] | None
-) -> None:
-    for name, column in (("rewards", rewards), ("valid", valid)):
-        if column is not None and len(column) != len(group_keys):
-            raise SchemaError(f"got {len(column)} {name} for {len(group_keys)} rows; expected one per row")
-
-
-def _check_sizes(groups: Sequence[Sequence[int]], group_keys: Sequence[Hashable]) -> None:
-    other = next((rows for rows in groups if len(rows) != len(groups[0])), None)
-    if other is not None:
-        raise SchemaError(
-            f"groups of different sizes: {group_keys[groups[0][0]]!r} has {len(groups[0])} rows, "
-            f"{group_keys[other[0]]!r} has {len(other)}; every prompt needs "
-            "grpo.num_generations_per_prompt samples"
-        )

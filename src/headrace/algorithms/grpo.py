@@ -1,22 +1,22 @@
-"""One GRPO step, written once for both loops.
-
-`Rows` says what a step asks of the place where its rows live: memory (`rows_in_memory.py`) or the data plane
-(`rows_in_store.py`). `run_step` is the same code for both, so the two give the same numbers bit for bit.
+"""One GRPO step, the same code wherever its rows live: in memory (`rows_in_memory.py`) or in the store.
 
     rollout -> (drop zero-variance groups, refill) -> previous and reference logprobs -> advantages -> train
+
+A *batch* is what the policy takes: padded columns in memory, or the KVBatchMeta of rows in the store
+(`rows_in_store.py`). Both give the same numbers bit for bit.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
 from headrace.algorithms.advantages import TokenKL, compute_advantages
-from headrace.algorithms.filtering import complete_batch, refill_groups, select_groups, zero_variance_rows
+from headrace.algorithms.filtering import complete_batch, divide_groups, refill_groups, select_groups
 from headrace.algorithms.loss import KLKind
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.algorithms.replay_checks import ReplayWatch
@@ -42,15 +42,13 @@ from headrace.algorithms.sample_table import SampleTable
 from headrace.algorithms.updates import check_finite, update_metrics
 from headrace.config import RecipeConfig
 from headrace.data_plane.schema import MEAN_ADVANTAGES
+from headrace.distributed.worker_groups import WorkerGroup
 from headrace.errors import HeadraceError
 from headrace.experience.metrics import combine_calls
-from headrace.experience.types import Prompt
 from headrace.models.interfaces import LossFn
-from headrace.models.router_replay.stats import ReplayStats
+from headrace.models.policy.lm_policy import Policy
 from headrace.utils.seeding import derive_seed
 from headrace.utils.timer import Timer
-
-H = TypeVar("H")
 
 
 class StepInterrupted(HeadraceError):
@@ -62,7 +60,7 @@ class Traffic:
     """Bytes that rows cost.
 
     `by_column` went through the store, puts and gets together. `driver_bytes` went to and from the driver's process:
-    calls to workers and their answers, and what the driver itself puts and gets; 0 where no worker is in another
+    calls to workers and their results, and what the driver itself puts and gets; 0 where no worker is in another
     process.
     """
 
@@ -84,60 +82,45 @@ class Traffic:
         }
 
 
-class Rows(Protocol, Generic[H]):
-    """Where a step's rows live. `H` names a set of rows: a KVBatchMeta, or the tensors themselves."""
+class Rows(Protocol):
+    """Where a step's rows live; `rollout_call` is the method of `SyncRolloutActor` that makes them, with arguments.
+
+    `rows` are what that method returns first, `batch` is what `batch()` makes of them.
+    """
+
+    rollout_call: tuple[str, dict[str, Any]]
 
     def opened(self, num_samples: int, group_size: int) -> AbstractContextManager[None]:
         """Return a context in which rows may be made; when it ends, also by an exception, none is left."""
         ...
 
-    def rollout(
-        self, prompts: Sequence[Prompt], *, tag: str, seed: int
-    ) -> tuple[H, SampleTable, dict[str, float]]:
-        """Sample `group_size` answers per prompt; `tag` makes the ids unique within the run.
-
-        Returns:
-            The rows, what the driver knows of them, and what the generator's calls report.
-        """
+    def keep(self, rows: Any, indices: Sequence[int]) -> Any:
+        """Return the rows at `indices`, in that order, and clear the others."""
         ...
 
-    def keep(self, rows: H, indices: Sequence[int]) -> H:
-        """Return the rows at `indices`, in that order, and let go of the others."""
-        ...
+    def join(self, parts: Sequence[Any]) -> Any: ...
 
-    def join(self, parts: Sequence[H]) -> H: ...
-
-    def prev_logprobs(self, rows: H, *, unfiltered: bool) -> None:
-        """Add the column `prev_logprobs` and, if `unfiltered`, `prev_unfiltered_logprobs`."""
-        ...
-
-    def reference_logprobs(self, rows: H) -> None:
-        """Add the column `reference_policy_logprobs`."""
-        ...
+    def batch(self, rows: Any) -> Any: ...
 
     def reduce(
-        self, rows: H, reduce_fn: Callable[..., Mapping[str, torch.Tensor]], fields: Sequence[str]
-    ) -> dict[str, torch.Tensor]: ...
+        self, batch: Any, reduce_fn: Callable[..., Mapping[str, torch.Tensor]], fields: Sequence[str]
+    ) -> Mapping[str, torch.Tensor]:
+        """Return what `reduce_fn` makes of the columns, {name: (N,)}."""
+        ...
 
-    def write(self, rows: H, columns: Mapping[str, torch.Tensor]) -> None: ...
+    def write(self, batch: Any, columns: Mapping[str, torch.Tensor]) -> None: ...
 
     def derive(
-        self, rows: H, make: Callable[..., Mapping[str, torch.Tensor]], fields: Sequence[str]
-    ) -> None: ...
-
-    def train(self, rows: H, loss_fn: LossFn) -> dict[str, Any]: ...
-
-    def conversations(self, rows: H, count: int) -> list[list[dict[str, str]]]:
-        """Return the messages of the first `count` rows, for the samples file."""
+        self, batch: Any, make: Callable[..., Mapping[str, torch.Tensor]], fields: Sequence[str]
+    ) -> None:
+        """Add the columns that `make` makes of others."""
         ...
 
-    def finish(self, rows: H) -> None: ...
-
-    def replay_stats(self) -> dict[str, ReplayStats]:
-        """Return what router replay did, by stage, since the last call; empty where it is off."""
+    def read(self, batch: Any, names: Sequence[str], count: int | None = None) -> Mapping[str, Any]:
+        """Return columns of the first `count` rows, or of all."""
         ...
 
-    def columns(self, rows: H, names: Sequence[str]) -> Mapping[str, torch.Tensor]: ...
+    def finish(self, batch: Any) -> None: ...
 
     def traffic(self) -> Traffic:
         """Return what went through the data plane since the last call; nothing in memory."""
@@ -155,11 +138,13 @@ class StepResult:
 
 
 @dataclass
-class StepContext(Generic[H]):
-    """What every step needs."""
+class StepContext:
+    """What every step needs; `rollouts` is a group of one `SyncRolloutActor`."""
 
     recipe: RecipeConfig
-    rows: Rows[H]
+    policy: Policy
+    rollouts: WorkerGroup
+    rows: Rows
     prompts: PromptLoader
     loss_fn: LossFn
     on_stage: Callable[[int, str], None]
@@ -168,7 +153,7 @@ class StepContext(Generic[H]):
     """Where the routes of every step are written, with `policy.router_replay.trace`."""
 
 
-def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
+def run_step(ctx: StepContext, step: int, timer: Timer) -> StepResult:
     """Run step number `step` (from 1) and return its report; the weights have changed when it returns.
 
     Raises:
@@ -177,34 +162,38 @@ def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
         HeadraceError: an update whose loss or gradient is not finite, with `loss.on_non_finite=stop`.
         ReplayError: router replay without effect, with rows used twice or changed on the way, or over its budget.
     """
-    recipe, rows = ctx.recipe, ctx.rows
-    position = ctx.prompts.position
-    stage = partial(_stage, ctx, step, timer, position)
+    recipe, policy, rows = ctx.recipe, ctx.policy, ctx.rows
+    stage = partial(_stage, ctx, step, timer, ctx.prompts.position)
     with rows.opened(_expected_rows(recipe), recipe.grpo.num_generations_per_prompt):
         with stage("rollout"):
             collected = collect(ctx, step)
-        batch, table = collected.rows, collected.table
+        table = collected.table
+        batch = rows.batch(collected.rows)
         replay = _watch_replay(ctx, step, batch, table)
         recorded = replay.budget()
         if needs_prev_logprobs(recipe):
             with stage("prev_logprobs"):
                 # The KL of the reward is of both policies without the generation's filters.
                 filters = recipe.generation.filters and recipe.grpo.reward.kl_coefficient > 0
-                rows.prev_logprobs(batch, unfiltered=filters)
-                replay.check(rows.replay_stats(), "prev_logprobs")
+                policy.prev_logprobs(batch, unfiltered=filters)
+                replay.check(policy.take_replay_stats(), "prev_logprobs")
         if recipe.needs_reference:
             with stage("reference_logprobs"):
-                rows.reference_logprobs(batch)
+                policy.reference_logprobs(batch)
         with stage("advantages"):
-            stats = _stats(recipe, rows, batch)
-            scored = score(recipe, table, stats, collected.weights * recorded)
-            _write_scores(recipe, rows, batch, scored)
+            scored = score(recipe, table, _stats(recipe, rows, batch), collected.weights * recorded)
+            name = MEAN_ADVANTAGES if recipe.has_token_kl else "advantages"
+            rows.write(batch, {name: scored.advantages, "sample_mask": scored.sample_mask})
+            if recipe.has_token_kl:
+                kl_kind = recipe.grpo.reward.kl_kind
+                make = partial(token_advantages, kl_kind=kl_kind, kl_scale=scored.kl_scale)
+                rows.derive(batch, make, (MEAN_ADVANTAGES, *stats_columns(reference=True)))
         with stage("train"):
             # Without a sample that counts, an update would only apply momentum and weight decay.
-            trained = rows.train(batch, _loss(ctx)) if scored.sample_mask.any() else None
+            trained = policy.train(batch, _loss(ctx)) if scored.sample_mask.any() else None
             if trained is not None:
                 check_finite(trained, recipe.loss.on_non_finite, f"step {step}")
-                replay.check(rows.replay_stats(), "train")
+                replay.check(policy.take_replay_stats(), "train")
         samples = _samples(rows, batch, table, scored, recipe.logging.samples_per_step)
         rows.finish(batch)
     traffic = rows.traffic()
@@ -214,7 +203,7 @@ def run_step(ctx: StepContext[H], step: int, timer: Timer) -> StepResult:
     return StepResult({**metrics, **traffic.metrics()}, tokens, dict(traffic.by_column), samples)
 
 
-def _watch_replay(ctx: StepContext[H], step: int, batch: H, table: SampleTable) -> ReplayWatch:
+def _watch_replay(ctx: StepContext, step: int, batch: Any, table: SampleTable) -> ReplayWatch:
     return ReplayWatch(
         ctx.recipe.policy.router_replay,
         step=step,
@@ -222,7 +211,7 @@ def _watch_replay(ctx: StepContext[H], step: int, batch: H, table: SampleTable) 
         total_tokens=table.total_tokens,
         missing=table.routes_missing,
         digests=table.routes_digest,
-        read=partial(ctx.rows.columns, batch),
+        read=partial(ctx.rows.read, batch),
         trace_dir=ctx.trace_dir,
     )
 
@@ -236,7 +225,7 @@ def needs_prev_logprobs(recipe: RecipeConfig) -> bool:
     )
 
 
-def _loss(ctx: StepContext[Any]) -> LossFn:
+def _loss(ctx: StepContext) -> LossFn:
     # Without previous logprobs, the training forward says how far the generator is from the trainer.
     return ctx.loss_fn if needs_prev_logprobs(ctx.recipe) else MismatchLoss(ctx.loss_fn)
 
@@ -244,7 +233,7 @@ def _loss(ctx: StepContext[Any]) -> LossFn:
 class _stage(AbstractContextManager[None]):  # noqa: N801 - reads as a verb where it is used
     """Announce, time, and offer a safe point to stop before a stage."""
 
-    def __init__(self, ctx: StepContext[Any], step: int, timer: Timer, position: int, name: str) -> None:
+    def __init__(self, ctx: StepContext, step: int, timer: Timer, position: int, name: str) -> None:
         self._ctx, self._step, self._timer, self._position, self._name = ctx, step, timer, position, name
 
     def __enter__(self) -> None:
@@ -262,10 +251,10 @@ class _stage(AbstractContextManager[None]):  # noqa: N801 - reads as a verb wher
 
 
 @dataclass
-class Collected(Generic[H]):
+class Collected:
     """A step's rows; `weights` (N,) is 0 for rows that only fill the batch."""
 
-    rows: H
+    rows: Any
     table: SampleTable
     weights: torch.Tensor
     metrics: dict[str, float]
@@ -276,7 +265,7 @@ def _expected_rows(recipe: RecipeConfig) -> int:
     return recipe.samples_per_step * (2 if recipe.grpo.dynamic_sampling.enabled else 1)
 
 
-def collect(ctx: StepContext[H], step: int) -> Collected[H]:
+def collect(ctx: StepContext, step: int) -> Collected:
     """Roll out until the step has its groups; without dynamic sampling that is one round."""
     grpo = ctx.recipe.grpo
     if not grpo.dynamic_sampling.enabled:
@@ -286,15 +275,23 @@ def collect(ctx: StepContext[H], step: int) -> Collected[H]:
 
 
 def _round(
-    ctx: StepContext[H], step: int, number: int, prompts: int
-) -> tuple[H, SampleTable, dict[str, float]]:
-    seed = derive_seed(ctx.recipe.seed, "rollout", step, number)
-    rows, table, metrics = ctx.rows.rollout(ctx.prompts.take(prompts), tag=f"{step}.{number}", seed=seed)
+    ctx: StepContext, step: int, number: int, prompts: int
+) -> tuple[Any, SampleTable, dict[str, float]]:
+    method, arguments = ctx.rows.rollout_call
+    request = {
+        "prompts": ctx.prompts.take(prompts),
+        "seed": derive_seed(ctx.recipe.seed, "rollout", step, number),
+        "tag": f"{step}.{number}",
+    }
+    group_size = ctx.recipe.grpo.num_generations_per_prompt
+    made = ctx.rollouts.run_all(method, request, group_size=group_size, **arguments)
+    rows, values, _, calls = made[0]
+    table = SampleTable.from_values(values)
     check_rewards(table.rewards, table.sample_ids)
-    return rows, table, metrics
+    return rows, table, calls
 
 
-def _collect_filtered(ctx: StepContext[H], step: int) -> Collected[H]:
+def _collect_filtered(ctx: StepContext, step: int) -> Collected:
     """Dynamic sampling: after each round clear what does not train, then roll out what is likely to fill the batch.
 
     After `max_refills` rounds the batch is filled with groups of equal rewards, of weight 0. Metrics are of all rounds.
@@ -314,7 +311,7 @@ def _collect_filtered(ctx: StepContext[H], step: int) -> Collected[H]:
         new_rows, new_table, calls = _round(ctx, step, len(drawn), more)
         drawn, all_calls = [*drawn, new_table], [*all_calls, calls]
         rows, table = ctx.rows.join([rows, new_rows]), SampleTable.join([table, new_table])
-    batch = complete_batch(chosen.keep, chosen.spare, table.uids, needed=needed)
+    trained, weights = complete_batch(chosen.keep, chosen.spare, table.uids, needed=needed)
     counts = _counted(ctx.recipe, drawn)
     metrics = {
         **SampleTable.join(drawn).drawn_metrics(),
@@ -323,9 +320,7 @@ def _collect_filtered(ctx: StepContext[H], step: int) -> Collected[H]:
         "dynamic_sampling/varied_fraction": counts["useful"] / counts["drawn"],
         "dynamic_sampling/useful_fraction": (needed - chosen.missing_groups) / counts["drawn"],
     }
-    return Collected(
-        ctx.rows.keep(rows, batch.rows), table.select(batch.rows), torch.tensor(batch.weights), metrics
-    )
+    return Collected(ctx.rows.keep(rows, trained), table.select(trained), torch.tensor(weights), metrics)
 
 
 def _compared(recipe: RecipeConfig, table: SampleTable) -> dict[str, Any]:
@@ -340,9 +335,9 @@ def _compared(recipe: RecipeConfig, table: SampleTable) -> dict[str, Any]:
 
 def _counted(recipe: RecipeConfig, drawn: Sequence[SampleTable]) -> dict[str, int]:
     """Return how many groups were drawn, and how many of them have rewards that differ."""
-    group_size = recipe.grpo.num_generations_per_prompt
-    equal = [row for table in drawn for row in zero_variance_rows(**_compared(recipe, table))]
-    return {"useful": equal.count(False) // group_size, "drawn": len(equal) // group_size}
+    divided = [divide_groups(**_compared(recipe, table)) for table in drawn]
+    useful = sum(len(varied) for varied, _ in divided)
+    return {"useful": useful, "drawn": useful + sum(len(equal) for _, equal in divided)}
 
 
 # Scoring.
@@ -400,17 +395,7 @@ def _token_kl(recipe: RecipeConfig, stats: Mapping[str, torch.Tensor]) -> TokenK
     return TokenKL(recipe.grpo.reward.kl_coefficient, stats["kl_to_go_sum"], stats["kl_to_go_squares"])
 
 
-def _write_scores(recipe: RecipeConfig, rows: Rows[H], batch: H, scored: Scored) -> None:
-    by_token = recipe.has_token_kl
-    name = MEAN_ADVANTAGES if by_token else "advantages"
-    rows.write(batch, {name: scored.advantages, "sample_mask": scored.sample_mask})
-    if by_token:
-        kind = recipe.grpo.reward.kl_kind
-        make = partial(token_advantages, kl_kind=kind, kl_scale=scored.kl_scale)
-        rows.derive(batch, make, (MEAN_ADVANTAGES, *stats_columns(reference=True)))
-
-
-def _stats(recipe: RecipeConfig, rows: Rows[H], batch: H) -> dict[str, torch.Tensor]:
+def _stats(recipe: RecipeConfig, rows: Rows, batch: Any) -> Mapping[str, torch.Tensor]:
     if not needs_prev_logprobs(recipe):
         return {}
     reduce_fn = partial(_row_stats, kl_kind=recipe.grpo.reward.kl_kind, by_token=recipe.has_token_kl)
@@ -423,16 +408,16 @@ def _row_stats(data: Mapping[str, Any], *, kl_kind: KLKind, by_token: bool) -> d
     return {**sample_stats(data, kl_kind=kl_kind), **token_kl, **gaps}
 
 
-def _samples(rows: Rows[H], batch: H, table: SampleTable, scored: Scored, count: int) -> list[dict[str, Any]]:
+def _samples(rows: Rows, batch: Any, table: SampleTable, scored: Scored, count: int) -> list[dict[str, Any]]:
     count = min(count, len(table))
-    columns: Iterable[tuple[Any, ...]] = zip(
-        table.sample_ids,
-        rows.conversations(batch, count) if count else [],
-        table.rewards.tolist(),
-        scored.advantages.tolist(),
-        table.truncated.tolist(),
-    )
+    messages = rows.read(batch, ["message_log"], count)["message_log"] if count else []
     return [
-        {"sample_id": i, "messages": m, "reward": r, "advantage": a, "truncated": t}
-        for i, m, r, a, t in columns
+        {
+            "sample_id": table.sample_ids[i],
+            "messages": messages[i],
+            "reward": float(table.rewards[i]),
+            "advantage": float(scored.advantages[i]),
+            "truncated": bool(table.truncated[i]),
+        }
+        for i in range(count)
     ]

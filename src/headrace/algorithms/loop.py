@@ -3,32 +3,31 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from headrace.algorithms.grpo import StepContext, StepInterrupted, StepResult, run_step
 from headrace.algorithms.observer import RunObserver, StepRecord
 from headrace.algorithms.updates import idle_reason
 from headrace.config import RecipeConfig
+from headrace.distributed.worker_groups import WorkerGroup
 from headrace.errors import ConfigError
 from headrace.models.policy.lm_policy import Policy
 from headrace.utils.checkpoints import CheckpointManager
 from headrace.utils.run_state import Metrics, Progress, PromptsState, RunState
 from headrace.utils.timer import Timer
 
-VALIDATION = "validation"
+VALIDATION, UPDATE_WEIGHTS = "validation", "update_weights"
 IDLE_STEPS = 10
 """Steps in a row without anything to learn after which a run says so (all steps, of a shorter run)."""
 
 
 @dataclass
 class Loop:
-    """One run of GRPO steps over whatever rows the context has."""
+    """One run of GRPO steps, wherever their rows live."""
 
     recipe: RecipeConfig
-    ctx: StepContext[Any]
+    ctx: StepContext
     policy: Policy
-    refresh: Callable[[], None]
-    """Gives the side that makes samples the policy's weights of now."""
+    rollouts: WorkerGroup
     validate: Callable[[], Metrics]
     checkpoints: CheckpointManager | None
     observer: RunObserver
@@ -45,7 +44,7 @@ class Loop:
         Either way the newest checkpoint (if enabled) is of the last whole step.
         """
         total = self.recipe.grpo.max_num_steps
-        self.refresh()
+        update_weights(self.policy, self.rollouts)
         if self.progress.step == 0 and self.recipe.validation.at_start and not self.should_stop():
             self._validate(Timer())
             self.progress.first_validation = dict(self.progress.last_validation)
@@ -63,8 +62,8 @@ class Loop:
         timer = Timer()
         started = time.perf_counter()
         result = run_step(self.ctx, step, timer)
-        with timer.time("refresh"):
-            self.refresh()
+        with timer.time(UPDATE_WEIGHTS):
+            update_weights(self.policy, self.rollouts)
         self.progress.train_seconds += time.perf_counter() - started
         self.progress.step = step
         self.progress.prompt_position = self.ctx.prompts.position
@@ -139,6 +138,11 @@ class Loop:
         info = self.checkpoints.latest()
         if info is not None:
             self.observer.on_checkpoint(info.step, info.path)
+
+
+def update_weights(policy: Policy, rollouts: WorkerGroup) -> None:
+    """Give the side that makes samples the policy's weights."""
+    policy.workers.stream_to(rollouts, "named_weights", "update_weights", policy.weight_version)
 
 
 def save_checkpoint(

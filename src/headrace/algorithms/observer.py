@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.experience import metrics
+
 REWARD = "reward/mean"
 LOSS = "train/loss"
 GRAD_NORM = "train/grad_norm"
+GREEDY_ACCURACY, SAMPLED_ACCURACY = metrics.GREEDY_ACCURACY, metrics.SAMPLED_ACCURACY
+GREEDY_REWARD, SAMPLED_REWARD = metrics.GREEDY_REWARD, metrics.SAMPLED_REWARD
+TOKENS_PER_S = metrics.TOKENS_PER_S
 GENERATION_KL = "mismatch/generation_kl"
 ROUTE_AGREEMENT = "router_replay/route_exact"
-TOKENS_PER_S = "rollout/tokens_per_s"
-GREEDY_ACCURACY = "validation/accuracy"
-SAMPLED_ACCURACY = "validation/sampled_accuracy"
-GREEDY_REWARD = "validation/reward"
-SAMPLED_REWARD = "validation/sampled_reward"
 BEST_BY = (GREEDY_ACCURACY, GREEDY_REWARD)
 """What the best checkpoint is best at, where the recipe does not say: the first of these that is measured."""
 
@@ -27,7 +27,7 @@ STAGES = (
     "reference_logprobs",
     "advantages",
     "train",
-    "refresh",
+    "update_weights",
     "validation",
     "checkpoint",
 )

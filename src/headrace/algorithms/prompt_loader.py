@@ -10,12 +10,12 @@ from headrace.utils.seeding import derive_seed
 
 
 class PromptLoader:
-    """An endless stream over a list of prompts; the position alone decides what comes next.
+    """An endless stream over a list of prompts, or of their uids; the position alone decides what comes next.
 
     Example: with 3 prompts, `take(4)` gives one epoch of 3 and the first prompt of the next.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, prompts: Sequence[Prompt | str], *, seed: int, shuffle: bool = True) -> None:
         if not prompts:
             raise ConfigError("the training split has no prompts; check env and data.train_size")
         self._prompts = list(prompts)
@@ -23,22 +23,17 @@ class PromptLoader:
         self._shuffle = shuffle
         self.position = 0
         self._epoch = -1
-        self._permutation: list[int] = []
+        self._order: Sequence[int] = range(len(prompts))
 
-    def take(self, count: int) -> list[Prompt]:
+    def take(self, count: int) -> list[Prompt | str]:
         """Return the next `count` prompts and move on."""
         taken = [self._at(self.position + i) for i in range(count)]
         self.position += count
         return taken
 
-    def _at(self, position: int) -> Prompt:
+    def _at(self, position: int) -> Prompt | str:
         epoch, index = divmod(position, len(self._prompts))
-        return self._prompts[self._order(epoch)[index]]
-
-    def _order(self, epoch: int) -> Sequence[int]:
-        if not self._shuffle:
-            return range(len(self._prompts))
-        if self._epoch != epoch:
+        if self._shuffle and self._epoch != epoch:
             rng = np.random.default_rng(derive_seed(self._seed, "prompt-order", epoch))
-            self._epoch, self._permutation = epoch, rng.permutation(len(self._prompts)).tolist()
-        return self._permutation
+            self._epoch, self._order = epoch, rng.permutation(len(self._prompts)).tolist()
+        return self._prompts[self._order[index]]

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,28 +13,25 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from headrace.algorithms.grpo import Rows, StepContext
-from headrace.algorithms.loop import Loop, save_checkpoint
+from headrace.algorithms.loop import Loop, save_checkpoint, update_weights
 from headrace.algorithms.loss import PolicyGradientLoss
-from headrace.algorithms.observer import (
-    BEST_BY,
-    GREEDY_ACCURACY,
-    GREEDY_REWARD,
-    SAMPLED_ACCURACY,
-    SAMPLED_REWARD,
-    RunObserver,
-)
+from headrace.algorithms.observer import BEST_BY, RunObserver
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.algorithms.resume import keep_reference, prompts_state, restore, warming_up
-from headrace.algorithms.rollout_worker import RemoteRollouts, Rollouts, RolloutWorker
 from headrace.algorithms.rows_in_memory import InMemoryRows
 from headrace.algorithms.rows_in_store import DataPlaneRows
 from headrace.algorithms.warm_start import check_demonstrations, warm_start, warm_start_optimizer
 from headrace.config import DataPlaneConfig, ObservabilityConfig, RecipeConfig
+from headrace.data_plane.schema import added_fields
+from headrace.distributed.topology import policy_sharding
+from headrace.distributed.worker_groups import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from headrace.environments.interfaces import Environment
 from headrace.errors import ConfigError
+from headrace.experience.metrics import GREEDY_ACCURACY, GREEDY_REWARD, SAMPLED_ACCURACY, SAMPLED_REWARD
 from headrace.experience.prompt_room import FittingPrompts, prompts_that_fit
+from headrace.experience.sync_rollout_actor import SyncRolloutActor
 from headrace.models.automodel.setup import load_tokenizer
-from headrace.models.policy.launch import worker_place
+from headrace.models.policy.launch import rollout_gpus, start_on_ray, worker_place
 from headrace.models.policy.lm_policy import Policy
 from headrace.models.policy.tq_policy import TQPolicy, launcher_for
 from headrace.utils.algorithm_presets import describe_preset
@@ -62,16 +59,18 @@ class Session:
 
     recipe: RecipeConfig
     policy: Policy
-    rollouts: Rollouts
+    rollouts: WorkerGroup
+    """A group of one `SyncRolloutActor`."""
     environment: Environment
     prompts: PromptLoader
-    rows: Rows[Any]
+    rows: Rows
 
-    def refresh(self) -> None:
-        self.rollouts.refresh(self.policy)
+    def update_weights(self) -> None:
+        update_weights(self.policy, self.rollouts)
 
     def validate(self) -> Metrics:
-        return self.rollouts.validate(self.recipe.seed)
+        metrics: Metrics = self.rollouts.run_all("validate", self.recipe.seed)[0]
+        return metrics
 
     @cached_property
     def prompts_state(self) -> PromptsState:
@@ -99,26 +98,48 @@ def build_session(recipe: RecipeConfig) -> Session:
             max_total_tokens=recipe.policy.max_total_sequence_length,
         )
     prompts = PromptLoader(
-        train_prompts,
+        # An actor has the prompts itself; only their uids go there.
+        [prompt.uid for prompt in train_prompts] if in_actor else train_prompts,
         seed=derive_seed(recipe.seed, "prompts"),
         shuffle=recipe.data.shuffle,
     )
     policy = _build_policy(recipe, tokenizer, in_actor)
     with ExitStack() as undo:
         undo.callback(policy.shutdown)
-        rollouts: Rollouts
-        rows: Rows[Any]
+        rollouts: WorkerGroup
+        rows: Rows
         if not isinstance(policy, TQPolicy):
-            rollouts = RolloutWorker(recipe, tokenizer, environment)
-            rows = InMemoryRows(policy, *rollouts.parts)
+            actor = SyncRolloutActor.from_recipe(recipe, tokenizer, environment)
+            rollouts, rows = LocalWorkerGroup(actor), InMemoryRows(actor)
         else:
             if in_actor:
-                rollouts = RemoteRollouts(recipe, policy.dp_cfg)
+                rollouts = _start_rollout_actor(recipe, policy.dp_cfg)
             else:
-                rollouts = RolloutWorker(recipe, tokenizer, environment, policy.dp_client)
+                actor = SyncRolloutActor.from_recipe(recipe, tokenizer, environment, policy.dp_client)
+                rollouts = LocalWorkerGroup(actor)
             rows = DataPlaneRows(policy, rollouts)
         undo.pop_all()
     return Session(recipe, policy, rollouts, environment, prompts, rows)
+
+
+def _start_rollout_actor(recipe: RecipeConfig, dp_cfg: DataPlaneConfig | Mapping[str, Any]) -> WorkerGroup:
+    """Start a Ray actor; rows go from there to the store, weights from the policy's actors, on Ray too, to it."""
+    gpus = rollout_gpus(recipe.policy, recipe.cluster)
+    group = start_on_ray(
+        WorkerSpec(SyncRolloutActor.from_recipe, (recipe,)),
+        policy_sharding(1),
+        device="cuda" if gpus else "cpu",
+        alone="the rollout actor",
+        gpus_per_node=gpus,
+        cpus_per_worker=0,
+        startup_timeout_s=recipe.cluster.startup_timeout_s,
+        autoscales=recipe.cluster.autoscales,
+    )
+    with ExitStack() as undo:
+        undo.callback(group.shutdown)
+        group.run_all("setup_data_plane", dp_cfg, added_fields())
+        undo.pop_all()
+    return group
 
 
 def rolls_out_in_actor(recipe: RecipeConfig) -> bool:
@@ -215,7 +236,7 @@ def evaluate(recipe: RecipeConfig, checkpoint: Path | None) -> Metrics:
     try:
         if checkpoint is not None:
             session.policy.load_checkpoint(checkpoint / "policy")
-        session.refresh()
+        session.update_weights()
         return session.validate()
     finally:
         session.close()
@@ -236,6 +257,8 @@ def start_loop(
     recipe = session.recipe
     ctx = StepContext(
         recipe,
+        session.policy,
+        session.rollouts,
         session.rows,
         session.prompts,
         PolicyGradientLoss(recipe.loss, filtered=recipe.generation.filters),
@@ -247,7 +270,7 @@ def start_loop(
         recipe,
         ctx,
         session.policy,
-        session.refresh,
+        session.rollouts,
         validate=session.validate,
         checkpoints=checkpoints,
         observer=observer,

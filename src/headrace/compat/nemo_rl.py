@@ -21,7 +21,7 @@ ROOT = "nemo_rl"
 ALIASES = {
     "algorithms.interfaces": "headrace.algorithms.interfaces",
     "algorithms.loss.interfaces": "headrace.algorithms.interfaces",
-    "data.llm_message_utils": "headrace.experience.message_log",
+    "data.llm_message_utils": "headrace.compat.message_log",
     "data.multimodal_utils": "headrace.distributed.multimodal",
     "data.packing.algorithms": "headrace.compat.packing_algorithms",
     "data_plane": "headrace.data_plane",

@@ -1,7 +1,7 @@
 """Conversations as token ids, through a tokenizer's chat template.
 
 A prompt is rendered and tokenised once. What a model generates is never tokenised again: a further turn
-appends the ids of the template's text between the end of the answer and the start of the next one.
+appends the ids of the template's text between the end of the completion and the start of the next one.
 
 Control tokens are the template's. A message that spells one, such as `<|im_end|>`, is tokenised as those characters.
 """
@@ -19,8 +19,8 @@ from headrace.errors import ConfigError, GenerationError
 from headrace.experience.types import Message
 from headrace.models.tokenizers import known_ids
 
-# Stands for an answer while a template is rendered, and is searched for in the result.
-_ANSWER = "qzxanswerxzq"
+# Stands for a completion while a template is rendered, and is searched for in the result.
+_COMPLETION = "qzxanswerxzq"
 # Stands for the text of a control token in a message, which is in there in hexadecimal.
 _QUOTED = re.compile("qzxquoted([0-9a-f]+)xzq")
 
@@ -52,12 +52,12 @@ class ChatTokenizer(Protocol):
 
 
 def render_prompt(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> list[int]:
-    """Return the ids of `messages` followed by the template's opening of an answer.
+    """Return the ids of `messages` followed by the template's opening of a completion.
 
     Raises:
         ConfigError: the template refuses the messages or renders nothing, or the tokenizer lacks a character.
     """
-    ids = _ids(tokenizer, _text(tokenizer, messages, opens_answer=True))
+    ids = _ids(tokenizer, _text(tokenizer, messages, opens_completion=True))
     if not ids:
         raise ConfigError("the chat template renders the prompt to nothing; check policy.tokenizer")
     return ids
@@ -70,23 +70,23 @@ def render_observation(
     *,
     stopped_by: int | None,
 ) -> list[int]:
-    """Return the ids between a generated answer and the next: closing, `observation`, next opening.
+    """Return the ids between a generated completion and the next: closing, `observation`, next opening.
 
-    `history` holds the messages before the answer. `stopped_by` is the token with which the model ended the
-    answer, None where it did not; if the closing starts with that token, it is not repeated.
+    `history` holds the messages before the completion. `stopped_by` is the token with which the model ended
+    it, None where it did not; if the closing starts with that token, it is not repeated.
 
     Example: after `<|im_end|>` was generated, the ids are those of
     `"\\n<|im_start|>user\\nWrong, try again.<|im_end|>\\n<|im_start|>assistant\\n"`.
 
     Raises:
-        ConfigError: the template refuses the roles, leaves the observation out, moves it before the answer,
-            or changes the answer's closing because of it.
+        ConfigError: the template refuses the roles, leaves the observation out, moves it before the completion,
+            or changes the completion's closing because of it.
     """
-    answered = [*history, Message("assistant", _ANSWER)]
+    completed = [*history, Message("assistant", _COMPLETION)]
     roles = ", ".join(f"'{message.role}'" for message in observation)
-    closing = _after_answer(_text(tokenizer, answered, opens_answer=False))
-    bare = _after_answer(_text(tokenizer, answered, opens_answer=True))
-    tail = _after_answer(_text(tokenizer, [*answered, *observation], opens_answer=True))
+    closing = _after_completion(_text(tokenizer, completed, opens_completion=False))
+    bare = _after_completion(_text(tokenizer, completed, opens_completion=True))
+    tail = _after_completion(_text(tokenizer, [*completed, *observation], opens_completion=True))
     if not tail.startswith(closing):
         raise ConfigError(
             f"the chat template is not prefix-stable: a following message of role {roles} changes how the "
@@ -112,40 +112,44 @@ def text_ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
     return _ids(tokenizer, _quoted(tokenizer, text))
 
 
-def check_sampled(tokenizer: ChatTokenizer, answers: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+def check_sampled(
+    tokenizer: ChatTokenizer, completions: Sequence[Sequence[int]], names: Sequence[str]
+) -> None:
     """Hold sampled ids to those that the tokenizer has tokens for: others decode to nothing.
 
     Raises:
         GenerationError: the first sample with another id.
     """
     known = known_ids(tokenizer)
-    flat = torch.tensor(list(chain.from_iterable(answers)), dtype=torch.int64)
+    flat = torch.tensor(list(chain.from_iterable(completions)), dtype=torch.int64)
     if bool(((flat >= 0) & (flat < len(known))).all()) and bool(known[flat].all()):
         return
     tokens = {*known.nonzero().flatten().tolist()}
-    name, bad = next((n, i) for n, answer in zip(names, answers) for i in answer if i not in tokens)
+    name, bad = next((n, i) for n, ids in zip(names, completions) for i in ids if i not in tokens)
     raise GenerationError(
         f"sample '{name}': the generator sampled id {bad}, for which the tokenizer has no token; an engine must leave "
         "such ids out (headrace.models.tokenizers.unknown_ids)"
     )
 
 
-def decode_answers(
-    tokenizer: ChatTokenizer, answers: Sequence[Sequence[int]], stop_token_ids: Sequence[int]
+def decode_completions(
+    tokenizer: ChatTokenizer, completions: Sequence[Sequence[int]], stop_token_ids: Sequence[int]
 ) -> list[str]:
-    """Return each answer's text, without the stop token at its end and without special tokens.
+    """Return each completion's text, without the stop token at its end and without special tokens.
 
     `stop_token_ids` are those beside the tokenizer's end-of-text.
     """
     stops = {*stop_token_ids, tokenizer.eos_token_id}
-    bodies = [list(a[:-1] if a and a[-1] in stops else a) for a in answers]
+    bodies = [list(c[:-1] if c and c[-1] in stops else c) for c in completions]
     return tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def _text(tokenizer: ChatTokenizer, messages: Sequence[Message], *, opens_answer: bool) -> str:
+def _text(tokenizer: ChatTokenizer, messages: Sequence[Message], *, opens_completion: bool) -> str:
     conversation = [{"role": m.role, "content": _quoted(tokenizer, m.content)} for m in messages]
     try:
-        text = tokenizer.apply_chat_template(conversation, add_generation_prompt=opens_answer, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=opens_completion, tokenize=False
+        )
     except (TemplateError, ValueError) as error:
         roles = ", ".join(m.role for m in messages)
         reason = " ".join(str(error).split())[:200]
@@ -205,11 +209,11 @@ def _control_tokens(tokenizer: ChatTokenizer, size: int) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
-def _after_answer(text: str) -> str:
-    if text.count(_ANSWER) != 1:
+def _after_completion(text: str) -> str:
+    if text.count(_COMPLETION) != 1:
         raise ConfigError(
             "the chat template does not write a message of role 'assistant' as it is, so a further turn "
             "cannot be appended; use a tokenizer with another chat template (policy.tokenizer), or set "
             "grpo.max_rollout_turns=1"
         )
-    return text.partition(_ANSWER)[2]
+    return text.partition(_COMPLETION)[2]

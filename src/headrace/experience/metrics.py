@@ -5,10 +5,16 @@ from typing import Any
 
 import numpy as np
 
-ANSWERS, NEW_TOKENS, SECONDS = "generation/answers", "generation/new_tokens", "generation/seconds"
+COMPLETIONS, NEW_TOKENS, SECONDS = "generation/completions", "generation/new_tokens", "generation/seconds"
 TOKENS_PER_S = "rollout/tokens_per_s"
-_SUMS = ("_tokens", "_bytes", "_ms", "_s", "/calls", "/answers", "/seconds")
+_SUMS = ("_tokens", "_bytes", "_ms", "_s", "/calls", "/completions", "/seconds")
 _EXTREMES: dict[str, Callable[[Any], Any]] = {"_max": np.max, "_min": np.min}
+
+
+GREEDY_ACCURACY = "validation/accuracy"
+SAMPLED_ACCURACY = "validation/sampled_accuracy"
+GREEDY_REWARD = "validation/reward"
+SAMPLED_REWARD = "validation/sampled_reward"
 
 
 def rollout_metrics(values: Mapping[str, Any]) -> dict[str, float]:
@@ -18,6 +24,9 @@ def rollout_metrics(values: Mapping[str, Any]) -> dict[str, float]:
         values: Columns of N: `reward`, `response_tokens`, `truncated`, `turns`, `correct` (None: no verdict) and
             `metrics` (the environment's own, by name), as in `flatten.per_sample_values`.
     """
+    values = {
+        name: column.tolist() if hasattr(column, "tolist") else column for name, column in values.items()
+    }
     rewards = np.array(values["reward"], dtype=np.float64)
     lengths = np.array(values["response_tokens"])
     metrics = {
@@ -28,7 +37,7 @@ def rollout_metrics(values: Mapping[str, Any]) -> dict[str, float]:
         "rollout/response_tokens_mean": float(lengths.mean()),
         "rollout/response_tokens_max": float(lengths.max()),
         "rollout/truncated_fraction": float(np.mean(values["truncated"])),
-        "rollout/turns_mean": float(np.array(values["turns"]).mean()),
+        "rollout/turns_mean": float(np.mean(values["turns"])),
     }
     verdicts = [correct for correct in values["correct"] if correct is not None]
     if verdicts:
@@ -44,10 +53,11 @@ def combine_calls(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the metrics of several calls of a generator, or of several rounds of calls, as those of one.
 
     By the end of a name: `_max` and `_min` are the greatest and the least; counts, bytes and times are sums; a rate
-    (`_per_s`) is weighted by seconds, anything else by answers. `rollout/tokens_per_s` is all tokens by all seconds.
+    (`_per_s`) is weighted by seconds, anything else by completions. `rollout/tokens_per_s` is all
+    tokens by all seconds.
 
     Args:
-        parts: Metrics of each, `ANSWERS`, `NEW_TOKENS` and `SECONDS` among them.
+        parts: Metrics of each, `COMPLETIONS`, `NEW_TOKENS` and `SECONDS` among them.
     """
     combined = {}
     for name in dict.fromkeys(name for part in parts for name in part):
@@ -58,7 +68,7 @@ def combine_calls(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
         elif name.endswith(_SUMS) and not name.endswith("_per_s"):
             value = values.sum()
         else:
-            weights = np.array([part[SECONDS if name.endswith("_per_s") else ANSWERS] for part in having])
+            weights = np.array([part[SECONDS if name.endswith("_per_s") else COMPLETIONS] for part in having])
             value = (values * weights).sum() / max(weights.sum(), 1e-9)
         combined[name] = float(value)
     combined[TOKENS_PER_S] = combined[NEW_TOKENS] / max(combined[SECONDS], 1e-9)

@@ -1,4 +1,4 @@
-"""A run's prompts, with those that leave no room for an answer refused or left out."""
+"""A run's prompts, with those that leave no room for a completion refused or left out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from headrace.environments.build import build_environment
 from headrace.environments.interfaces import Environment, StepResult
 from headrace.errors import ConfigError
 from headrace.experience.chat import ChatTokenizer, render_prompt
-from headrace.experience.rollouts import check_prompts
+from headrace.experience.rollouts import render_with_room
 from headrace.experience.types import Message, Prompt
 
 SPLITS = ("train", "validation")
@@ -43,7 +43,7 @@ class FittingPrompts:
 
 
 def prompts_that_fit(recipe: RecipeConfig, tokenizer: ChatTokenizer) -> Environment:
-    """Build the recipe's environment; every prompt of it leaves room for an answer.
+    """Build the recipe's environment; every prompt of it leaves room for a completion.
 
     Raises:
         ConfigError: see `build_environment`; also a prompt that is too long where none is to be left out, or a split
@@ -52,7 +52,9 @@ def prompts_that_fit(recipe: RecipeConfig, tokenizer: ChatTokenizer) -> Environm
     environment = build_environment(recipe.env, recipe.data, seed=recipe.seed)
     longest = recipe.policy.max_total_sequence_length
     if recipe.data.overlong_prompts == "refuse":
-        check_prompts(tokenizer, environment, max_total_tokens=longest)
+        for split in ("validation", "train"):
+            for prompt in environment.prompts(split):
+                render_with_room(tokenizer, prompt, longest)
         return environment
     kept: dict[str, list[Prompt]] = {}
     left_out: dict[str, list[Prompt]] = {}

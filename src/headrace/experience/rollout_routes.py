@@ -9,7 +9,7 @@ from headrace.data_plane.routes_codec import RouteShape, check_routes, missing_m
 from headrace.distributed.ragged import offsets_from_lengths, ragged_indices
 from headrace.errors import GenerationError, SchemaError
 from headrace.experience.types import Rollout
-from headrace.models.interfaces import GenerationOutput
+from headrace.models.generation.interfaces import GenerationOutput
 
 
 def check_recorded(output: GenerationOutput, active: Sequence[Rollout], shape: RouteShape | None) -> None:
@@ -30,15 +30,15 @@ def check_recorded(output: GenerationOutput, active: Sequence[Rollout], shape: R
         if tuple(routes.shape) != expected or routes.dtype != shape.dtype:
             raise GenerationError(
                 f"sample '{rollout.sample_id}': the generator returned routes of shape {tuple(routes.shape)} and "
-                f"{routes.dtype}; expected {expected} (prompt and answer without the last token, MoE layers, k) "
+                f"{routes.dtype}; expected {expected} (prompt and completion without the last token, MoE layers, k) "
                 f"and {shape.dtype}"
             )
 
 
 def append_routes(rollout: Rollout, recorded: torch.Tensor) -> None:
-    """Add the rows of a turn, whose answer `rollout.token_ids` holds already, to those of earlier turns.
+    """Add the rows of a turn, whose completion `rollout.token_ids` holds already, to those of earlier turns.
 
-    A token keeps the route that it had when the answer after it was sampled. So earlier turns' rows stay, and the
+    A token keeps the route that it had when the completion after it was sampled. So earlier turns' rows stay, and the
     last token of a turn, sampled and not yet computed then, gets its row from this turn's prefill.
     """
     known = rollout.routes

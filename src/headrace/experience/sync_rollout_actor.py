@@ -1,21 +1,42 @@
-"""The producer of a synchronous loop: one call rolls out, flattens and puts; only metadata comes back."""
+"""The side that makes samples and validates the policy: generator, environment and store client in one process.
 
-from collections.abc import Mapping, Sequence
+A worker group runs it, in the driver's process or as an actor of its own. One call rolls out and puts the rows; only
+metadata comes back.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import torch
+from transformers.utils import logging as hf_logging
 
+from headrace.config import DataPlaneConfig, RecipeConfig, ValidationConfig
 from headrace.data_plane.column_io import kv_first_write
+from headrace.data_plane.factory import build_data_plane_client
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.schema import FieldSpec, declare
+from headrace.data_plane.worker_mixin import bytes_moved
 from headrace.environments.interfaces import Environment, StepResult
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, DataPlaneError
 from headrace.experience.chat import ChatTokenizer
-from headrace.experience.flatten import PER_SAMPLE_KEYS, FlatBatch, flatten, per_sample_values
-from headrace.experience.judging import checked_results
-from headrace.experience.rollouts import RolloutBatch, RolloutSettings, run_rollouts
-from headrace.experience.types import Message, Prompt
-from headrace.models.interfaces import Generator
+from headrace.experience.flatten import PER_SAMPLE_KEYS, flatten, per_sample_values
+from headrace.experience.metrics import (
+    GREEDY_ACCURACY,
+    GREEDY_REWARD,
+    SAMPLED_ACCURACY,
+    SAMPLED_REWARD,
+    rollout_metrics,
+)
+from headrace.experience.prompt_room import prompts_that_fit
+from headrace.experience.rollouts import RolloutSettings, run_rollouts
+from headrace.experience.scoring import checked_results
+from headrace.experience.types import Message, Prompt, Rollout
+from headrace.models.automodel.setup import load_model, load_tokenizer
+from headrace.models.generation.build import build_generator
+from headrace.models.generation.interfaces import Generator
 from headrace.utils.seeding import derive_seed
 
 TAGS = ("reward", "uid", "group_index", "weight_version", "truncated")
@@ -25,10 +46,12 @@ DriverCarry = dict[str, torch.Tensor | list[Any]]
 
 
 class SyncRolloutActor:
-    """Turns prompts into rows of the store.
+    """Turns prompts into rows of the store, or, without a store, into samples in memory.
 
-    Has no state but a count of its calls, so it runs in the driver's process or wrapped in an actor. The
-    generator is released after every call that finishes generation, and after every error.
+    The generator is released after every call that finishes generation, and after every error.
+
+    Raises:
+        ConfigError: `validation` is given, and the environment has no prompts for it.
     """
 
     def __init__(
@@ -38,19 +61,63 @@ class SyncRolloutActor:
         environment: Environment,
         settings: RolloutSettings,
         *,
-        dp_client: DataPlaneClient,
+        dp_client: DataPlaneClient | None = None,
+        validation: ValidationConfig | None = None,
         task_name: str = "train",
         seed: int = 0,
     ) -> None:
-        self._generator = generator
-        self._tokenizer = tokenizer
+        self.generator = generator
+        self.tokenizer = tokenizer
+        self.settings = settings
         self._environment = environment
-        self._settings = settings
         self._dp_client = dp_client
+        self._own_client: DataPlaneClient | None = None
+        self._validation = validation
+        self._held_out = environment.prompts("validation")[: validation.max_samples] if validation else []
         self._task_name = task_name
         self._seed = seed
         self._steps = 0
         self._rounds = 0
+        self._by_uid: dict[str, Prompt] = {}
+        if validation and not self._held_out:
+            raise ConfigError("the validation split has no prompts; raise data.validation_size")
+
+    @classmethod
+    def from_recipe(
+        cls,
+        recipe: RecipeConfig,
+        tokenizer: ChatTokenizer | None = None,
+        environment: Environment | None = None,
+        dp_client: DataPlaneClient | None = None,
+    ) -> "SyncRolloutActor":
+        """Build all that is not given from a recipe.
+
+        Raises:
+            ConfigError: a model, environment or generator that the recipe gets wrong, or router replay with a
+                generator that records no routes.
+        """
+        hf_logging.disable_progress_bar()
+        tokenizer = tokenizer or load_tokenizer(recipe.policy)
+        environment = environment or prompts_that_fit(recipe, tokenizer)
+        model = load_model(recipe.policy, seed=recipe.seed)
+        replays = recipe.policy.router_replay.enabled
+        generator = build_generator(recipe.generation, model, tokenizer, record_routes=replays)
+        if replays and generator.route_shape is None:
+            raise ConfigError(
+                f"policy.router_replay.enabled=true, and generation.backend={recipe.generation.backend} records no "
+                "routes; use one that does, or switch router replay off"
+            )
+        settings = RolloutSettings.from_recipe(recipe)
+        return cls(
+            generator, tokenizer, environment, settings, dp_client=dp_client, validation=recipe.validation
+        )
+
+    def setup_data_plane(
+        self, cfg: DataPlaneConfig | Mapping[str, Any], columns: Sequence[FieldSpec] = ()
+    ) -> None:
+        """Attach to the store that the driver has started, with the columns that it declares there."""
+        declare(*columns)
+        self._dp_client = self._own_client = build_data_plane_client(cfg, bootstrap=False)
 
     def rollout_to_tq(
         self,
@@ -66,13 +133,13 @@ class SyncRolloutActor:
         """Roll out `group_size` samples per prompt and write them with one put, as the last thing it does.
 
         Args:
-            input_batch: Prompts, or a mapping with `prompts` and, optionally, `seed`, `tag` (goes into the
-                sample ids) and `greedy`. Without a seed, one is derived from the actor's seed and its count
-                of calls.
+            input_batch: Prompts, or a mapping with `prompts` (or their uids in the training split) and, optionally,
+                `seed`, `tag` (goes into the sample ids) and `greedy`. Without a seed, one is derived from the actor's
+                seed and its count of calls.
             partition_id: An open partition of the store.
             group_size: Samples per prompt.
             first_iter: Whether the call begins a step; False for a refill of the same step.
-            finish_generation: Whether the generator may let go of its caches; False if a refill may follow.
+            finish_generation: Whether the generator may free its caches; False if a refill may follow.
             task_to_env_override: Environments that judge the prompts whose `info["task"]` is their key.
             carry_keys: Names of the values to return; None for all.
 
@@ -81,58 +148,122 @@ class SyncRolloutActor:
             metrics of the generator. No tensor per token.
 
         Raises:
-            ConfigError: a prompt without room for an answer, or an unknown key in `input_batch` or
+            ConfigError: a prompt without room for a completion, or an unknown key in `input_batch` or
                 `carry_keys`.
             GenerationError, RewardError, SchemaError, DataPlaneError: see `run_rollouts`, `flatten` and the
                 put. After any error the store is as it was before.
         """
+        if self._dp_client is None:
+            raise DataPlaneError("the rollout actor has no store; call setup_data_plane(cfg) first")
         _check_keys(carry_keys)
-        self._count(first_iter)
-        with ExitStack() as release_on_error:
-            release_on_error.callback(self._generator.release)
-            batch = self._roll_out(_request(input_batch), group_size, task_to_env_override or {})
-            if finish_generation:
-                release_on_error.close()
-            values = per_sample_values(batch.rollouts)
-            flat = flatten(batch.rollouts, route_shape=self._generator.route_shape)
-            meta = self._put(flat, _tags(values), partition_id)
-            release_on_error.pop_all()
-        carry = {key: values[key] for key in (PER_SAMPLE_KEYS if carry_keys is None else carry_keys)}
-        return meta, carry, batch.metrics, batch.generation_metrics
-
-    def _count(self, first_iter: bool) -> None:
         self._steps += int(first_iter)
         self._rounds = 0 if first_iter else self._rounds + 1
+        with ExitStack() as release_on_error:
+            release_on_error.callback(self.generator.release)
+            rollouts, calls = self._roll_out(_request(input_batch), group_size, task_to_env_override)
+            if finish_generation:
+                release_on_error.close()
+            values = per_sample_values(rollouts)
+            meta = kv_first_write(
+                flatten(rollouts, route_shape=self.generator.route_shape),
+                sample_ids=[r.sample_id for r in rollouts],
+                dp_client=self._dp_client,
+                partition_id=partition_id,
+                task_name=self._task_name,
+                pad_to_multiple=self.settings.pad_to_multiple,
+                tags=_tags(values),
+                routes_checked=True,  # by flatten
+            )
+            release_on_error.pop_all()
+        carry = {key: values[key] for key in (PER_SAMPLE_KEYS if carry_keys is None else carry_keys)}
+        return meta, carry, rollout_metrics(values), calls
+
+    def rollout_in_memory(
+        self, input_batch: Mapping[str, Any], *, group_size: int
+    ) -> tuple[list[Rollout], DriverCarry, dict[str, float], dict[str, float]]:
+        """Do the same without a store: the samples themselves come back."""
+        try:
+            rollouts, calls = self._roll_out(input_batch, group_size, None)
+        finally:
+            self.generator.release()
+        values = per_sample_values(rollouts)
+        return rollouts, values, rollout_metrics(values), calls
+
+    def validate(self, seed: int) -> dict[str, float]:
+        """Return accuracy and mean reward of greedy completions and, if configured, of sampled ones, by metric name.
+
+        The accuracy is there if the environment gives any verdict; a completion without one is then not right. The
+        sampling seed depends on `seed` alone, so validations of one run draw the same numbers. Nothing is stored.
+        """
+        metrics = self._measure(seed, GREEDY_ACCURACY, GREEDY_REWARD, greedy=True)
+        if self._validation and self._validation.sampled:
+            metrics |= self._measure(seed, SAMPLED_ACCURACY, SAMPLED_REWARD, greedy=False)
+        return metrics
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        self.generator.update_weights(named_tensors, version)
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Return the bytes by column that a store client of the actor's own has moved."""
+        return bytes_moved(self._own_client) if self._own_client is not None else {}
+
+    def shutdown(self) -> None:
+        """Release the generator, and the store's client if it is this actor's own; may be called twice."""
+        self.generator.shutdown()
+        if self._own_client is not None:
+            self._own_client.close()
+            self._dp_client = self._own_client = None
 
     def _roll_out(
-        self, request: Mapping[str, Any], group_size: int, overrides: Mapping[str, Environment]
-    ) -> RolloutBatch:
+        self, request: Mapping[str, Any], group_size: int, overrides: Mapping[str, Environment] | None
+    ) -> tuple[list[Rollout], dict[str, float]]:
         seed = request.get("seed")
         if seed is None:
             seed = derive_seed(self._seed, "rollout", self._steps, self._rounds)
         return run_rollouts(
-            request["prompts"],
-            generator=self._generator,
-            tokenizer=self._tokenizer,
+            [self._prompt(uid) if isinstance(uid, str) else uid for uid in request["prompts"]],
+            generator=self.generator,
+            tokenizer=self.tokenizer,
             environment=_Routed(self._environment, overrides) if overrides else self._environment,
-            settings=self._settings,
+            settings=self.settings,
             group_size=group_size,
             seed=seed,
             tag=request.get("tag"),
             greedy=request.get("greedy", False),
         )
 
-    def _put(self, flat: FlatBatch, tags: list[dict[str, Any]], partition_id: str) -> KVBatchMeta:
-        return kv_first_write(
-            flat.columns(),
-            sample_ids=flat.sample_ids,
-            dp_client=self._dp_client,
-            partition_id=partition_id,
-            task_name=self._task_name,
-            pad_to_multiple=self._settings.pad_to_multiple,
-            tags=tags,
-            routes_checked=True,  # by flatten
-        )
+    def _prompt(self, uid: str) -> Prompt:
+        if not self._by_uid:
+            prompts = self._environment.prompts("train")
+            self._by_uid = {prompt.uid: prompt for prompt in prompts}
+            if len(self._by_uid) != len(prompts):
+                raise ConfigError(
+                    f"the training split has {len(prompts)} prompts under {len(self._by_uid)} uids; a rollout actor "
+                    "finds prompts by uid: make them unique, or set cluster.rollout=driver"
+                )
+        return self._by_uid[uid]
+
+    def _measure(self, seed: int, accuracy: str, reward: str, *, greedy: bool) -> dict[str, float]:
+        assert self._validation is not None, "no validation section was given"
+        size = self._validation.batch_size
+        # Nothing of a validation is replayed.
+        sampling = replace(self.settings.sampling, record_routes=False)
+        rollouts: list[Rollout] = []
+        for index, start in enumerate(range(0, len(self._held_out), size)):
+            rollouts += run_rollouts(
+                self._held_out[start : start + size],
+                generator=self.generator,
+                tokenizer=self.tokenizer,
+                environment=self._environment,
+                settings=replace(self.settings, sampling=sampling),
+                group_size=1,
+                seed=derive_seed(seed, "validation", index),
+                greedy=greedy,
+            )[0]
+        metrics = {reward: fmean(r.reward for r in rollouts)}
+        if any(r.correct is not None for r in rollouts):
+            metrics = {accuracy: fmean(r.correct is True for r in rollouts), **metrics}
+        return metrics
 
 
 class _Routed:

@@ -1,5 +1,6 @@
 """The rollout's data, as small dataclasses."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ class Message:
 class Prompt:
     """A task to solve.
 
-    `uid` is unique in its dataset and stable over runs. `info` is what the environment needs to score an answer
+    `uid` is unique in its dataset and stable over runs. `info` is what the environment needs to score a completion
     (values that msgpack can carry). `answer` is the right answer as text, if there is one; a supervised warm
     start uses it.
     """
@@ -37,7 +38,7 @@ class Rollout:
 
     `token_ids` (L), `token_mask` (L, 1 on generated assistant tokens, 0 on the rest) and `logprobs` (L, 0 where
     the mask is 0) are aligned; nothing is padded. `sample_id` is `<uid>_g<i>`. `truncated` is True where the
-    token limit cut the last turn. `correct` is the environment's word on the last answer, None where it has none.
+    token limit cut the last turn. `correct` is the environment's word on the last completion, None where it has none.
     `routes` (at most L, MoE layers, k) are the experts that the first tokens used, in the wire's dtype; the last
     sampled token has none. None without router replay.
     """
@@ -45,17 +46,33 @@ class Rollout:
     sample_id: str
     prompt: Prompt
     group_index: int
-    token_ids: list[int]
-    token_mask: list[int]
-    logprobs: list[float]
-    messages: list[Message]
-    reward: float
-    truncated: bool
-    turns: int
-    weight_version: int
+    token_ids: list[int] = field(default_factory=list)
+    token_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    reward: float = 0.0
+    truncated: bool = True
+    turns: int = 0
+    weight_version: int = 0
     correct: bool | None = None
     routes: torch.Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def append(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Add tokens: generated ones with their `logprobs`, or, without, those of a prompt or an observation."""
+        self.token_ids.extend(ids)
+        self.token_mask.extend([int(logprobs is not None)] * len(ids))
+        self.logprobs.extend([0.0] * len(ids) if logprobs is None else logprobs)
+
+    @property
+    def uid(self) -> str:
+        """What a sample shares with its group and with no other sample: `a@7.0` of `a@7.0_g3`."""
+        return self.sample_id.removesuffix(f"_g{self.group_index}")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the first generated one."""
+        return self.token_mask.index(1) if 1 in self.token_mask else len(self.token_mask)
 
     @property
     def response_tokens(self) -> int:

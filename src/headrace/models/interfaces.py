@@ -1,13 +1,10 @@
 """Protocols between models, policies, generators and losses, so that nothing here imports algorithms."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-
-from headrace.data_plane.routes_codec import RouteShape
 
 
 class LossType(StrEnum):
@@ -52,80 +49,3 @@ class LossFn(Protocol):
         are shares of the global batch and are summed.
         """
         ...
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to sample.
-
-    `greedy` takes the most likely token; temperature, top-p and top-k then do not matter. `record_routes` asks a
-    generator that records routes for those of this call. `max_total_tokens` bounds each row's prompt and answer
-    together, so that a row with a long prompt gets fewer new tokens than its neighbours; None: no such bound.
-    """
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    greedy: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    record_routes: bool = True
-    max_total_tokens: int | None = None
-
-    def limit(self, prompt_tokens: int) -> int:
-        """Return how many new tokens a prompt of `prompt_tokens` gets at most.
-
-        >>> params = SamplingParams(max_new_tokens=32, max_total_tokens=64)
-        >>> params.limit(5), params.limit(47)
-        (32, 17)
-        """
-        if self.max_total_tokens is None:
-            return self.max_new_tokens
-        return min(self.max_new_tokens, self.max_total_tokens - prompt_tokens)
-
-
-@dataclass
-class GenerationOutput:
-    """What a generator made of B prompts.
-
-    `token_ids[i]` are the new tokens of prompt i, a stop token included; `logprobs[i]` has one float per new
-    token, of the distribution sampled from (after temperature, top-p, top-k); `truncated[i]` is False where a stop
-    token or string ended the answer and True where the token limit cut it. `routes[i]` are the experts that
-    prompt and answer used, (tokens - 1, MoE layers, k) in the wire's dtype: the last token was never computed.
-    None from a generator that does not record, or was not asked to. `stop_token_ids` are all ids that end
-    answers: those of the params, and the model's own.
-    """
-
-    token_ids: list[list[int]]
-    logprobs: list[list[float]]
-    truncated: list[bool]
-    metrics: dict[str, float] = field(default_factory=dict)
-    routes: list[torch.Tensor] | None = None
-    stop_token_ids: tuple[int, ...] = ()
-
-
-class Generator(Protocol):
-    """Samples answers. One `generate` call is a pure function of weights, prompts, params and seed.
-
-    `route_shape` is what its recorded routes look like, None if it records none.
-    """
-
-    weight_version: int
-    route_shape: RouteShape | None
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
-    ) -> GenerationOutput:
-        """Answer every prompt (token ids, at least one each), in order; none beyond its own `params.limit`."""
-        ...
-
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Copy new weights in, by Hugging Face parameter name, and set `weight_version`."""
-        ...
-
-    def release(self) -> None:
-        """Free what is not needed until the next `generate`: caches and their memory."""
-        ...
-
-    def shutdown(self) -> None: ...

@@ -18,6 +18,8 @@ METRICS = {
     "router_replay/missing_share": "router_replay/missing_fraction",
     "rollout/cut_share": "rollout/truncated_fraction",
     "rollout/cut_fraction": "rollout/truncated_fraction",
+    "generation/answers": "generation/completions",
+    "time_s/refresh": "time_s/update_weights",
 }
 
 

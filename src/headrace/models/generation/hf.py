@@ -21,10 +21,10 @@ from transformers import DynamicCache
 from headrace.config import GenerationConfig
 from headrace.errors import ConfigError, GenerationError
 from headrace.models.generation.decode_check import check_decoding
+from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
 from headrace.models.generation.route_recording import RouteRecording
 from headrace.models.generation.stopping import StopRule, build_stop_rule
 from headrace.models.generation.weights import cast_parameters, copy_weights
-from headrace.models.interfaces import GenerationOutput, SamplingParams
 from headrace.models.router_replay import Routes, install
 from headrace.models.sampling import filter_logits, gather_logprobs, sample_at
 from headrace.models.tokenizers import unknown_ids, vocabulary_of

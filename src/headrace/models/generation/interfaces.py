@@ -1,46 +1,99 @@
-"""The generator protocol, and the one place that chooses an implementation."""
+"""What a generator is: the protocol, what it is asked, and what it gives back. `hf.py` is one to copy."""
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
 
 from headrace.config import GenerationConfig
-from headrace.errors import ConfigError, ReplayError
-from headrace.models.generation.hf import HFGenerator
-from headrace.models.interfaces import GenerationOutput, Generator, SamplingParams
-
-__all__ = ["GenerationOutput", "Generator", "SamplingParams", "build_generator", "sampling_params"]
-
-_BACKENDS = {"hf": HFGenerator}
+from headrace.data_plane.routes_codec import RouteShape
 
 
-def build_generator(
-    cfg: GenerationConfig, model: Any, tokenizer: Any, *, record_routes: bool = False
-) -> Generator:
-    """Return the generator that `cfg.backend` names; it owns `model` from then on.
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample.
 
-    Raises:
-        ConfigError: a backend that is not there, or `record_routes` with a model whose routes cannot be recorded.
+    `greedy` takes the most likely token; temperature, top-p and top-k then do not matter. `record_routes` asks a
+    generator that records routes for those of this call. `max_total_tokens` bounds each row's prompt and completion
+    together, so that a row with a long prompt gets fewer new tokens than its neighbours; None: no such bound.
     """
-    backend = _BACKENDS.get(cfg.backend)
-    if backend is None:
-        raise ConfigError(
-            f"generation.backend={cfg.backend!r} is not there; choose one of: {', '.join(_BACKENDS)}"
-        )
-    try:
-        return backend(model, tokenizer, cfg, record_routes=record_routes)
-    except ReplayError as error:
-        raise ConfigError(
-            f"policy.router_replay.enabled=true, and generation.backend={cfg.backend} cannot record routes: {error}"
-        ) from error
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    greedy: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    record_routes: bool = True
+    max_total_tokens: int | None = None
+
+    def limit(self, prompt_tokens: int) -> int:
+        """Return how many new tokens a prompt of `prompt_tokens` gets at most.
+
+        >>> params = SamplingParams(max_new_tokens=32, max_total_tokens=64)
+        >>> params.limit(5), params.limit(47)
+        (32, 17)
+        """
+        if self.max_total_tokens is None:
+            return self.max_new_tokens
+        return min(self.max_new_tokens, self.max_total_tokens - prompt_tokens)
 
 
-def sampling_params(cfg: GenerationConfig, *, greedy: bool = False) -> SamplingParams:
-    """Return the recipe's way to sample, or its greedy counterpart with the same limits and stops."""
+@dataclass
+class GenerationOutput:
+    """What a generator made of B prompts.
+
+    `token_ids[i]` are the new tokens of prompt i, a stop token included; `logprobs[i]` has one float per new
+    token, of the distribution sampled from (after temperature, top-p, top-k); `truncated[i]` is False where a stop
+    token or string ended the answer and True where the token limit cut it. `routes[i]` are the experts that
+    prompt and answer used, (tokens - 1, MoE layers, k) in the wire's dtype: the last token was never computed.
+    None from a generator that does not record, or was not asked to. `stop_token_ids` are all ids that end
+    answers: those of the params, and the model's own.
+    """
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    truncated: list[bool]
+    metrics: dict[str, float] = field(default_factory=dict)
+    routes: list[torch.Tensor] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Generator(Protocol):
+    """Samples answers. One `generate` call is a pure function of weights, prompts, params and seed.
+
+    `route_shape` is what its recorded routes look like, None if it records none.
+    """
+
+    weight_version: int
+    route_shape: RouteShape | None
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
+    ) -> GenerationOutput:
+        """Answer every prompt (token ids, at least one each), in order; none beyond its own `params.limit`."""
+        ...
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Copy new weights in, by Hugging Face parameter name, and set `weight_version`."""
+        ...
+
+    def release(self) -> None:
+        """Free what is not needed until the next `generate`: caches and their memory."""
+        ...
+
+    def shutdown(self) -> None: ...
+
+
+def sampling_params(cfg: GenerationConfig) -> SamplingParams:
+    """Return the recipe's way to sample."""
     return SamplingParams(
         max_new_tokens=cfg.max_new_tokens,
         temperature=cfg.temperature,
         top_p=cfg.top_p,
         top_k=cfg.top_k,
-        greedy=greedy,
         stop_token_ids=cfg.stop_token_ids,
         stop_strings=cfg.stop_strings,
     )

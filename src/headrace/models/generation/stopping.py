@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from headrace.errors import ConfigError
-from headrace.models.interfaces import SamplingParams
+from headrace.models.generation.interfaces import SamplingParams
 from headrace.models.tokenizers import vocabulary_of
 
 _SPARE_TOKENS = 4

@@ -24,7 +24,8 @@ from headrace.data_plane.schema import (
 )
 from headrace.distributed.batched_data_dict import BatchedDataDict, DynamicBatchingArgs, SequencePackingArgs
 from headrace.distributed.worker_groups import WorkerGroup
-from headrace.models.interfaces import Generator, LossFn
+from headrace.models.generation.interfaces import Generator
+from headrace.models.interfaces import LossFn
 from headrace.models.policy.launch import Launcher, build_worker_group
 from headrace.models.policy.results import aggregate_train_results, merge_rows
 from headrace.models.router_replay.stats import ReplayStats

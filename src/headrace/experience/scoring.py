@@ -1,4 +1,4 @@
-"""Having an environment judge answers, and holding its results to what they are declared to be."""
+"""Scores of samples, from an environment whose results are checked against what they are declared to be."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,12 @@ _ROLES = get_args(Role)
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
-def judge(environment: Environment, rollouts: Sequence[Rollout]) -> list[StepResult]:
-    """Return the environment's result for the last answer of each sample.
+def score_group(environment: Environment, rollouts: Sequence[Rollout]) -> list[StepResult]:
+    """Have the environment judge the last completion of each sample, and add its rewards, verdicts and metrics.
 
     Raises:
-        RewardError: as `checked_results`; also an episode that goes on without an observation.
+        RewardError: as `checked_results`; also an episode that goes on without an observation, and rewards of several
+            turns whose sum does not fit in float32.
     """
     # By keyword, so that an environment that expects the opposite flag is told.
     results = environment.step(
@@ -27,8 +28,17 @@ def judge(environment: Environment, rollouts: Sequence[Rollout]) -> list[StepRes
         [tuple(r.messages) for r in rollouts],
         truncated=[r.truncated for r in rollouts],
     )
-    names = [f"sample '{r.sample_id}', turn {r.turns}" for r in rollouts]
-    return checked_results(results, names)
+    results = checked_results(results, [f"sample '{r.sample_id}', turn {r.turns}" for r in rollouts])
+    for rollout, result in zip(rollouts, results):
+        rollout.reward += float(result.reward)
+        if not _is_finite(rollout.reward, _FLOAT32_MAX):
+            raise RewardError(
+                f"sample '{rollout.sample_id}': the rewards of {rollout.turns} turns add up to {rollout.reward!r}; "
+                "expected a sum that fits in float32"
+            )
+        rollout.correct = rollout.correct if result.correct is None else bool(result.correct)
+        rollout.metrics.update(result.metrics)
+    return results
 
 
 def checked_results(results: Any, names: Sequence[str], *, who: str = "the environment") -> list[StepResult]:
@@ -53,10 +63,9 @@ def checked_results(results: Any, names: Sequence[str], *, who: str = "the envir
 
 
 def _fault(result: Any) -> str | None:
-    """Return what is wrong with a result and what was expected, or None."""
     if not isinstance(result, StepResult):
         return f"{_shown(result)} in place of a StepResult; return StepResult(reward=...)"
-    if not fits_float32(result.reward):
+    if not _is_finite(result.reward, _FLOAT32_MAX):
         return f"reward {_shown(result.reward)}; expected a finite number that fits in float32"
     if result.correct is not None and not _is_flag(result.correct):
         return f"correct {_shown(result.correct)}; expected True, False or None"
@@ -81,11 +90,6 @@ def _fault_of_turn(result: StepResult) -> str | None:
     if not result.done and not result.observation:
         return "done=False without an observation; give at least one message, or done=True"
     return None
-
-
-def fits_float32(value: Any) -> bool:
-    """Return whether a value is a number that float32 holds."""
-    return _is_finite(value, _FLOAT32_MAX)
 
 
 def _is_finite(value: Any, most: float = sys.float_info.max) -> bool:

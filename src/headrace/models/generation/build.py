@@ -1,0 +1,31 @@
+"""The one place that chooses a generator."""
+
+from typing import Any
+
+from headrace.config import GenerationConfig
+from headrace.errors import ConfigError, ReplayError
+from headrace.models.generation.hf import HFGenerator
+from headrace.models.generation.interfaces import Generator
+
+_BACKENDS = {"hf": HFGenerator}
+
+
+def build_generator(
+    cfg: GenerationConfig, model: Any, tokenizer: Any, *, record_routes: bool = False
+) -> Generator:
+    """Return the generator that `cfg.backend` names; it owns `model` from then on.
+
+    Raises:
+        ConfigError: a backend that is not there, or `record_routes` with a model whose routes cannot be recorded.
+    """
+    backend = _BACKENDS.get(cfg.backend)
+    if backend is None:
+        raise ConfigError(
+            f"generation.backend={cfg.backend!r} is not there; choose one of: {', '.join(_BACKENDS)}"
+        )
+    try:
+        return backend(model, tokenizer, cfg, record_routes=record_routes)
+    except ReplayError as error:
+        raise ConfigError(
+            f"policy.router_replay.enabled=true, and generation.backend={cfg.backend} cannot record routes: {error}"
+        ) from error
