@@ -10,7 +10,7 @@ from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.column_io import read_columns
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.schema import DP_TRAIN_FIELDS, ROLLOUT_FIELDS
-from headrace.data_plane.store.sample_store import LocalStore
+from headrace.data_plane.store.sample_store import SampleStore
 from headrace.environments.interfaces import StepResult
 from headrace.errors import (
     CapacityExceeded,
@@ -286,7 +286,7 @@ def test_a_logprob_that_overflows_its_column_leaves_no_row(store: CountingStore)
 
 
 def test_a_put_that_does_not_fit_leaves_no_row() -> None:
-    small = CountingStore(LocalStore(5))
+    small = CountingStore(SampleStore(5))
     small.register_partition(PARTITION, DP_TRAIN_FIELDS, 5, ["train"])
     generator = BigramGenerator(TOKENIZER)
     with pytest.raises(CapacityExceeded):

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from headrace.algorithms.grpo import Traffic
-from headrace.data_plane.object_codec import object_array
 from headrace.data_plane.route_binding import sample_salts
 from headrace.data_plane.schema import (
     ROUTE_SALTS,
@@ -17,6 +16,7 @@ from headrace.data_plane.schema import (
     pad_values,
 )
 from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.columns import object_array
 from headrace.distributed.ragged import RowLayout
 from headrace.experience.flatten import flatten
 from headrace.experience.sync_rollout_actor import SyncRolloutActor

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.data_plane.object_codec import object_array
 from headrace.data_plane.routes_codec import RouteShape
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD, SAMPLE_MASK
+from headrace.distributed.columns import object_array
 from headrace.distributed.ragged import nested_from_ragged, offsets_from_lengths
 from headrace.errors import SchemaError
 from headrace.experience.rollout_routes import route_facts, routes_column
