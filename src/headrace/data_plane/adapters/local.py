@@ -12,9 +12,11 @@ from weakref import WeakValueDictionary
 from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.interfaces import KVBatchMeta
+from headrace.data_plane.store.client import StoreClient
 from headrace.data_plane.store.columns import Chunk, Known, checked_put, read_rows
-from headrace.data_plane.store.requests import ClaimRequest, Registration, waiting_time
+from headrace.data_plane.store.partition import RowFacts
+from headrace.data_plane.store.requests import ClaimRequest
 from headrace.data_plane.store.sample_store import SampleStore
 from headrace.data_plane.wire import wire_tensordict
 from headrace.errors import DataPlaneError
@@ -25,7 +27,7 @@ _owners_lock = threading.Lock()
 _owners: WeakValueDictionary[str, "LocalDataPlaneClient"] = WeakValueDictionary()
 
 
-class LocalDataPlaneClient(DataPlaneClient):
+class LocalDataPlaneClient(StoreClient):
     """A client of an in-process store.
 
     Columns are copied in and out: neither the caller's tensors nor the results share memory with the store,
@@ -73,51 +75,15 @@ class LocalDataPlaneClient(DataPlaneClient):
             )
         return cls(owner._store)
 
-    def register_partition(
-        self,
-        partition_id: str,
-        fields: Sequence[str],
-        num_samples: int,
-        consumer_tasks: Sequence[str],
-        grpo_group_size: int | None = None,
-        enums: Mapping[str, Sequence[str]] | None = None,
-        *,
-        group_tag: str | None = None,
-    ) -> None:
-        asked = (partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums)
-        self._open().register(Registration.of(*asked, group_tag=group_tag))
+    def _ask(self, operation: str, *arguments: object) -> Any:
+        return getattr(self._open(), operation)(*arguments)
 
-    def claim_meta(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: Sequence[str],
-        batch_size: int,
-        dp_rank: int | None = None,
-        blocking: bool = True,
-        timeout_s: float = 60.0,
-        *,
-        allow_partial: bool = False,
-    ) -> KVBatchMeta | None:
-        """Take the next ready rows of a task."""
-        request = ClaimRequest.of(partition_id, task_name, required_fields, batch_size, allow_partial)
-        store, wait_s = self._open(), waiting_time(blocking, timeout_s)
+    def _claim(self, request: ClaimRequest, wait_s: float) -> RowFacts | None:
+        store = self._open()
         facts = store.claim(request, wait_s)
-        if facts is None and blocking:
+        if facts is None and wait_s >= 0:
             raise store.claim_timeout(request)
-        if facts is None or not facts.sample_ids:
-            return None
-        return facts.meta(partition_id, task_name, request.fields)
-
-    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
-        """Read the rows of `meta`."""
-        names = select_fields if select_fields is not None else meta.fields
-        if names is None:
-            names = self._open().shared_columns(meta.partition_id, meta.sample_ids)
-        return self.get_samples(meta.sample_ids, meta.partition_id, names)
-
-    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        return self._open().is_consumed(partition_id, texts("task_names", task_names))
+        return facts
 
     def put_samples(
         self,
@@ -144,11 +110,6 @@ class LocalDataPlaneClient(DataPlaneClient):
         columns = {name: read_rows(*selection).leaf(known) for name, selection in selected.items()}
         return wire_tensordict(columns, len(ids))
 
-    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        """Remove rows, or with None the partition; ids that are not there are ignored."""
-        ids = None if sample_ids is None else texts("sample_ids", sample_ids)
-        self._open().clear(partition_id, ids)
-
     def close(self) -> None:
         """Let go of the store; the client that started it drops it, for all its clients."""
         if self._is_closed:
@@ -159,16 +120,6 @@ class LocalDataPlaneClient(DataPlaneClient):
         if self._name is not None:
             with _owners_lock:
                 del _owners[self._name]
-
-    def partition_ids(self) -> list[str]:
-        return list(self._open().sample_ids())
-
-    def sample_ids(self, partition_id: str) -> list[str]:
-        return self._open().sample_ids().get(partition_id, [])
-
-    def stored_bytes(self, partition_id: str | None = None) -> int:
-        by_partition = self._open().stored_bytes()
-        return sum(by_partition.values()) if partition_id is None else by_partition.get(partition_id, 0)
 
     def _open(self) -> SampleStore[Chunk]:
         if self._is_closed:

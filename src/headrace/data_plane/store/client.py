@@ -21,7 +21,7 @@ class StoreClient(DataPlaneClient):
 
     @abstractmethod
     def _claim(self, request: ClaimRequest, wait_s: float) -> RowFacts | None:
-        """Return what `SampleStore.claim` returns, after that time at the latest.
+        """Return what `SampleStore.claim` returns, after that time at the latest; a negative time waits for nothing.
 
         Raises:
             ClaimTimeout: rows did not come, and they were waited for.
