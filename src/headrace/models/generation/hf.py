@@ -1,8 +1,8 @@
-"""Answers from a Hugging Face causal LM: a decode loop over its own forward pass and key-value cache.
+"""Completions from a Hugging Face causal LM: a decode loop over its own forward pass and key-value cache.
 
 Prompts are sorted by length and decoded in left-padded batches. Equal prompts of a batch are prefilled once;
 a row that ends leaves its batch and costs nothing further. Sampling takes one random number per prompt and
-token, all drawn at once from one seeded generator. So an answer depends on the weights, its prompt, the
+token, all drawn at once from one seeded generator. So a completion depends on the weights, its prompt, the
 params, the seed and its place in the call. Its neighbours and the batch size reach it only through rounding:
 padding and matrix shapes change the last bits of a logit.
 """
@@ -35,7 +35,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class HFGenerator:
     """A Generator over a `PreTrainedModel`, which it owns: it casts it to `cfg.precision` and freezes it.
 
-    Logprobs are those of the filtered distribution that was sampled; of greedy answers, those of the plain
+    Logprobs are those of the filtered distribution that was sampled; of greedy completions, those of the plain
     softmax. For a further turn of a conversation, pass all its ids again.
 
     With `record_routes` the output has the experts that every token used, those of the prompt's prefill included.
@@ -92,13 +92,13 @@ class HFGenerator:
         for begin in range(0, len(order), self._batch_size):
             rows = order[begin : begin + self._batch_size]
             noise = None if uniforms is None else uniforms[rows].to(self._model.device)
-            answers, recording = self._decode(
+            completions, recording = self._decode(
                 [prompts[i] for i in rows], [limits[i] for i in rows], params, stop, noise
             )
-            answers.check_finite(rows)
-            answers.write_to(output, rows)
+            completions.check_finite(rows)
+            completions.write_to(output, rows)
             if recording is not None:
-                routes.update(zip(rows, recording.rows(answers.counts), strict=True))
+                routes.update(zip(rows, recording.rows(completions.counts), strict=True))
         if routes:
             output.routes = [routes[i] for i in range(len(prompts))]
         output.stop_token_ids = tuple(stop.token_ids.tolist())
@@ -157,11 +157,11 @@ class HFGenerator:
         params: SamplingParams,
         stop: StopRule,
         uniforms: torch.Tensor | None,
-    ) -> "tuple[_Answers, RouteRecording | None]":
+    ) -> "tuple[_Completions, RouteRecording | None]":
         batch = self._pad(prompts)
         shape = self.route_shape if params.record_routes else None
         recording = None if shape is None else RouteRecording(shape, batch.lengths, batch.source)
-        answers = _Answers.empty(limits, self._model.device)
+        completions = _Completions.empty(limits, self._model.device)
         live = torch.arange(len(prompts), device=self._model.device)
         cache = DynamicCache(config=self._model.config)
         logits, routes = self._forward(batch.prefill_inputs(), cache, records=recording is not None)
@@ -172,12 +172,12 @@ class HFGenerator:
         for step in range(max(limits)):
             noise = None if uniforms is None else uniforms[live, step]
             ids, logprobs = _choose(logits, params, noise, self._unknown_ids)
-            answers.tokens[live, step] = ids
-            answers.logprobs[live, step] = logprobs
-            ended = stop.ended(answers.tokens[live, max(0, step + 1 - stop.window) : step + 1])
-            leaves = ended | (answers.limits[live] == step + 1)
+            completions.tokens[live, step] = ids
+            completions.logprobs[live, step] = logprobs
+            ended = stop.ended(completions.tokens[live, max(0, step + 1 - stop.window) : step + 1])
+            leaves = ended | (completions.limits[live] == step + 1)
             if bool(leaves.any()):
-                answers.end(live[ended], step + 1)
+                completions.end(live[ended], step + 1)
                 going = (~leaves).nonzero().squeeze(-1)
                 if len(going) == 0:
                     break
@@ -187,7 +187,7 @@ class HFGenerator:
             logits, routes = self._forward(inputs, cache, records=recording is not None)
             if recording is not None:
                 recording.add_step(live, routes)
-        return answers, recording
+        return completions, recording
 
     def _check_decoding(self) -> None:
         params = SamplingParams(max_new_tokens=3, greedy=True, record_routes=False)
@@ -195,8 +195,8 @@ class HFGenerator:
 
         def decode(prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
             limits = [params.max_new_tokens] * len(prompts)
-            answers, _ = self._decode(prompts, limits, params, never, None)
-            return answers.tokens.tolist(), answers.logprobs.tolist()
+            completions, _ = self._decode(prompts, limits, params, never, None)
+            return completions.tokens.tolist(), completions.logprobs.tolist()
 
         check_decoding(self._model, decode, self._unknown_ids)
 
@@ -265,8 +265,8 @@ class _PaddedPrompts:
 
 
 @dataclass
-class _Answers:
-    """B answers; row i's first `counts[i]` entries are used, `limits[i]` at most."""
+class _Completions:
+    """B completions; row i's first `counts[i]` entries are used, `limits[i]` at most."""
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
@@ -275,7 +275,7 @@ class _Answers:
     truncated: torch.Tensor
 
     @classmethod
-    def empty(cls, limits: list[int], device: torch.device) -> "_Answers":
+    def empty(cls, limits: list[int], device: torch.device) -> "_Completions":
         rows, width = len(limits), max(limits)
         bounds = torch.tensor(limits, device=device)
         return cls(
