@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import reference_algorithms as reference
-from headrace.algorithms.advantages import TokenKL, compute_advantages, group_baseline_and_std
+from headrace.algorithms.advantages import TokenKL, compute_advantages
 from headrace.config import AdvantageConfig
 from headrace.errors import SchemaError
 
@@ -98,13 +98,12 @@ def test_the_kl_of_tokens_is_charged_to_them_and_those_before(cfg, data):
 
 
 def test_baselines_of_the_docstring():
-    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 5.0]), torch.tensor([7, 7, 7, 9])
-    valid = torch.ones(4)
-    plain, std = group_baseline_and_std(rewards, groups, valid, False)
-    assert plain.tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 5.0])
-    assert std.tolist() == pytest.approx([math.sqrt(1 / 3)] * 3 + [0.0])
-    peers, _ = group_baseline_and_std(rewards, groups, valid, True)
-    assert peers.tolist() == pytest.approx([0.0, 0.5, 0.5, 5.0])
+    rewards, groups = [1.0, 0.0, 0.0, 5.0], [7, 7, 7, 9]
+    plain = compute(rewards, groups, AdvantageConfig())
+    assert plain.baseline.tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 5.0])
+    assert plain.std.tolist() == pytest.approx([math.sqrt(1 / 3)] * 3 + [0.0])
+    peers = compute(rewards, groups, AdvantageConfig(leave_one_out=True))
+    assert peers.baseline.tolist() == pytest.approx([0.0, 0.5, 0.5, 5.0])
 
 
 @pytest.mark.parametrize("cfg", CONFIGS[:5], ids=repr)

@@ -13,14 +13,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.algorithms.loss import read_column
 from headrace.algorithms.run import Session, build_session
 from headrace.data_plane import (
     DP_TRAIN_FIELDS,
     LP_SEED_FIELDS,
     DataPlaneClient,
+    FieldSpec,
+    Kind,
     KVBatchMeta,
     MetricsDataPlaneClient,
     build_data_plane_client,
+    declare,
     kv_first_write,
     read_columns,
     write_columns,
@@ -28,6 +32,7 @@ from headrace.data_plane import (
 from headrace.data_plane.codec import response_from_nested, to_nested_by_length
 from headrace.data_plane.observability import DataPlaneEvent
 from headrace.data_plane.schema import (
+    FIELDS,
     GLOBAL_FORWARD_PAD_SEQLEN,
     MICRO_BATCH_INDICES,
     MICRO_BATCH_LENGTHS,
@@ -549,6 +554,40 @@ def test_a_column_asked_for_and_not_there_is_an_error(make_policy: Any) -> None:
     meta = ready_to_train(policy)
     with pytest.raises(HeadraceError, match="nowhere"):
         policy.train_from_meta(meta, PolicyGradient(), train_fields=[*DP_TRAIN_FIELDS, "nowhere"])
+
+
+class HintedLoss(PolicyGradient):
+    """A loss with a declared column of its own that no training step reads by itself."""
+
+    required_columns = frozenset({"advantages", "hint_weights"})
+
+    def __call__(self, logprobs: torch.Tensor, data: Any, **counts: torch.Tensor) -> Any:
+        hints = read_column(data, "hint_weights", logprobs)
+        loss, metrics = super().__call__(logprobs, data, **counts)
+        return loss, {**metrics, "hints": hints.sum()}
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_loss_gets_the_declared_column_that_it_asks_for(make_policy: Any, pieces: bool) -> None:
+    declare(FieldSpec("hint_weights", Kind.PER_TOKEN, torch.float32, optional=True))
+    try:
+        policy = make_policy()
+        meta = ready_to_train(policy)
+        with pytest.raises(HeadraceError, match="hint_weights"):
+            policy.train_from_meta(meta, HintedLoss())
+        hints = [torch.full((length,), 0.5) for length in LENGTHS]
+        policy.write_to_dataplane(
+            meta, {"hint_weights": torch.nested.nested_tensor(hints, layout=torch.jagged)}
+        )
+        if pieces:
+            policy.begin_train_step(meta)
+            policy.train_microbatches_from_meta(meta, HintedLoss())
+            trained = policy.finish_train_step()
+        else:
+            trained = policy.train_from_meta(meta, HintedLoss())
+        assert trained["all_mb_metrics"]["hints"] == sum(length - 1 for length in LENGTHS) / 2
+    finally:
+        del FIELDS["hint_weights"]
 
 
 def test_a_meta_that_does_not_say_its_columns_can_be_scored(make_policy: Any) -> None:

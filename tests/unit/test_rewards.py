@@ -7,7 +7,7 @@ import torch
 
 from headrace.algorithms.grpo import score
 from headrace.algorithms.rewards import check_rewards, overlong_mask, shape_rewards, subtract_kl
-from headrace.algorithms.sample_table import SampleTable
+from headrace.algorithms.rollout_table import RolloutTable
 from headrace.config import RewardConfig
 from headrace.errors import ConfigError, RewardError
 from headrace.experience.flatten import per_sample_values
@@ -109,7 +109,7 @@ def test_over_several_turns_the_longest_one_is_held_against_the_limit_of_a_turn(
             "reward": {"overlong_penalty": 1.0, "overlong_buffer_tokens": 3},
         },
     )
-    table = SampleTable.from_values(per_sample_values(rollouts))
+    table = RolloutTable.from_values(per_sample_values(rollouts))
     rewards = score(recipe, table, {}, torch.ones(len(rollouts))).rewards
     for rollout, reward in zip(rollouts, rewards.tolist(), strict=True):
         turns = [len(list(run)) for kind, run in groupby(rollout.token_mask) if kind]

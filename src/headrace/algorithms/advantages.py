@@ -6,6 +6,7 @@ and get an advantage of 0. Arithmetic is in float64; results are float32.
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -38,7 +39,7 @@ class TokenKL:
 
 
 @dataclass(frozen=True)
-class _Groups:
+class Groups:
     """Rewards with their groups' moments, float64; `centred` is exactly 0 in a group of equal rewards."""
 
     index: torch.Tensor  # (N,) group of each row, 0..G-1
@@ -49,26 +50,10 @@ class _Groups:
     std: torch.Tensor  # (G,); 0 with fewer than two valid rows
 
     @property
-    def leave_one_out_factor(self) -> torch.Tensor:
-        """(G,) n / (n - 1): turns a distance from the mean into one from the peers' mean; 0 if n < 2."""
-        return torch.where(self.count > 1, self.count / (self.count - 1).clamp(min=1), 0.0)
-
-
-def group_baseline_and_std(
-    rewards: torch.Tensor, group_ids: torch.Tensor, valid_mask: torch.Tensor, leave_one_out: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's baseline and its group's standard deviation, both (N,) float32.
-
-    The baseline is the mean reward of the group's valid rows, or, with `leave_one_out`, of the other valid
-    rows. A row without peers is its own baseline. The standard deviation has n - 1 in its denominator and is
-    0 for fewer than two valid rows or equal rewards.
-
-    Rewards [1, 0, 0, 5] in groups [7, 7, 7, 9] have baselines [1/3, 1/3, 1/3, 5], or [0, 1/2, 1/2, 5] with
-    `leave_one_out`.
-    """
-    groups = _group(rewards, group_ids, valid_mask)
-    baseline = _baseline(rewards, groups, _peer_distance(groups, leave_one_out))
-    return baseline, groups.std[groups.index].to(torch.float32)
+    def peer_distance(self) -> torch.Tensor:
+        """(N,) reward - mean of the other valid rows of its group; 0 without any."""
+        factor = torch.where(self.count > 1, self.count / (self.count - 1).clamp(min=1), 0.0)
+        return self.centred * factor[self.index]
 
 
 def compute_advantages(
@@ -105,25 +90,26 @@ def compute_advantages(
     Raises:
         SchemaError: inputs of different lengths, or group ids that are not integers.
     """
-    _check(rewards, group_ids, valid, tokens=tokens)
+    _check(rewards=rewards, group_ids=group_ids, valid=valid, tokens=tokens)
     groups = _group(rewards, group_ids, valid)
-    if cfg.estimator == "reinforce_plus_plus":
-        return _over_tokens(rewards, groups, tokens, cfg, kl)
-    advantages = _peer_distance(groups, cfg.estimator == "rloo" or cfg.leave_one_out)
-    baseline = _baseline(rewards, groups, advantages)
+    return ESTIMATORS[cfg.estimator](rewards, groups, tokens, cfg, kl)
+
+
+def group_relative(
+    rewards: torch.Tensor, groups: Groups, tokens: torch.Tensor, cfg: AdvantageConfig, kl: TokenKL | None
+) -> AdvantageResult:
+    """Measure a reward from the mean of its group, or, for `rloo` and `leave_one_out`, of its peers."""
+    rloo = cfg.estimator == "rloo"
+    advantages = groups.peer_distance if rloo or cfg.leave_one_out else groups.centred
     std = groups.std[groups.index]
-    if cfg.normalize_std and cfg.estimator != "rloo":
+    baseline = _baseline(rewards, groups, advantages)
+    if cfg.normalize_std and not rloo:
         advantages = advantages / (std + cfg.epsilon)
-    return AdvantageResult(
-        advantages=advantages.to(torch.float32),
-        baseline=baseline,
-        std=std.to(torch.float32),
-        metrics=_metrics(advantages, groups),
-    )
+    return _result(advantages, baseline, std, groups)
 
 
-def _over_tokens(
-    rewards: torch.Tensor, groups: _Groups, tokens: torch.Tensor, cfg: AdvantageConfig, kl: TokenKL | None
+def over_tokens(
+    rewards: torch.Tensor, groups: Groups, tokens: torch.Tensor, cfg: AdvantageConfig, kl: TokenKL | None
 ) -> AdvantageResult:
     """Measure every token's return against those of all tokens, from sums per sample alone."""
     batch = _group(rewards, torch.zeros_like(groups.index), groups.valid)
@@ -141,18 +127,45 @@ def _over_tokens(
     # The variance of all tokens: between the samples' means, and of the tokens of a sample around its own.
     std = ((count * centred**2 + spread).sum() / total).sqrt()
     scale = 1 / (std + cfg.epsilon) if cfg.normalize_std else torch.ones_like(std)
-    advantages = centred * scale
-    return AdvantageResult(
-        advantages=advantages.to(torch.float32),
-        baseline=_baseline(rewards, batch, centred),
-        std=std.to(torch.float32).expand(len(rewards)),
-        metrics=_metrics(advantages, groups),
-        kl_scale=0.0 if kl is None else kl.coefficient * float(scale),
-    )
+    kl_scale = 0.0 if kl is None else kl.coefficient * float(scale)
+    baseline = _baseline(rewards, batch, centred)
+    return _result(centred * scale, baseline, std.expand(len(rewards)), groups, kl_scale)
 
 
-def _group(rewards: torch.Tensor, group_ids: torch.Tensor, valid_mask: torch.Tensor) -> _Groups:
-    _check(rewards, group_ids, valid_mask)
+class AdvantageEstimator(Protocol):
+    """From rewards to advantages; `group_relative` is one to copy. Arguments as in `compute_advantages`."""
+
+    def __call__(
+        self,
+        rewards: torch.Tensor,
+        groups: Groups,
+        tokens: torch.Tensor,
+        cfg: AdvantageConfig,
+        kl: TokenKL | None,
+    ) -> AdvantageResult: ...
+
+
+ESTIMATORS: dict[str, AdvantageEstimator] = {
+    "grpo": group_relative,
+    "rloo": group_relative,
+    "reinforce_plus_plus": over_tokens,
+}
+"""By `grpo.advantage.estimator`."""
+
+
+def _result(
+    advantages: torch.Tensor, baseline: torch.Tensor, std: torch.Tensor, groups: Groups, kl_scale: float = 0.0
+) -> AdvantageResult:
+    single, baseline, std = (values.to(torch.float32) for values in (advantages, baseline, std))
+    return AdvantageResult(single, baseline, std, _metrics(advantages, groups), kl_scale)
+
+
+def _baseline(rewards: torch.Tensor, groups: Groups, distance: torch.Tensor) -> torch.Tensor:
+    own = rewards.to(torch.float64) - distance
+    return torch.where(groups.valid, own, groups.mean[groups.index])
+
+
+def _group(rewards: torch.Tensor, group_ids: torch.Tensor, valid_mask: torch.Tensor) -> Groups:
     ids, index = torch.unique(group_ids, return_inverse=True)
     valid = valid_mask != 0
     values = rewards.to(torch.float64)
@@ -162,27 +175,18 @@ def _group(rewards: torch.Tensor, group_ids: torch.Tensor, valid_mask: torch.Ten
 
     count = total(valid.to(torch.float64))
     # Measured from the group's least reward, equal rewards are exact zeros, and so is all that follows.
-    least = values.new_full((len(ids),), torch.inf).scatter_reduce_(
+    lowest = values.new_full((len(ids),), torch.inf).scatter_reduce_(
         0, index, values.masked_fill(~valid, torch.inf), "amin"
     )
-    least = torch.where(count > 0, least, 0.0)
-    shifted = torch.where(valid, values - least[index], 0.0)
+    lowest = torch.where(count > 0, lowest, 0.0)
+    shifted = torch.where(valid, values - lowest[index], 0.0)
     mean = total(shifted) / count.clamp(min=1)
     centred = torch.where(valid, shifted - mean[index], 0.0)
     std = (total(centred**2) / (count - 1).clamp(min=1)).sqrt()
-    return _Groups(index=index, valid=valid, count=count, centred=centred, mean=least + mean, std=std)
+    return Groups(index=index, valid=valid, count=count, centred=centred, mean=lowest + mean, std=std)
 
 
-def _peer_distance(groups: _Groups, leave_one_out: bool) -> torch.Tensor:
-    return groups.centred * groups.leave_one_out_factor[groups.index] if leave_one_out else groups.centred
-
-
-def _baseline(rewards: torch.Tensor, groups: _Groups, distance: torch.Tensor) -> torch.Tensor:
-    own = rewards.to(torch.float64) - distance
-    return torch.where(groups.valid, own, groups.mean[groups.index]).to(torch.float32)
-
-
-def _metrics(advantages: torch.Tensor, groups: _Groups) -> dict[str, float]:
+def _metrics(advantages: torch.Tensor, groups: Groups) -> dict[str, float]:
     """Return means over valid samples, and over groups that have one."""
     samples = groups.valid.sum().clamp(min=1)
     filled = groups.count > 0
@@ -199,10 +203,8 @@ def _metrics(advantages: torch.Tensor, groups: _Groups) -> dict[str, float]:
     return dict(zip(values, torch.stack([v.to(torch.float64) for v in values.values()]).tolist()))
 
 
-def _check(
-    rewards: torch.Tensor, group_ids: torch.Tensor, valid: torch.Tensor, **others: torch.Tensor
-) -> None:
-    inputs = {"rewards": rewards, "group_ids": group_ids, "valid": valid, **others}
+def _check(**inputs: torch.Tensor) -> None:
+    rewards, group_ids = inputs["rewards"], inputs["group_ids"]
     if rewards.dim() != 1 or len({values.shape for values in inputs.values()}) != 1:
         got = ", ".join(f"{name} {tuple(values.shape)}" for name, values in inputs.items())
         raise SchemaError(f"advantages need {', '.join(inputs)} of one shape (N,); got {got}")

@@ -28,6 +28,7 @@ from headrace.algorithms.rewards import (
     shape_rewards,
     subtract_kl,
 )
+from headrace.algorithms.rollout_table import RolloutTable
 from headrace.algorithms.sample_stats import (
     MISMATCH,
     MismatchLoss,
@@ -38,7 +39,6 @@ from headrace.algorithms.sample_stats import (
     stats_columns,
     token_advantages,
 )
-from headrace.algorithms.sample_table import SampleTable
 from headrace.algorithms.updates import check_finite, update_metrics
 from headrace.config import RecipeConfig
 from headrace.data_plane.schema import MEAN_ADVANTAGES
@@ -203,7 +203,7 @@ def run_step(ctx: StepContext, step: int, timer: Timer) -> StepResult:
     return StepResult({**metrics, **traffic.metrics()}, tokens, dict(traffic.by_column), samples)
 
 
-def _watch_replay(ctx: StepContext, step: int, batch: Any, table: SampleTable) -> ReplayWatch:
+def _watch_replay(ctx: StepContext, step: int, batch: Any, table: RolloutTable) -> ReplayWatch:
     return ReplayWatch(
         ctx.recipe.policy.router_replay,
         step=step,
@@ -255,7 +255,7 @@ class Collected:
     """A step's rows; `weights` (N,) is 0 for rows that only fill the batch."""
 
     rows: Any
-    table: SampleTable
+    table: RolloutTable
     weights: torch.Tensor
     metrics: dict[str, float]
 
@@ -276,7 +276,7 @@ def collect(ctx: StepContext, step: int) -> Collected:
 
 def _round(
     ctx: StepContext, step: int, number: int, prompts: int
-) -> tuple[Any, SampleTable, dict[str, float]]:
+) -> tuple[Any, RolloutTable, dict[str, float]]:
     method, arguments = ctx.rows.rollout_call
     request = {
         "prompts": ctx.prompts.take(prompts),
@@ -286,7 +286,7 @@ def _round(
     group_size = ctx.recipe.grpo.num_generations_per_prompt
     made = ctx.rollouts.run_all(method, request, group_size=group_size, **arguments)
     rows, values, _, calls = made[0]
-    table = SampleTable.from_values(values)
+    table = RolloutTable.from_values(values)
     check_rewards(table.rewards, table.sample_ids)
     return rows, table, calls
 
@@ -310,11 +310,11 @@ def _collect_filtered(ctx: StepContext, step: int) -> Collected:
         more = refill_groups(chosen.missing_groups, most=needed, **_counted(ctx.recipe, drawn))
         new_rows, new_table, calls = _round(ctx, step, len(drawn), more)
         drawn, all_calls = [*drawn, new_table], [*all_calls, calls]
-        rows, table = ctx.rows.join([rows, new_rows]), SampleTable.join([table, new_table])
+        rows, table = ctx.rows.join([rows, new_rows]), RolloutTable.join([table, new_table])
     trained, weights = complete_batch(chosen.keep, chosen.spare, table.uids, needed=needed)
     counts = _counted(ctx.recipe, drawn)
     metrics = {
-        **SampleTable.join(drawn).drawn_metrics(),
+        **RolloutTable.join(drawn).drawn_metrics(),
         **combine_calls(all_calls),
         "dynamic_sampling/rounds": float(len(drawn)),
         "dynamic_sampling/varied_fraction": counts["useful"] / counts["drawn"],
@@ -323,7 +323,7 @@ def _collect_filtered(ctx: StepContext, step: int) -> Collected:
     return Collected(ctx.rows.keep(rows, trained), table.select(trained), torch.tensor(weights), metrics)
 
 
-def _compared(recipe: RecipeConfig, table: SampleTable) -> dict[str, Any]:
+def _compared(recipe: RecipeConfig, table: RolloutTable) -> dict[str, Any]:
     """Return what tells useful groups from others: scaled and clipped rewards, and who counts in the loss."""
     reward, replay = recipe.grpo.reward, recipe.policy.router_replay
     valid = overlong_mask(table.truncated, reward).bool()
@@ -333,7 +333,7 @@ def _compared(recipe: RecipeConfig, table: SampleTable) -> dict[str, Any]:
     return {"rewards": rewards.tolist(), "group_keys": table.uids, "valid": valid.tolist()}
 
 
-def _counted(recipe: RecipeConfig, drawn: Sequence[SampleTable]) -> dict[str, int]:
+def _counted(recipe: RecipeConfig, drawn: Sequence[RolloutTable]) -> dict[str, int]:
     """Return how many groups were drawn, and how many of them have rewards that differ."""
     divided = [divide_groups(**_compared(recipe, table)) for table in drawn]
     useful = sum(len(varied) for varied, _ in divided)
@@ -355,7 +355,7 @@ class Scored:
 
 
 def score(
-    recipe: RecipeConfig, table: SampleTable, stats: Mapping[str, torch.Tensor], weights: torch.Tensor
+    recipe: RecipeConfig, table: RolloutTable, stats: Mapping[str, torch.Tensor], weights: torch.Tensor
 ) -> Scored:
     """Turn rewards into advantages, and decide which samples count in the loss."""
     grpo = recipe.grpo
@@ -408,7 +408,7 @@ def _row_stats(data: Mapping[str, Any], *, kl_kind: KLKind, by_token: bool) -> d
     return {**sample_stats(data, kl_kind=kl_kind), **token_kl, **gaps}
 
 
-def _samples(rows: Rows, batch: Any, table: SampleTable, scored: Scored, count: int) -> list[dict[str, Any]]:
+def _samples(rows: Rows, batch: Any, table: RolloutTable, scored: Scored, count: int) -> list[dict[str, Any]]:
     count = min(count, len(table))
     messages = rows.read(batch, ["message_log"], count)["message_log"] if count else []
     return [

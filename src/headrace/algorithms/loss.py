@@ -120,7 +120,7 @@ _REASONS = {
     "generation_logprobs": ": the generator's gap is measured by it",
     "advantages": ": they weigh the tokens",
     "reference_policy_logprobs": ": loss.kl_coefficient is above 0 and takes the KL to it",
-    UNFILTERED_LOGPROBS: ": the loss reads the policy without top-k and top-p",
+    UNFILTERED_LOGPROBS: ": the KL is taken, or the completion learnt, without top-k and top-p",
 }
 
 

@@ -21,8 +21,9 @@ class LossFn(Protocol):
     """A loss over the log-probabilities of the tokens that are there.
 
     The loss is a sum over the rows it is given, divided by the *global* count of valid tokens or sequences; so
-    the sum over microbatches and ranks is the loss of the global batch, however it is cut. One whose attribute
-    `required_columns` names `schema.UNFILTERED_LOGPROBS` finds them in `data`, of the same forward and with gradient.
+    the sum over microbatches and ranks is the loss of the global batch, however it is cut. A loss may have an
+    attribute `required_columns`: a training step fetches those beside `schema.DP_TRAIN_FIELDS`. If
+    `schema.UNFILTERED_LOGPROBS` is among them, it comes from the same forward, with gradient.
     """
 
     loss_type: LossType

@@ -20,6 +20,7 @@ from headrace.data_plane.schema import (
     DP_TRAIN_FIELDS,
     LP_SEED_FIELDS,
     PREV_UNFILTERED_LOGPROBS,
+    UNFILTERED_LOGPROBS,
     added_fields,
     fields_with_optional_routed_experts,
     pad_values,
@@ -186,8 +187,8 @@ class TQPolicy(Policy):
     ) -> dict[str, Any]:
         """Train on the rows of `meta`; returns what `Policy.train` returns. The rows stay in the store."""
         gbs = gbs or self.cfg.train_global_batch_size
-        wanted = fields_with_optional_routed_experts(train_fields, enabled=True)
-        shards, _ = self._shard_meta(meta, [*wanted, *self.media_fields], "train_mb_tokens", gbs, "train")
+        wanted = self._train_columns(loss_fn, train_fields)
+        shards, _ = self._shard_meta(meta, wanted, "train_mb_tokens", gbs, "train")
         with timed(timer, "policy_training/run"):
             results = self.workers.run_sharded(
                 "train_presharded", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs
@@ -208,8 +209,8 @@ class TQPolicy(Policy):
         self, meta: KVBatchMeta, loss_fn: LossFn, mbs: int | None = None
     ) -> None:
         """Add the gradients of some rows of the open step's global batch."""
-        wanted = fields_with_optional_routed_experts(DP_TRAIN_FIELDS, enabled=True)
-        shards, _ = self._shard_meta(meta, [*wanted, *self.media_fields], "train_mb_tokens", None, "train")
+        wanted = self._train_columns(loss_fn, DP_TRAIN_FIELDS)
+        shards, _ = self._shard_meta(meta, wanted, "train_mb_tokens", None, "train")
         self.workers.run_sharded("train_microbatches_presharded", shards, loss_fn=loss_fn, mbs=mbs)
         self._open_lengths.extend(meta.sequence_lengths or [])
 
@@ -237,6 +238,12 @@ class TQPolicy(Policy):
         shards, _ = self._shard_meta(meta, select_fields, None, None, "train")
         names = self.workers.run_sharded("derive_columns_presharded", shards, make=make)
         meta.add_fields(names[0])
+
+    def _train_columns(self, loss_fn: LossFn, train_fields: Sequence[str]) -> list[str]:
+        standard = fields_with_optional_routed_experts(train_fields, enabled=True)
+        # The forward itself makes the unfiltered logprobs.
+        asked = set(getattr(loss_fn, "required_columns", ())) - {UNFILTERED_LOGPROBS}
+        return list(dict.fromkeys([*standard, *self.media_fields, *sorted(asked)]))
 
     def _shard_meta(
         self,
