@@ -110,9 +110,8 @@ LOCAL_IMPORTS = {
 BROAD_EXCEPTS = {
     ("data_plane/adapters/transfer_queue_index.py", "reply_to"),
     ("distributed/collectives.py", "from_first_rank"),
-    ("distributed/worker_groups/rank.py", "consume"),
-    ("distributed/worker_groups/rank.py", "serve"),
-    ("distributed/worker_groups/rank.py", "start"),
+    ("distributed/worker_groups/rank.py", "answers"),
+    ("distributed/worker_groups/rank.py", "build"),
     ("doctor.py", "_check"),
 }
 

@@ -94,7 +94,7 @@ class GroupWorker:
         time.sleep(seconds)
         return self.rank
 
-    def unpicklable(self) -> Any:
+    def nameless(self) -> Any:
         return lambda: None
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from headrace.distributed.worker_groups import registered
 from headrace.models.interfaces import LossType
 
 
@@ -50,6 +51,7 @@ def naive_logprob(
     return scaled[token] - scaled[members].logsumexp(0)
 
 
+@registered
 class PolicyGradient:
     """- sum of advantage x logprob over valid tokens, over the global count of what `loss_type` says."""
 

@@ -59,6 +59,27 @@ def test_the_reference_reads_no_routes_and_the_replayed_stages_read_them_once(po
     assert train == {**SEED, **ROUTES, **dict.fromkeys(scores, FLOATS)}
 
 
+class BonusLoss(PolicyGradient):
+    """Asks for a column of its own."""
+
+    required_columns = frozenset({"bonus", "unfiltered_logprobs"})
+
+    def __call__(self, logprobs: torch.Tensor, data: Any, **totals: Any) -> Any:
+        self.seen = data["bonus"].tolist()
+        return super().__call__(logprobs, data, **totals)
+
+
+def test_a_loss_gets_the_columns_that_it_requires(policy: TQPolicy) -> None:
+    meta = written_rows(policy)
+    policy.get_logprobs_from_meta(meta)
+    policy.write_to_dataplane(meta, {"bonus": torch.arange(float(ROWS))})
+    loss = BonusLoss()
+    moved = moved_by(policy, lambda: policy.train_from_meta(meta, loss, mbs=ROWS))
+    assert moved["bonus"] == 4 * ROWS
+    assert loss.seen == list(range(ROWS))
+    assert "unfiltered_logprobs" not in moved
+
+
 def test_token_advantages_are_made_where_the_rows_are_also_by_several_ranks(policy: TQPolicy) -> None:
     meta = written_rows(policy)
     policy.get_logprobs_from_meta(meta, unfiltered=True)

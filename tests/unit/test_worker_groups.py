@@ -161,7 +161,7 @@ def test_actors_stream_past_the_driver(ray_cluster: str) -> None:
         assert calls < 200, "the calls alone, no tensor"
         for _ in sender.stream("few_weights"):
             pass
-        assert sender.transferred_bytes + target.transferred_bytes - before - calls > 500
+        assert sender.transferred_bytes + target.transferred_bytes - before - calls > 5 * 12, "every tensor"
     finally:
         sender.shutdown()
         target.shutdown()
@@ -180,13 +180,13 @@ def test_any_other_error_is_named_in_a_headrace_error(group: RemoteWorkerGroup) 
     assert type(caught.value) is HeadraceError
     with pytest.raises(HeadraceError, match=r"has no attribute 'nothing' \(rank .* failed too: rank .\)"):
         group.run_all("nothing")
-    with pytest.raises(HeadraceError, match="pickle"):
-        group.run_all("unpicklable")
+    with pytest.raises(HeadraceError, match=r"<lambda> cannot be sent to a worker"):
+        group.run_all("nameless")
     assert len(group.run_all("place")) == 2, "after errors that every rank survives, the group goes on"
 
 
 def test_arguments_that_cannot_be_sent_reach_no_worker(group: RemoteWorkerGroup) -> None:
-    with pytest.raises((AttributeError, TypeError), match="pickle"):
+    with pytest.raises(TypeError, match="cannot be sent to a worker"):
         group.run_sharded("tag", [1, lambda: None])
     assert group.run_sharded("tag", [1, 2]) == [(0, 1), (1, 2)]
 

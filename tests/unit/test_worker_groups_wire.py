@@ -3,14 +3,22 @@
 import multiprocessing
 import os
 import threading
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from headrace.distributed.worker_groups.wire import decode, encode, receive, send
+from headrace.config import OptimizerConfig
+from headrace.data_plane.interfaces import KVBatchMeta
+from headrace.data_plane.schema import FIELDS
+from headrace.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from headrace.distributed.multimodal import PackedTensor
+from headrace.distributed.worker_groups.wire import Payload, decode, encode, receive, registered, send
 
 DTYPES = [
     torch.bool,
@@ -83,9 +91,62 @@ def test_a_tensor_received_can_be_written_to() -> None:
     assert back.tolist() == [1, 1, 1, 1]
 
 
-def test_what_cannot_be_pickled_is_refused_before_it_is_sent() -> None:
-    with pytest.raises((AttributeError, TypeError), match="pickle"):
-        encode({"f": lambda: None})
+@registered
+@dataclass(frozen=True)
+class Scale:
+    """A loss's like: built of values, and called."""
+
+    factor: float
+    weights: torch.Tensor
+
+    def __call__(self, value: float) -> float:
+        return self.factor * value
+
+
+@registered
+def shifted(value: float, *, by: float) -> float:
+    return value + by
+
+
+class Stranger:
+    """A class that nobody has registered."""
+
+    factor = 2.0
+
+
+def test_registered_functions_and_objects_of_registered_classes_go_by_name_and_state() -> None:
+    loss, shift, kind = decode(encode([Scale(3.0, torch.arange(2)), partial(shifted, by=1.0), Scale]))
+    assert (loss(2.0), loss.weights.tolist(), shift(2.0)) == (6.0, [0, 1], 3.0)
+    assert kind is Scale
+
+
+def test_a_recipes_sections_batches_and_metas_come_back_with_all_that_they_hold() -> None:
+    batch: BatchedDataDict = SlicedDataDict({"input_ids": torch.arange(6).view(2, 3), "names": ["a", "b"]})
+    batch.micro_batch_indices = [[[0, 1], [1, 2]]]
+    ragged = torch.nested.as_nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
+    media = PackedTensor([torch.ones(2), None])
+    meta = KVBatchMeta("p", "train", ["a", "b"], sequence_lengths=[2, 3], tags=[{"x": 1}, {"x": {1: "y"}}])
+    sections = OptimizerConfig(lr=0.5)
+    back = decode(encode((batch, ragged, media, meta, sections, FIELDS["input_ids"], {"set": {1, 2}})))
+    assert type(back[0]) is SlicedDataDict
+    assert torch.equal(back[0]["input_ids"], batch["input_ids"])
+    assert (back[0]["names"], back[0].micro_batch_indices) == (["a", "b"], [[[0, 1], [1, 2]]])
+    assert [row.tolist() for row in back[1].unbind()] == [[0, 1], [0, 1, 2]]
+    assert (len(back[2]), back[2].tensors[0].tolist(), back[2].tensors[1]) == (2, [1, 1], None)
+    assert back[3:] == (meta, sections, FIELDS["input_ids"], {"set": {1, 2}})
+    assert back[4].model_fields_set == {"lr"}
+
+
+@pytest.mark.parametrize("value", [lambda: None, Stranger(), Stranger, os.system, 2**70], ids=str)
+def test_what_has_no_form_is_refused_before_it_is_sent(value: Any) -> None:
+    with pytest.raises((TypeError, OverflowError)):
+        encode({"f": value})
+
+
+@pytest.mark.parametrize("node", [["named", "os:system"], ["object", "subprocess:Popen", {}]], ids=str)
+def test_a_message_cannot_name_what_is_not_registered(node: Any) -> None:
+    with pytest.raises(TypeError, match="came from another process"):
+        decode(Payload(msgspec.msgpack.encode(node), []))
 
 
 @pytest.mark.parametrize("elements", [0, 7, (1 << 18) - 1, 1 << 18, 3_000_001])

@@ -42,7 +42,7 @@ from headrace.algorithms.sample_stats import (
 from headrace.algorithms.updates import check_finite, update_metrics
 from headrace.config import RecipeConfig
 from headrace.data_plane.schema import MEAN_ADVANTAGES
-from headrace.distributed.worker_groups import WorkerGroup
+from headrace.distributed.worker_groups import WorkerGroup, registered
 from headrace.errors import HeadraceError
 from headrace.experience.metrics import combine_calls
 from headrace.models.interfaces import LossFn
@@ -402,6 +402,7 @@ def _stats(recipe: RecipeConfig, rows: Rows, batch: Any) -> Mapping[str, torch.T
     return rows.reduce(batch, reduce_fn, stats_columns(reference=recipe.needs_reference))
 
 
+@registered
 def _row_stats(data: Mapping[str, Any], *, kl_kind: KLKind, by_token: bool) -> dict[str, torch.Tensor]:
     gaps = {f"{MISMATCH}{name}": values for name, values in mismatch_stats(data).items()}
     token_kl = kl_to_go_stats(data, kl_kind=kl_kind) if by_token else {}

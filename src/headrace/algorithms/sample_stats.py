@@ -25,6 +25,7 @@ from headrace.algorithms.loss import (
     read_masks,
 )
 from headrace.data_plane.schema import MEAN_ADVANTAGES, PREV_UNFILTERED_LOGPROBS
+from headrace.distributed.worker_groups import registered
 from headrace.errors import SchemaError
 from headrace.models.interfaces import LossFn
 
@@ -92,6 +93,7 @@ def kl_to_go_stats(data: Mapping[str, Any], *, kl_kind: KLKind) -> dict[str, tor
     return {"kl_to_go_sum": tokens.total(to_go), "kl_to_go_squares": tokens.total(to_go**2)}
 
 
+@registered
 def token_advantages(data: Mapping[str, Any], *, kl_kind: KLKind, kl_scale: float) -> dict[str, torch.Tensor]:
     """Return the column `advantages` (N, S) float32, made of its mean per sample; 0 at tokens that do not count.
 

@@ -6,6 +6,7 @@
 from headrace.distributed.worker_groups.interfaces import LocalWorkerGroup, WorkerGroup
 from headrace.distributed.worker_groups.rank import RankSettings, WorkerSpec, attach_from_environment
 from headrace.distributed.worker_groups.spawn import SpawnWorkerGroup
+from headrace.distributed.worker_groups.wire import registered
 
 __all__ = [
     "LocalWorkerGroup",
@@ -14,4 +15,5 @@ __all__ = [
     "WorkerGroup",
     "WorkerSpec",
     "attach_from_environment",
+    "registered",
 ]

@@ -33,7 +33,6 @@ class WorkerTraceback(Exception):
 
 
 def describe_error(rank: int, error: Exception) -> WorkerFailure:
-    """Return an error as it travels."""
     own = isinstance(error, HeadraceError)
     kind = next((c for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c), HeadraceError)
     return WorkerFailure(
@@ -46,7 +45,6 @@ def describe_error(rank: int, error: Exception) -> WorkerFailure:
 
 
 def lost(rank: int, process: str, exit_code: int | None) -> WorkerFailure:
-    """Return the failure of a rank whose process has ended."""
     how = "has ended" if exit_code is None else f"ended with exit code {exit_code}"
     if exit_code is not None and exit_code < 0:
         how = f"was killed by {signal.Signals(-exit_code).name}"

@@ -2,8 +2,7 @@
 
 import atexit
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -23,7 +22,7 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """How each rank builds its worker: `factory(*args, **kwargs)`, all of it picklable."""
+    """How each rank builds its worker: `factory(*args, **kwargs)`; multiprocessing or Ray carry it, so it pickles."""
 
     factory: Callable[..., Any]
     args: tuple[Any, ...] = ()
@@ -32,7 +31,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a rank stands in the job, and how it meets the others: the store at `host`:`port`."""
+    """A rank's numbers in the job, and how it meets the others: the store at `host`:`port`."""
 
     rank: int
     world_size: int
@@ -92,68 +91,51 @@ Answer = Reply | WorkerFailure
 class RankServer:
     """Serves one rank's worker."""
 
-    def __init__(self, place: RankInfo, settings: RankSettings) -> None:
-        self._place = place
-        self._settings = settings
-        self._worker: Any = None
-        self._store: TCPStore | None = None
+    _worker: Any = None
+    _store: TCPStore | None = None
+    _rank = 0
 
-    def start(self, encoded_spec: Payload) -> Answer:
-        """Join the process group and build the worker of an encoded WorkerSpec."""
+    def build(self, info: RankInfo, settings: RankSettings, load: Callable[[], WorkerSpec]) -> Answer:
+        """Join the process group and build the worker."""
+        self._rank = info.rank
         try:
-            spec: WorkerSpec = decode(encoded_spec)
-            self._store = join_process_group(self._place, self._settings)
+            spec = load()
+            self._store = join_process_group(info, settings)
             self._worker = spec.factory(*spec.args, **spec.kwargs)
         except Exception as error:
-            return describe_error(self._place.rank, error)
+            return describe_error(self._rank, error)
         return Reply()
 
-    def serve(self, call: Call) -> Iterator[Answer]:
-        """Run a call; yield its answer, of several parts where it streams."""
+    def answers(self, call: Call, *first: Any) -> Iterator[Answer]:
+        """Run a call, `first` before its other arguments; yield its answer, of several parts where it streams."""
         try:
-            yield from self._run(call)
+            yield from self._run(call, first)
         except Exception as error:
-            failure = describe_error(self._place.rank, error)
+            failure = describe_error(self._rank, error)
         else:
             return
         # Outside the handler: the error, and all that its frames hold, is freed before anyone waits.
         yield failure
 
-    def _run(self, call: Call) -> Iterator[Reply]:
+    def _run(self, call: Call, first: tuple[Any, ...]) -> Iterator[Reply]:
         args, kwargs = decode(call.arguments)
-        result = getattr(self._worker, call.method)(*args, **kwargs)
+        result = getattr(self._worker, call.method)(*first, *args, **kwargs)
         if not call.streams:
             yield Reply(encode(result) if call.keeps else None)
             return
-        if call.sink is not None:
-            _drain(result, call.sink)
-        elif call.keeps:
-            for item in result:
+        for item in result:
+            if call.sink is not None:
+                call.sink.put(encode(item))
+            elif call.keeps:
                 yield Reply(encode(item), is_last=False)
-        else:
-            deque(result, maxlen=0)
+        if call.sink is not None:
+            call.sink.finish()
         yield Reply()
 
-    def consume(self, method: str, items: Iterable[Payload], arguments: Payload) -> Answer:
-        """Call `method(items, *args, **kwargs)` with what another group's rank has sent."""
-        try:
-            args, kwargs = decode(arguments)
-            getattr(self._worker, method)(map(decode, items), *args, **kwargs)
-        except Exception as error:
-            return describe_error(self._place.rank, error)
-        return Reply()
-
     def stop(self) -> None:
-        """Let go of the worker and leave the process group; may be called twice."""
-        self._worker = None
-        self._store = None
+        """Drop the worker and leave the process group; may be called twice."""
+        self._worker = self._store = None
         leave_process_group()
-
-
-def _drain(items: Iterable[Any], sink: Sink) -> None:
-    for item in items:
-        sink.put(encode(item))
-    sink.finish()
 
 
 def open_store(host: str, world_size: int) -> TCPStore:
@@ -161,19 +143,15 @@ def open_store(host: str, world_size: int) -> TCPStore:
     return TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
 
 
-def join_process_group(place: RankInfo, settings: RankSettings) -> TCPStore:
+def join_process_group(info: RankInfo, settings: RankSettings) -> TCPStore:
     """Set threads, device and the usual environment variables, and initialise torch.distributed."""
-    values = (place.rank, place.world_size, place.local_rank, place.local_world_size, place.host, place.port)
+    values = (info.rank, info.world_size, info.local_rank, info.local_world_size, info.host, info.port)
     os.environ.update({name: str(value) for name, value in zip(_NAMES, values)})
-    _set_up_process(place.local_rank, place.local_world_size, settings)
+    _set_up_process(info.local_rank, info.local_world_size, settings)
     timeout = timedelta(seconds=settings.timeout_s)
-    store = TCPStore(place.host, place.port, place.world_size, is_master=False, timeout=timeout)
+    store = TCPStore(info.host, info.port, info.world_size, is_master=False, timeout=timeout)
     dist.init_process_group(
-        _BACKENDS[settings.device],
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timeout,
+        _BACKENDS[settings.device], store=store, rank=info.rank, world_size=info.world_size, timeout=timeout
     )
     return store
 

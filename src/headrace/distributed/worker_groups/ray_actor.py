@@ -4,6 +4,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import ray
@@ -19,7 +20,7 @@ from headrace.distributed.worker_groups.rank import (
     Sink,
     open_store,
 )
-from headrace.distributed.worker_groups.wire import Payload
+from headrace.distributed.worker_groups.wire import Payload, decode
 from headrace.errors import HeadraceError
 
 _IN_FLIGHT = 2
@@ -41,34 +42,31 @@ def briefly(error: RayError) -> str:
     return " ".join(text.split())
 
 
-class RankActor:
+class RankActor(RankServer):
     """A RankServer behind Ray."""
 
     def __init__(self) -> None:
-        self._server: RankServer | None = None
-        self._store: Any = None
+        self._meeting: Any = None
         self._offered: list[Payload] = []
 
     def open_store(self, world_size: int) -> tuple[str, int]:
         """Open the store through which the ranks meet, on this actor's node."""
         host = ray.util.get_node_ip_address()
-        self._store = open_store(host, world_size)
-        return host, self._store.port
+        self._meeting = open_store(host, world_size)
+        return host, self._meeting.port
 
     def start(
-        self, place: RankInfo, settings: RankSettings, encoded_spec: Payload, path: list[str]
+        self, info: RankInfo, settings: RankSettings, spec: list[Any], path: list[str]
     ) -> Iterator[Answer]:
         """Start the rank; what the driver can import from `path`, it can too, where it has the same files."""
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        self._server = RankServer(place, settings)
-        yield self._server.start(encoded_spec)
+        # The reference comes in a list, so that Ray loads the worker's class after the path is set.
+        yield self.build(info, settings, partial(ray.get, spec[0]))
 
     def serve(
         self, arguments: Payload, method: str, streams: bool, keeps: bool, sink: Sink | None
     ) -> Iterator[Answer]:
-        """Run a call; see `RankServer.serve`."""
-        assert self._server is not None
-        yield from self._server.serve(Call(method, arguments, streams=streams, keeps=keeps, sink=sink))
+        yield from self.answers(Call(method, arguments, streams=streams, keeps=keeps, sink=sink))
 
     def offer(self, items: list[Payload], *, is_first: bool) -> None:
         """Keep items of another actor's stream; the first ones replace what a broken stream has left."""
@@ -78,15 +76,9 @@ class RankActor:
 
     def consume(self, method: str, arguments: Payload) -> Answer:
         """Call a method of the worker with the items that were offered."""
-        assert self._server is not None
         items, self._offered = self._offered, []
-        return self._server.consume(method, items, arguments)
-
-    def stop(self) -> None:
-        """Leave the process group; the process ends by Ray."""
-        if self._server is not None:
-            self._server.stop()
-        self._store = None
+        (answer,) = self.answers(Call(method, arguments, keeps=False), map(decode, items))
+        return answer
 
 
 class ActorSink:

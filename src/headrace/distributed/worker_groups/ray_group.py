@@ -1,7 +1,7 @@
 """Workers as Ray actors, one per rank, inside the placement group of a RayVirtualCluster."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -12,13 +12,7 @@ from headrace.distributed.named_sharding import NamedSharding
 from headrace.distributed.virtual_cluster import RayVirtualCluster
 from headrace.distributed.worker_groups.failures import WorkerFailure
 from headrace.distributed.worker_groups.interfaces import WorkerGroup
-from headrace.distributed.worker_groups.rank import (
-    Answer,
-    Call,
-    RankInfo,
-    RankSettings,
-    WorkerSpec,
-)
+from headrace.distributed.worker_groups.rank import Answer, Call, RankInfo, RankSettings, WorkerSpec
 from headrace.distributed.worker_groups.ray_actor import ActorSink, RankActor, briefly
 from headrace.distributed.worker_groups.remote import GRACE_S, RemoteWorkerGroup
 from headrace.distributed.worker_groups.wire import encode
@@ -68,28 +62,26 @@ class RayWorkerGroup(RemoteWorkerGroup):
                 "runtime_env": self._cluster.runtime_env,
             }
             self._actors.append(actor_class.options(**options).remote())
-        encoded = ray.put(encode(spec))
+        carried = [ray.put(spec)]
         try:
             host, port = ray.get(self._actors[0].open_store.remote(self.world_size))
         except RayError as error:
             first = self._alone or "the first worker"
             raise HeadraceError(f"Ray could not start {first}: {briefly(error)}") from error
         for rank, actor in enumerate(self._actors):
-            place = RankInfo(rank, self.world_size, rank % per_node, per_node, host, port)
-            self._parts[rank] = actor.start.options(**_ANSWERS).remote(place, settings, encoded, sys.path)
+            info = RankInfo(rank, self.world_size, rank % per_node, per_node, host, port)
+            self._parts[rank] = actor.start.options(**_ANSWERS).remote(info, settings, carried, sys.path)
         for _ in self._answers("start-up"):
             pass
 
     def stream_to(self, target: WorkerGroup, method: str, into: str, *args: Any) -> None:
-        """Give what the first rank's generator yields to the target's worker, from actor to actor."""
         if isinstance(target, RayWorkerGroup) and target.world_size == 1:
-            self.feed(method, ActorSink(target.actors[0], into, encode((args, {})), target._alone))
+            sink = ActorSink(target._actors[0], into, encode((args, {})), target._alone)
+            self._begin_stream(method, encode(((), {})), sink)
+            for _ in self._answers(method):
+                pass
         else:
             super().stream_to(target, method, into, *args)
-
-    @property
-    def actors(self) -> Sequence[Any]:
-        return tuple(self._actors)
 
     def _post(self, calls: Mapping[int, Call]) -> None:
         arguments: dict[int, Any] = {}

@@ -5,8 +5,8 @@ group lives on. Otherwise it is ended, and every later call says why.
 """
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,8 +21,8 @@ from headrace.errors import ConfigError, HeadraceError
 GRACE_S = 5.0
 
 
-class RemoteWorkerGroup(ABC):
-    """A worker per rank of `sharding`, each in a process of its own; see the protocol `WorkerGroup`.
+class RemoteWorkerGroup(WorkerGroup):
+    """A worker per rank of `sharding`, each in a process of its own.
 
     A worker's error is raised on the driver with its rank; its class is kept where it is one of
     `headrace.errors`, and its traceback is the cause. `alone` is what messages call a group of one, such as "the
@@ -38,7 +38,7 @@ class RemoteWorkerGroup(ABC):
         self._grace_s = grace_s
         self._busy: str | None = None
         self._ended: str | None = None
-        self._transferred_bytes = 0
+        self.dp_size, self.world_size = len(self._replicas), sharding.size
 
     # How a group reaches its ranks.
 
@@ -67,35 +67,16 @@ class RemoteWorkerGroup(ABC):
 
     # The interface.
 
-    @property
-    def dp_size(self) -> int:
-        return len(self._replicas)
-
-    @property
-    def world_size(self) -> int:
-        return self.sharding.size
-
-    @property
-    def transferred_bytes(self) -> int:
-        return self._transferred_bytes
-
     def run_sharded(self, method: str, shards: Sequence[Any], **common: Any) -> list[Any]:
-        """Call `method(shard, **common)` on every rank with its replica's shard; one result per replica."""
         if len(shards) != self.dp_size:
             raise ValueError(f"got {len(shards)} shards for {self.dp_size} replicas")
         return self._run(method, [encode(((shard,), common)) for shard in shards])
 
     def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method with equal arguments on every rank; one result per replica."""
         return self._run(method, [encode((args, kwargs))] * self.dp_size)
 
-    def stream(self, method: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Yield what the first rank's generator yields; every rank runs its own to the end."""
-        arguments = encode((args, kwargs))
-        calls = {
-            rank: Call(method, arguments, streams=True, keeps=rank == 0) for rank in range(self.world_size)
-        }
-        self._begin(method, calls)
+    def stream(self, method: str, *args: Any, **kwargs: Any) -> Generator[Any, None, None]:
+        self._begin_stream(method, encode((args, kwargs)))
         values = self._answers(method)
         try:
             for _, value in values:
@@ -105,22 +86,13 @@ class RemoteWorkerGroup(ABC):
             for _ in values:
                 pass
 
-    def stream_to(self, target: WorkerGroup, method: str, into: str, *args: Any) -> None:
-        target.run_all(into, list(self.stream(method)), *args)
-
-    def feed(self, method: str, sink: Sink) -> None:
-        """Send what the first rank's generator yields to `sink`, past this process."""
-        arguments = encode(((), {}))
-        calls = {
-            rank: Call(method, arguments, streams=True, keeps=False, sink=None if rank else sink)
-            for rank in range(self.world_size)
-        }
-        self._begin(method, calls)
-        for _ in self._answers(method):
-            pass
+    def _begin_stream(self, method: str, arguments: Payload, sink: Sink | None = None) -> None:
+        """Have every rank run its generator; the first rank's items go to `sink`, or come here."""
+        first = Call(method, arguments, streams=True, keeps=sink is None, sink=sink)
+        others = Call(method, arguments, streams=True, keeps=False)
+        self._begin(method, {rank: others if rank else first for rank in range(self.world_size)})
 
     def shutdown(self) -> None:
-        """End the workers; may be called twice."""
         if self._ended is None:
             self._ended = "it was shut down"
             self._end(gently=self._busy is None)
@@ -146,7 +118,7 @@ class RemoteWorkerGroup(ABC):
                 f"cannot run {method}: {self._busy} still streams; read it to its end or close it"
             )
         self._busy = method
-        self._transferred_bytes += sum(call.arguments.nbytes for call in calls.values())
+        self.transferred_bytes += sum(call.arguments.nbytes for call in calls.values())
         self._post(calls)
 
     def _answers(self, doing: str) -> Iterator[tuple[int, Payload]]:
@@ -163,7 +135,7 @@ class RemoteWorkerGroup(ABC):
                 for rank, answer in self._wait(pending, left):
                     if isinstance(answer, Reply):
                         if answer.value is not None:
-                            self._transferred_bytes += answer.value.nbytes
+                            self.transferred_bytes += answer.value.nbytes
                             yield rank, answer.value
                         if not answer.is_last:
                             continue

@@ -34,8 +34,7 @@ _FORCED_S = 3.0
 class SpawnWorkerGroup(RemoteWorkerGroup):
     """One process per rank of `sharding`, with torch.distributed initialised between them.
 
-    The factory and arguments of `spec`, and all that is passed to a worker, must be picklable. Ctrl-C reaches
-    the driver only. The workers end with the driver, however it ends.
+    Ctrl-C reaches the driver only. The workers end with the driver, however it ends.
 
     Raises:
         HeadraceError: a worker cannot be built; its own class where it is one of `headrace.errors`.
@@ -60,13 +59,15 @@ class SpawnWorkerGroup(RemoteWorkerGroup):
         return [process.pid or 0 for process in self._processes]
 
     def _start(self, spec: WorkerSpec, settings: RankSettings) -> None:
-        encoded = wire.encode(spec)
         context = multiprocessing.get_context("spawn")
         for rank in range(self.world_size):
-            place = RankInfo(rank, self.world_size, rank, self.world_size, _HOST, self._store.port)
+            info = RankInfo(rank, self.world_size, rank, self.world_size, _HOST, self._store.port)
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, place, settings), name=f"headrace-worker-{rank}", daemon=True
+                target=_serve,
+                args=(theirs, info, settings, spec),
+                name=f"headrace-worker-{rank}",
+                daemon=True,
             )
             with held_back(TERMINAL_SIGNALS):
                 process.start()
@@ -74,9 +75,6 @@ class SpawnWorkerGroup(RemoteWorkerGroup):
             self._pipes.append(ours)
             self._processes.append(process)
         self._busy = "start-up"
-        for pipe in self._pipes:
-            with suppress(ConnectionError):
-                wire.send(pipe, encoded)
         for _ in self._answers("start-up"):
             pass
 
@@ -125,17 +123,17 @@ def _join(processes: list[SpawnProcess], timeout_s: float) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
 
 
-def _serve(pipe: "Connection[Any, Any]", place: RankInfo, settings: RankSettings) -> None:
+def _serve(pipe: "Connection[Any, Any]", info: RankInfo, settings: RankSettings, spec: WorkerSpec) -> None:
     """Serve one rank until the driver says stop or is gone."""
     for number in TERMINAL_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    server = RankServer(place, settings)
+    server = RankServer()
     # A closed pipe means that there is nobody left to tell.
     with suppress(EOFError, ConnectionError):
-        wire.send(pipe, server.start(wire.receive(pipe)))
+        wire.send(pipe, server.build(info, settings, lambda: spec))
         while (call := wire.receive(pipe)) is not None:
-            for answer in server.serve(call):
+            for answer in server.answers(call):
                 wire.send(pipe, answer)
     server.stop()

@@ -1,23 +1,49 @@
-"""Values on their way to another process: a pickle of the structure, tensors and arrays beside it as raw bytes.
+"""Values on their way to another process: a msgpack tree, tensors and arrays beside it as raw bytes; no pickle.
 
-A tensor sends the elements it shows, not the storage behind it, and arrives detached, contiguous, on the CPU.
+A value is made of None, bool, int (64 bits), float, str, bytes, Path, lists, tuples, sets, dicts, tensors, arrays,
+objects of headrace's own classes, and functions and classes that are `registered`. An object goes by its state, and
+no constructor runs on the other side. A tensor sends the elements it shows, not the storage behind it, and arrives
+detached, contiguous, on the CPU.
 """
 
 import os
-import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from io import BytesIO
+from enum import Enum
+from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import BaseModel
 
 _FILE_BYTES = 1 << 20
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+_COLLECTIONS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
+_BUILDERS: dict[str, Callable[[Any], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
+_REGISTERED: set[Any] = set()
 Bytes = npt.NDArray[np.uint8]
+T = TypeVar("T")
+
+
+def registered(named: T) -> T:
+    """Let a function or class of a module go to workers by its name, and objects of the class by their state.
+
+    A loss of your own that several workers are to run needs this decorator.
+    """
+    _REGISTERED.add(named)
+    return named
 
 
 @dataclass(frozen=True)
@@ -36,21 +62,15 @@ def encode(value: Any) -> Payload:
     """Encode a value; buffers share memory with it where they can.
 
     Raises:
-        pickle.PicklingError, TypeError, AttributeError: a value that cannot be pickled.
+        TypeError: a value that cannot be sent, with its type.
     """
-    buffers: list[Bytes] = []
-
-    def keep(buffer: pickle.PickleBuffer) -> None:
-        buffers.append(np.frombuffer(buffer.raw(), dtype=np.uint8))
-
-    head = BytesIO()
-    _Pickler(head, protocol=5, buffer_callback=keep).dump(value)
-    return Payload(head.getvalue(), buffers)
+    packer = _Packer()
+    return Payload(msgspec.msgpack.encode(packer.pack(value)), packer.buffers)
 
 
 def decode(payload: Payload) -> Any:
     """Return the value; its tensors own their memory or share the payload's, and can be written to."""
-    return pickle.loads(payload.head, buffers=[_writable(b) for b in payload.buffers])
+    return _Unpacker(payload.buffers).unpack(msgspec.msgpack.decode(payload.head))
 
 
 def send(connection: "Connection[Any, Any]", message: Any) -> None:
@@ -60,7 +80,7 @@ def send(connection: "Connection[Any, Any]", message: Any) -> None:
     leave behind: two copies of the bytes in place of many small ones through the pipe.
     """
     payload = encode(message)
-    connection.send_bytes(pickle.dumps((payload.head, [b.nbytes for b in payload.buffers])))
+    connection.send_bytes(msgspec.msgpack.encode((payload.head, [b.nbytes for b in payload.buffers])))
     for buffer in payload.buffers:
         if _as_file(buffer.nbytes):
             _send_memory(connection, buffer)
@@ -74,7 +94,7 @@ def receive(connection: "Connection[Any, Any]") -> Any:
     Raises:
         EOFError, ConnectionError: the other end is gone.
     """
-    head, sizes = pickle.loads(connection.recv_bytes())
+    head, sizes = msgspec.msgpack.decode(connection.recv_bytes(), type=tuple[bytes, list[int]])
     return decode(Payload(head, [_receive_buffer(connection, size) for size in sizes]))
 
 
@@ -108,20 +128,177 @@ def _receive_buffer(connection: "Connection[Any, Any]", nbytes: int) -> Bytes:
     return buffer
 
 
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        plain = type(value) is torch.Tensor and value.layout == torch.strided
+# A node of the tree is a plain value, or a list of a kind and what belongs to it.
+
+
+class _Packer:
+    def __init__(self) -> None:
+        self.buffers: list[Bytes] = []
+        self._tensors: dict[int, tuple[torch.Tensor, Any]] = {}
+
+    def pack(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind in _COLLECTIONS:
+            if _is_plain(value):
+                return [_COLLECTIONS[kind], True, list(value)]
+            return [_COLLECTIONS[kind], False, [self.pack(item) for item in value]]
+        if kind is dict:
+            return ["dict", self.pack(list(value)), self.pack(list(value.values()))]
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, np.ndarray | np.generic):
+            return self._array(value)
+        return self._object(value)
+
+    def _object(self, value: Any) -> Any:
+        if isinstance(value, PurePath):
+            return ["path", str(value)]
+        if isinstance(value, torch.dtype):
+            return ["dtype", str(value).removeprefix("torch.")]
+        if isinstance(value, partial):
+            return ["partial", self.pack(value.func), self.pack(value.args), self.pack(value.keywords)]
+        if _may_be_named(value):
+            return ["named", f"{value.__module__}:{value.__qualname__}"]
+        kind = type(value)
+        if not _is_data(kind):
+            name = getattr(value, "__qualname__", None)
+            raise TypeError(
+                f"{name or f'a {kind.__qualname__}'} cannot be sent to a worker; send plain values, tensors, arrays, "
+                "or decorate the function or class with headrace.distributed.worker_groups.registered"
+            )
+        state = value.value if isinstance(value, Enum) else value.__getstate__()
+        return ["object", f"{kind.__module__}:{kind.__qualname__}", self.pack(state)]
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        """Return a tensor's node; one that appears twice has one."""
+        if id(value) not in self._tensors:
+            self._tensors[id(value)] = (value, self._new_tensor(value))
+        return self._tensors[id(value)][1]
+
+    def _new_tensor(self, value: torch.Tensor) -> Any:
+        if value.is_nested and value.layout == torch.jagged:
+            return ["jagged", self.pack(value.values()), self.pack(value.offsets())]  # type: ignore[attr-defined]
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
         if not plain or value.is_nested or value.is_quantized:
-            return NotImplemented
+            raise TypeError(
+                f"a {type(value).__qualname__} of layout {value.layout} cannot be sent to a worker"
+            )
         dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        flat = dense.reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(flat), dense.dtype, tuple(dense.shape))
+        self.buffers.append(dense.reshape(-1).view(torch.uint8).numpy())
+        return ["tensor", len(self.buffers) - 1, str(dense.dtype).removeprefix("torch."), list(dense.shape)]
+
+    def _array(self, value: Any) -> Any:
+        array = np.asarray(value)
+        if array.dtype == object:
+            return ["objects", list(array.shape), self.pack(array.ravel().tolist())]
+        if array.dtype.hasobject:
+            raise TypeError(f"an array of dtype {array.dtype} cannot be sent to a worker")
+        self.buffers.append(np.frombuffer(array.tobytes() if array.ndim == 0 else _flat(array), np.uint8))
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        return [kind, len(self.buffers) - 1, array.dtype.str, list(array.shape)]
 
 
-def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if not memoryview(buffer).nbytes:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)
+class _Unpacker:
+    def __init__(self, buffers: Sequence[Bytes]) -> None:
+        self._buffers = buffers
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def unpack(self, node: Any) -> Any:
+        if type(node) is not list:
+            return node
+        kind, *rest = node
+        if kind in _BUILDERS:
+            is_plain, items = rest
+            return _BUILDERS[kind](items if is_plain else map(self.unpack, items))
+        return getattr(self, f"_{kind}")(*rest)
+
+    def _dict(self, keys: Any, values: Any) -> Any:
+        return dict(zip(self.unpack(keys), self.unpack(values)))
+
+    def _path(self, text: str) -> Any:
+        return Path(text)
+
+    def _dtype(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def _partial(self, function: Any, args: Any, keywords: Any) -> Any:
+        return partial(self.unpack(function), *self.unpack(args), **self.unpack(keywords))
+
+    def _named(self, name: str) -> Any:
+        if not _may_be_named(found := _look_up(name)):
+            raise TypeError(f"'{name}' came from another process and is not registered here")
+        return found
+
+    def _object(self, name: str, state: Any) -> Any:
+        if not _is_data(kind := _look_up(name)):
+            raise TypeError(
+                f"an object of '{name}' came from another process; the class is not registered here"
+            )
+        if issubclass(kind, Enum):
+            return kind(self.unpack(state))
+        made = kind.__new__(kind)
+        if issubclass(kind, BaseModel):
+            made.__setstate__(self.unpack(state))
+        else:
+            made.__dict__.update(self.unpack(state) or {})
+        return made
+
+    def _tensor(self, index: int, dtype: str, shape: list[int]) -> torch.Tensor:
+        if index not in self._tensors:
+            kind, buffer = getattr(torch, dtype), _writable(self._buffers[index])
+            empty = torch.empty(shape, dtype=kind)
+            flat = torch.from_numpy(buffer).view(kind).view(shape) if buffer.nbytes else empty
+            self._tensors[index] = flat
+        return self._tensors[index]
+
+    def _jagged(self, values: Any, offsets: Any) -> torch.Tensor:
+        return torch.nested.nested_tensor_from_jagged(self.unpack(values), self.unpack(offsets))
+
+    def _array(self, index: int, dtype: str, shape: list[int]) -> Any:
+        return _writable(self._buffers[index]).view(np.dtype(dtype)).reshape(shape)
+
+    def _scalar(self, index: int, dtype: str, shape: list[int]) -> Any:
+        return self._array(index, dtype, shape)[()]
+
+    def _objects(self, shape: list[int], items: Any) -> Any:
+        values = self.unpack(items)
+        made = np.empty(len(values), dtype=object)
+        for index, value in enumerate(values):
+            made[index] = value
+        return made.reshape(shape)
+
+
+def _is_plain(items: Collection[Any]) -> bool:
+    """Return whether there are but plain values and lists of such, which msgpack takes as they are."""
+    kinds = set(map(type, items)) - _PLAIN
+    return not kinds or (kinds == {list} and _is_plain([x for i in items if type(i) is list for x in i]))
+
+
+def _look_up(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found: Any = import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _may_be_named(value: Any) -> bool:
+    """Return whether a function or class is registered; errors of Python and headrace are."""
+    if isinstance(value, type) and issubclass(value, Exception):
+        return value.__module__ in ("builtins", "headrace.errors")
+    return callable(value) and hasattr(value, "__qualname__") and value in _REGISTERED
+
+
+def _is_data(kind: Any) -> bool:
+    if not isinstance(kind, type):
+        return False
+    return kind.__module__.startswith("headrace.") or kind in _REGISTERED
+
+
+def _flat(array: npt.NDArray[Any]) -> Any:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _writable(buffer: Bytes) -> Bytes:

@@ -24,7 +24,6 @@ from headrace.data_plane.schema import (
 )
 from headrace.distributed.batched_data_dict import BatchedDataDict, DynamicBatchingArgs, SequencePackingArgs
 from headrace.distributed.worker_groups import WorkerGroup
-from headrace.models.generation.interfaces import Generator
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.launch import Launcher, build_worker_group
 from headrace.models.policy.results import aggregate_train_results, merge_rows
@@ -197,7 +196,7 @@ class Policy:
         )
 
     def take_replay_stats(self) -> dict[str, ReplayStats]:
-        """Return what router replay did in each stage since the last call, over all workers; empty where it is off."""
+        """Return what router replay did in each stage since the last call, over all workers."""
         total: dict[str, ReplayStats] = {}
         for part in self.workers.run_all("take_replay_stats"):
             for stage, stats in part.items():
@@ -205,9 +204,6 @@ class Policy:
         return total
 
     # Weights.
-
-    def refresh_generator(self, generator: Generator) -> None:
-        generator.update_weights(self.named_weights(), self.weight_version)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight by its Hugging Face name; no copies where the workers share this process."""

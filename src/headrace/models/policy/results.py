@@ -70,21 +70,14 @@ def collect_steps(steps: Sequence[StepResult]) -> dict[str, Any]:
     }
 
 
-def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine shares of one global batch: `*_min` by min, `*_max` by max, the rest by sum.
+def combine_metrics(
+    parts: Sequence[Mapping[str, float]], rest: Callable[[Any], Any] = sum
+) -> dict[str, float]:
+    """Combine shares of one global batch: `*_min` by min, `*_max` by max, the rest by sum (or `rest`).
 
     >>> combine_metrics([{"loss": 1.0, "ratio_max": 2.0}, {"loss": 0.5, "ratio_max": 1.5}])
     {'loss': 1.5, 'ratio_max': 2.0}
     """
-    return _combine(parts, sum)
-
-
-def average_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of several global batches: `*_min` by min, `*_max` by max, the rest by mean."""
-    return _combine(parts, fmean)
-
-
-def _combine(parts: Sequence[Mapping[str, float]], rest: Callable[[Any], Any]) -> dict[str, float]:
     names = dict.fromkeys(name for part in parts for name in part)
     return {
         name: float(_EXTREMES.get(name[-4:], rest)([part[name] for part in parts if name in part]))
@@ -127,7 +120,7 @@ def aggregate_train_results(
     return {
         "loss": losses[shown].mean(),
         "grad_norm": norms[shown].mean(),
-        "all_mb_metrics": average_metrics([batches[i] for i in measured]),
+        "all_mb_metrics": combine_metrics([batches[i] for i in measured], fmean),
         "updates": outcomes.count("updated"),
         "skipped_updates": len(outcomes) - outcomes.count("updated"),
         "non_finite": [_named_fault(results, i, float(losses[i]), float(norms[i])) for i in non_finite],

@@ -27,6 +27,7 @@ from headrace.data_plane.schema import (
 )
 from headrace.data_plane.worker_mixin import bytes_moved, plan_fields
 from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.worker_groups import registered
 from headrace.errors import SchemaError
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.launch import Launcher
@@ -200,7 +201,7 @@ class TQPolicy(Policy):
 
     def begin_train_step(self, meta: KVBatchMeta) -> None:
         """Open a step over the global batch of `meta`: its valid sequences and tokens are counted."""
-        counts = self.reduce_rows_from_meta(meta, _valid_counts, select_fields=LP_SEED_FIELDS)
+        counts = self.reduce_rows_from_meta(meta, valid_counts, select_fields=LP_SEED_FIELDS)
         seqs, toks = counts["seqs"].sum(), counts["toks"].sum()
         self._open_lengths = []
         self.workers.run_all("begin_train_step", seqs, toks)
@@ -283,7 +284,8 @@ def launcher_for(dp_cfg: DataPlaneConfig | Mapping[str, Any]) -> Launcher:
     return "ray" if dict(dp_cfg).get("impl") == "transfer_queue" else "spawn"
 
 
-def _valid_counts(rows: BatchedDataDict) -> dict[str, torch.Tensor]:
+@registered
+def valid_counts(rows: BatchedDataDict) -> dict[str, torch.Tensor]:
     """Valid sequences and tokens of each row, as `process_global_batch` counts them."""
     mask = rows["sample_mask"].float()
     return {"seqs": mask, "toks": (rows["token_mask"][:, 1:].float() * mask.unsqueeze(-1)).sum(-1)}

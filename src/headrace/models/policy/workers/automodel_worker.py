@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.config import GenerationConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
+from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, UNFILTERED_LOGPROBS
 from headrace.data_plane.worker_mixin import TQWorkerMixin
 from headrace.distributed.batched_data_dict import BatchedDataDict
@@ -22,11 +23,7 @@ from headrace.models.automodel.build import ModelBuilder
 from headrace.models.automodel.data import get_microbatch_iterator, process_global_batch
 from headrace.models.automodel.replay import PREV_LOGPROBS, TRAIN, RouteReplayer
 from headrace.models.automodel.scoring import Scoring, TokenScorer
-from headrace.models.automodel.setup import (
-    build_optimizer,
-    build_scheduler,
-    resolve_device,
-)
+from headrace.models.automodel.setup import build_optimizer, build_scheduler, resolve_device
 from headrace.models.automodel.sharding import ShardedModel
 from headrace.models.automodel.train import TrainStep, apply_gradients, run_microbatches
 from headrace.models.interfaces import LossFn
@@ -76,15 +73,13 @@ class AutomodelPolicyWorker(TQWorkerMixin):
     def _make_replayer(self) -> RouteReplayer | None:
         if self._replay_handle is None:
             return None
-        split = self.topology is not None and self.topology.context_size > 1
-        context = self.topology.context if self.topology is not None and split else None
-        replay = self.cfg.router_replay
+        topology, replay = self.topology, self.cfg.router_replay
+        context = topology.context if topology is not None and topology.context_size > 1 else None
         return RouteReplayer(
             self._replay_handle, trace=replay.trace, floor=replay.min_exact_fraction, context=context
         )
 
     def take_replay_stats(self) -> dict[str, ReplayStats]:
-        """Return what router replay did in each stage since the last call; empty where it is off."""
         replayer = self._scorer.replayer
         return {} if replayer is None else replayer.take()
 
@@ -118,16 +113,16 @@ class AutomodelPolicyWorker(TQWorkerMixin):
 
     def train(
         self,
-        data: Batch,
+        data: Batch | KVBatchMeta,
         loss_fn: LossFn,
-        *,
         eval_mode: bool = False,
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
         """Take one optimizer step per global batch; this rank holds `gbs` / ranks rows of each, in order.
 
-        `gbs` and `mbs` default to the policy's sizes. With `eval_mode` losses are computed and nothing changes.
+        The rows are given, or named by a meta. `gbs` and `mbs` default to the policy's sizes. With `eval_mode` losses
+        are computed and nothing changes.
 
         Returns:
             Per global batch: `loss` (float64 tensor, this rank's share), `grad_norm` (float64 tensor, of the
@@ -138,6 +133,8 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         Raises:
             ConfigError: rows that do not divide into global batches or microbatches.
         """
+        if isinstance(data, KVBatchMeta):
+            data = self._fetch_named(data)
         mbs = mbs or self.cfg.train_micro_batch_size
         batches, local_size = self._global_batches(data, gbs or self.cfg.train_global_batch_size)
         results = []
@@ -152,6 +149,8 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             finally:
                 self.abort_train_step()
         return collect_steps(results)
+
+    train_presharded = train
 
     def begin_train_step(self, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor) -> None:
         """Open a step over a global batch of this many valid sequences and tokens (0-D each)."""
@@ -282,7 +281,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
                 replica_size=self._replica_size,
             )
             for index, microbatch in enumerate(microbatches):
-                # Fillers beyond the plan run too: other ranks wait for them in collectives.
+                # Dummies beyond the plan run too: other ranks wait for them in collectives.
                 start, stop = plan[index] if index < len(plan) else (0, 0)
                 scores = scorer(microbatch, with_unfiltered=unfiltered)
                 for column, values in zip(out, (scores.logprobs, scores.unfiltered)):
@@ -294,7 +293,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
     # The reference.
 
     def snapshot_reference(self) -> None:
-        """Make the weights of now the reference; without a reference, do nothing."""
+        """Make the current weights the reference; without a reference, do nothing."""
         if self._reference is None:
             return
         if self._sharded is not None and self._reference.sharded is not None:
@@ -303,7 +302,6 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             self._reference.model.load_state_dict(self.model.state_dict())
 
     def save_reference(self, directory: Path) -> None:
-        """Write the reference as a Hugging Face model directory; without a reference, do nothing."""
         if self._reference is None:
             return
         if self._reference.sharded is None:
@@ -312,7 +310,6 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             self._export(directory, self._reference.sharded)
 
     def load_reference(self, directory: Path) -> None:
-        """Read the reference's weights back; without a reference, do nothing."""
         if self._reference is not None:
             checkpoint.load_weights(directory, self._reference.model, self._reference.sharded)
 
