@@ -113,7 +113,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
 
     def train(
         self,
-        data: Batch | KVBatchMeta,
+        data: Batch,
         loss_fn: LossFn,
         eval_mode: bool = False,
         gbs: int | None = None,
@@ -121,8 +121,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
     ) -> dict[str, Any]:
         """Take one optimizer step per global batch; this rank holds `gbs` / ranks rows of each, in order.
 
-        The rows are given, or named by a meta. `gbs` and `mbs` default to the policy's sizes. With `eval_mode` losses
-        are computed and nothing changes.
+        `gbs` and `mbs` default to the policy's sizes. With `eval_mode` losses are computed and nothing changes.
 
         Returns:
             Per global batch: `loss` (float64 tensor, this rank's share), `grad_norm` (float64 tensor, of the
@@ -133,8 +132,6 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         Raises:
             ConfigError: rows that do not divide into global batches or microbatches.
         """
-        if isinstance(data, KVBatchMeta):
-            data = self._fetch_named(data)
         mbs = mbs or self.cfg.train_micro_batch_size
         batches, local_size = self._global_batches(data, gbs or self.cfg.train_global_batch_size)
         results = []
@@ -150,7 +147,8 @@ class AutomodelPolicyWorker(TQWorkerMixin):
                 self.abort_train_step()
         return collect_steps(results)
 
-    train_presharded = train
+    def train_presharded(self, meta: KVBatchMeta, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self.train(self._fetch_named(meta), *args, **kwargs)
 
     def begin_train_step(self, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor) -> None:
         """Open a step over a global batch of this many valid sequences and tokens (0-D each)."""
