@@ -40,7 +40,7 @@ LOWEST_LAYER = {
     "numpy": 1,
     "torch": 1,
     "triton": 1,  # comes with torch for CUDA
-    "msgspec": 2,
+    "msgspec": 1,
     "tensordict": 2,
     "accelerate": 3,
     "gguf": 3,

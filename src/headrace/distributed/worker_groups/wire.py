@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path, PurePath
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import msgspec
@@ -128,6 +128,7 @@ def _receive_buffer(connection: "Connection[Any, Any]", nbytes: int) -> Bytes:
     return buffer
 
 
+# A name is looked up by importing its module, a loss's of any layer; what is not registered there is refused.
 # A node of the tree is a plain value, or a list of a kind and what belongs to it.
 
 
@@ -227,12 +228,12 @@ class _Unpacker:
         return partial(self.unpack(function), *self.unpack(args), **self.unpack(keywords))
 
     def _named(self, name: str) -> Any:
-        if not _may_be_named(found := _look_up(name)):
+        if not _may_be_named(found := resolve_name(name)):
             raise TypeError(f"'{name}' came from another process and is not registered here")
         return found
 
     def _object(self, name: str, state: Any) -> Any:
-        if not _is_data(kind := _look_up(name)):
+        if not _is_data(kind := resolve_name(name)):
             raise TypeError(
                 f"an object of '{name}' came from another process; the class is not registered here"
             )
@@ -274,14 +275,6 @@ def _is_plain(items: Collection[Any]) -> bool:
     """Return whether there are but plain values and lists of such, which msgpack takes as they are."""
     kinds = set(map(type, items)) - _PLAIN
     return not kinds or (kinds == {list} and _is_plain([x for i in items if type(i) is list for x in i]))
-
-
-def _look_up(name: str) -> Any:
-    module, _, path = name.partition(":")
-    found: Any = import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _may_be_named(value: Any) -> bool:
