@@ -137,7 +137,11 @@ def test_a_recipes_sections_batches_and_metas_come_back_with_all_that_they_hold(
     assert back[4].model_fields_set == {"lr"}
 
 
-@pytest.mark.parametrize("value", [lambda: None, Stranger(), Stranger, os.system, 2**70], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [lambda: None, Stranger(), Stranger, os.system, 2**70],
+    ids=["a lambda", "an object", "a class", "a function", "an integer of 71 bits"],
+)
 def test_what_has_no_form_is_refused_before_it_is_sent(value: Any) -> None:
     with pytest.raises((TypeError, OverflowError)):
         encode({"f": value})
