@@ -4,10 +4,9 @@
 
 A *function* is one that has a name, in a file of the package. A *file between* two places is one that has a
 function on the call stack from the first to the second, both left out. A *form* of the input ids is a kind of
-thing that holds them as an argument or a result, outside the store: a named type, or a bare list or tensor;
-dicts, lists and tuples of a form are that form. A *hop* of the advantages is a function that is given them or
-returns them, up to the surrogate, outside the store and the batch that holds them; a put and a get are one
-hop each.
+thing that holds them as an argument or a result: a named type, or a bare list or tensor; dicts, lists and
+tuples of a form are that form. A *hop* of the advantages is a function that is given them or returns them, up
+to the surrogate, outside the store and the batch that holds them; a put and a get are one hop each.
 """
 
 import dataclasses
@@ -127,6 +126,7 @@ class Step:
         self.forms: dict[str, str] = {}
         self.hops: list[str] = []
         self._loss_depth = 0
+        self._arrived = False
         self._marker: tuple[int, ...] = ()
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -146,8 +146,9 @@ class Step:
         if not is_named(frame):
             return
         self._count_loss(frame, event)
+        self._arrived |= name == "surrogate"
         things = _arguments(frame) if event == "call" else {"return": arg}
-        if not file.startswith(STORE) and self._marker:
+        if self._marker:
             for kind in {kind for thing in things.values() for kind in self._kinds(thing)}:
                 self.forms.setdefault(
                     kind, f"{file}:{frame.f_code.co_firstlineno} {frame.f_code.co_qualname}"
@@ -173,7 +174,7 @@ class Step:
             callers = (caller for caller in stack(frame) if (file_of(caller) or "").startswith(STORE))
             writes = any(caller.f_code.co_name in ("put_samples", "write_columns") for caller in callers)
             hop = "put" if writes else "get"
-        if hop not in self.hops and "surrogate" not in " ".join(self.hops):
+        if hop not in self.hops and not self._arrived:
             self.hops.append(hop)
 
     def _kinds(self, thing: Any, depth: int = 0) -> Iterator[str]:
