@@ -16,7 +16,7 @@ import torch
 from headrace.config import OptimizerConfig
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.schema import FIELDS
-from headrace.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.worker_groups.wire import Payload, decode, encode, receive, registered, send
 
@@ -121,14 +121,14 @@ def test_registered_functions_and_objects_of_registered_classes_go_by_name_and_s
 
 
 def test_a_recipes_sections_batches_and_metas_come_back_with_all_that_they_hold() -> None:
-    batch: BatchedDataDict = SlicedDataDict({"input_ids": torch.arange(6).view(2, 3), "names": ["a", "b"]})
+    batch = BatchedDataDict({"input_ids": torch.arange(6).view(2, 3), "names": ["a", "b"]})
     batch.micro_batch_indices = [[[0, 1], [1, 2]]]
     ragged = torch.nested.as_nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
     media = PackedTensor([torch.ones(2), None])
     meta = KVBatchMeta("p", "train", ["a", "b"], sequence_lengths=[2, 3], tags=[{"x": 1}, {"x": {1: "y"}}])
     sections = OptimizerConfig(lr=0.5)
     back = decode(encode((batch, ragged, media, meta, sections, FIELDS["input_ids"], {"set": {1, 2}})))
-    assert type(back[0]) is SlicedDataDict
+    assert type(back[0]) is BatchedDataDict
     assert torch.equal(back[0]["input_ids"], batch["input_ids"])
     assert (back[0]["names"], back[0].micro_batch_indices) == (["a", "b"], [[[0, 1], [1, 2]]])
     assert [row.tolist() for row in back[1].unbind()] == [[0, 1], [0, 1, 2]]

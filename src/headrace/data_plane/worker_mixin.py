@@ -38,7 +38,7 @@ from headrace.data_plane.schema import (
 )
 from headrace.data_plane.sharing import share_rows
 from headrace.data_plane.wire import materialize
-from headrace.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.collectives import broadcast_columns
 from headrace.distributed.columns import object_array
 from headrace.distributed.ragged import is_nested
@@ -131,7 +131,7 @@ class TQWorkerMixin:
 
     def _read(self, meta: KVBatchMeta, layout: Layout, preprocess: Callable[[Batch], Batch] | None) -> Batch:
         data = self._materialize(meta, self._read_wire(meta), layout)
-        return SlicedDataDict(preprocess(data)) if preprocess else data
+        return BatchedDataDict(preprocess(data)) if preprocess else data
 
     def _read_wire(self, meta: KVBatchMeta) -> TensorDict:
         if meta.fields is None:
@@ -139,13 +139,11 @@ class TQWorkerMixin:
         return self._client().get_samples(meta.sample_ids, meta.partition_id, meta.fields)
 
     def _materialize(self, meta: KVBatchMeta, wire: TensorDict, layout: Layout) -> Batch:
-        data: Batch = SlicedDataDict(
-            materialize(
-                wire,
-                layout=layout,
-                pad_value_dict=pad_values(self._pad_token_id),
-                pad_to_seqlen=int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0)),
-            )
+        data = materialize(
+            wire,
+            layout=layout,
+            pad_value_dict=pad_values(self._pad_token_id),
+            pad_to_seqlen=int(meta.extra_info.get(GLOBAL_FORWARD_PAD_SEQLEN, 0)),
         )
         if layout == "padded":
             undeclared = [(name, value) for name, value in wire.items() if name not in FIELDS]
@@ -167,7 +165,7 @@ class TQWorkerMixin:
         src = dist.get_global_rank(group, 0)
         if preprocess:
             read = partial(self._read, meta, layout, preprocess)
-            return SlicedDataDict(broadcast_columns(read, src=src, group=group))
+            return BatchedDataDict(broadcast_columns(read, src=src, group=group))
         wire = share_rows(partial(self._read_wire, meta), src=src, group=group)
         return self._materialize(meta, wire, layout)
 

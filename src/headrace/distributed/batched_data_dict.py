@@ -7,7 +7,7 @@ decided by `headrace.distributed.planner`; this module only moves rows.
 
 from collections import UserDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -24,8 +24,6 @@ from headrace.distributed.planner import (
 from headrace.errors import ConfigError, SchemaError
 
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
-
-BatchT = TypeVar("BatchT", bound="BatchedDataDict")
 
 # What a batch knows about its columns, and hands on to every batch made from it.
 _COLUMN_FACTS = ("input_key", "input_lengths_key", "token_columns", "ragged_columns")
@@ -54,17 +52,13 @@ class BatchedDataDict(UserDict[str, Any]):
     ADDITIONAL_OPTIONAL_KEY_TENSORS: ClassVar[tuple[str, ...]] = ("token_type_ids", "mm_token_type_ids")
     """Dense columns that go to the model together with media."""
 
-    micro_batch_indices: list[list[list[int]]] | None
-    micro_batch_lengths: list[list[int]] | None
-    elem_counts_per_gb: list[int] | None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.input_key = "input_ids"
-        self.input_lengths_key = "input_lengths"
-        self.token_columns: Collection[str] | None = None
-        self.ragged_columns: Collection[str] = ()
-        self._drop_plan()
+    micro_batch_indices: list[list[list[int]]] | None = None
+    micro_batch_lengths: list[list[int]] | None = None
+    elem_counts_per_gb: list[int] | None = None
+    input_key: str = "input_ids"
+    input_lengths_key: str = "input_lengths"
+    token_columns: Collection[str] | None = None
+    ragged_columns: Collection[str] = ()
 
     # Columns.
 
@@ -152,9 +146,9 @@ class BatchedDataDict(UserDict[str, Any]):
         Raises:
             IndexError: an index outside [-N, N).
         """
-        return self._with_columns(type(self), self._selected(_as_rows(indices, self.size)))
+        return self._with_columns(self._selected(_as_rows(indices, self.size)))
 
-    def slice(self, start: int, end: int) -> "SlicedDataDict":
+    def slice(self, start: int, end: int) -> Self:
         """Return rows start .. end - 1; dense columns share memory with this batch.
 
         Raises:
@@ -164,10 +158,10 @@ class BatchedDataDict(UserDict[str, Any]):
         if not 0 <= start <= end <= size:
             raise IndexError(f"slice [{start}, {end}) of a batch of {size} rows")
         return self._with_columns(
-            SlicedDataDict, {name: slice_rows(column, start, end) for name, column in self.data.items()}
+            {name: slice_rows(column, start, end) for name, column in self.data.items()}
         )
 
-    def chunk(self, rank: int, chunks: int) -> "SlicedDataDict":
+    def chunk(self, rank: int, chunks: int) -> Self:
         """Return a copy of part `rank` of `chunks` equal, contiguous parts.
 
         Raises:
@@ -181,7 +175,7 @@ class BatchedDataDict(UserDict[str, Any]):
         if not 0 <= rank < chunks:
             raise ConfigError(f"rank {rank} of {chunks} chunks; expected 0 to {chunks - 1}")
         rows = torch.arange(rank * (size // chunks), (rank + 1) * (size // chunks))
-        return self._with_columns(SlicedDataDict, self._selected(rows))
+        return self._with_columns(self._selected(rows))
 
     def repeat_interleave(self, num_repeats: int) -> Self:
         """Return every row `num_repeats` times, the copies beside each other; objects are copied deeply."""
@@ -189,7 +183,7 @@ class BatchedDataDict(UserDict[str, Any]):
             raise ConfigError(f"num_repeats={num_repeats}; expected 0 or more")
         _ = self.size
         columns = {name: repeat_rows(column, num_repeats) for name, column in self.data.items()}
-        return self._with_columns(type(self), columns)
+        return self._with_columns(columns)
 
     def reorder_data(self, reordered_indices: Sequence[int] | torch.Tensor) -> None:
         """Put row i at place `reordered_indices[i]`, in place; drops a microbatch plan.
@@ -207,7 +201,7 @@ class BatchedDataDict(UserDict[str, Any]):
                 f"expected each of 0 to {self.size - 1} once"
             )
         self.data.update(self._selected(torch.from_numpy(np.argsort(places))))
-        self._drop_plan()
+        self.micro_batch_indices = self.micro_batch_lengths = self.elem_counts_per_gb = None
 
     # Shards.
 
@@ -218,7 +212,7 @@ class BatchedDataDict(UserDict[str, Any]):
         allow_uneven_shards: bool = False,
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
-    ) -> "list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]":
+    ) -> list[Self] | tuple[list[Self], list[int]]:
         """Split the rows over `shards` ranks.
 
         Global batches of `batch_size` rows follow one another; None makes all rows one. Without arguments for
@@ -250,7 +244,7 @@ class BatchedDataDict(UserDict[str, Any]):
             shard.input_lengths_key = args["input_lengths_key"]
         return result, plan.inverse
 
-    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> "SlicedDataDict":
+    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> Self:
         """Return global batch `batch_idx` with its part of the microbatch plan.
 
         `batch_size` (rows of this batch per global batch) counts only where `elem_counts_per_gb` is not set.
@@ -279,7 +273,7 @@ class BatchedDataDict(UserDict[str, Any]):
 
     # Microbatches.
 
-    def make_microbatch_iterator(self, microbatch_size: int) -> "Iterator[SlicedDataDict]":
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
         """Return microbatches of `microbatch_size` rows.
 
         Raises:
@@ -293,9 +287,7 @@ class BatchedDataDict(UserDict[str, Any]):
             )
         return (self.slice(i, i + microbatch_size) for i in range(0, size, microbatch_size))
 
-    def make_microbatch_iterator_with_dynamic_shapes(
-        self, sequence_dim: int = 1
-    ) -> "Iterator[SlicedDataDict]":
+    def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[Self]:
         """Return the planned microbatches, token columns cut to each one's padded length; dummies included.
 
         Raises:
@@ -310,7 +302,7 @@ class BatchedDataDict(UserDict[str, Any]):
                 "dtype)) before the policy is built, or switch policy.dynamic_batching off"
             )
 
-        def microbatches() -> "Iterator[SlicedDataDict]":
+        def microbatches() -> Iterator[Self]:
             for (start, stop), length in zip(pairs, lengths):
                 if start == stop:
                     yield self.make_dummy(length)
@@ -327,7 +319,7 @@ class BatchedDataDict(UserDict[str, Any]):
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
         return len(self._single_plan()[0])
 
-    def make_microbatch_iterator_for_packable_sequences(self) -> "Iterator[SlicedDataDict]":
+    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[Self]:
         """Return the planned microbatches, each of which fits one packed row; dummies included.
 
         Raises:
@@ -343,7 +335,7 @@ class BatchedDataDict(UserDict[str, Any]):
         pairs, lengths = self._single_plan()
         return len(pairs), max(lengths, default=0)
 
-    def make_dummy(self, width: int = 1) -> "SlicedDataDict":
+    def make_dummy(self, width: int = 1) -> Self:
         """Return a microbatch that weighs nothing: one row of one token, all masks 0.
 
         Token columns are `width` wide at most. Other values come from this batch's first row, so that shapes
@@ -356,21 +348,16 @@ class BatchedDataDict(UserDict[str, Any]):
         columns = dummy_columns(
             template.data, token_columns=names, lengths_column=self.input_lengths_key, width=max(width, 1)
         )
-        return self._with_columns(SlicedDataDict, columns)
+        return self._with_columns(columns)
 
     # Helpers.
-
-    def _drop_plan(self) -> None:
-        self.micro_batch_indices = None
-        self.micro_batch_lengths = None
-        self.elem_counts_per_gb = None
 
     def _adopt_facts(self, other: "BatchedDataDict") -> None:
         for fact in _COLUMN_FACTS:
             setattr(self, fact, getattr(other, fact))
 
-    def _with_columns(self, kind: type[BatchT], columns: dict[str, Any]) -> BatchT:
-        made = kind(columns)
+    def _with_columns(self, columns: dict[str, Any]) -> Self:
+        made = type(self)(columns)
         made._adopt_facts(self)
         return made
 
@@ -396,8 +383,8 @@ class BatchedDataDict(UserDict[str, Any]):
                 )
         return lengths
 
-    def _shard(self, plan: MicrobatchPlan, rank: int) -> "SlicedDataDict":
-        shard = self._with_columns(SlicedDataDict, self._selected(torch.from_numpy(plan.rank_rows(rank))))
+    def _shard(self, plan: MicrobatchPlan, rank: int) -> Self:
+        shard = self._with_columns(self._selected(torch.from_numpy(plan.rank_rows(rank))))
         if plan.kind != "contiguous":
             shard.micro_batch_indices = plan.micro_batch_indices(rank)
             shard.micro_batch_lengths = plan.micro_batch_lengths(rank)
@@ -434,8 +421,8 @@ class BatchedDataDict(UserDict[str, Any]):
         return [name for name, column in dense.items() if column.shape[sequence_dim] == width]
 
 
-class SlicedDataDict(BatchedDataDict):
-    """A shard, slice or microbatch of a larger batch."""
+SlicedDataDict = BatchedDataDict
+"""What a shard, slice or microbatch of a larger batch is, by its documented name."""
 
 
 def _as_rows(indices: Sequence[int] | torch.Tensor | np.ndarray[Any, Any], size: int) -> torch.Tensor:

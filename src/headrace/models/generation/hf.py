@@ -158,13 +158,14 @@ class HFGenerator:
         stop: StopRule,
         uniforms: torch.Tensor | None,
     ) -> "tuple[_Completions, RouteRecording | None]":
-        batch = self._pad(prompts)
+        vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        inputs, batch = _pad(prompts, vocabulary, self._model.device)
         shape = self.route_shape if params.record_routes else None
         recording = None if shape is None else RouteRecording(shape, batch.lengths, batch.source)
         completions = _Completions.empty(limits, self._model.device)
         live = torch.arange(len(prompts), device=self._model.device)
         cache = DynamicCache(config=self._model.config)
-        logits, routes = self._forward(batch.prefill_inputs(), cache, records=recording is not None)
+        logits, routes = self._forward(inputs, cache, records=recording is not None)
         if recording is not None:
             recording.add_prefill(routes)
         logits = logits[batch.source]
@@ -200,10 +201,6 @@ class HFGenerator:
 
         check_decoding(self._model, decode, self._unknown_ids)
 
-    def _pad(self, prompts: Sequence[Sequence[int]]) -> "_PaddedPrompts":
-        vocabulary = self._model.get_input_embeddings().weight.shape[0]
-        return _PaddedPrompts.build(prompts, vocabulary, self._model.device)
-
     def _forward(
         self, inputs: dict[str, Any], cache: DynamicCache, *, records: bool
     ) -> tuple[torch.Tensor, Routes]:
@@ -217,44 +214,15 @@ class HFGenerator:
 
 @dataclass
 class _PaddedPrompts:
-    """The U distinct prompts of a batch of B, padded on the left to a common width W.
+    """Where the U distinct prompts of a batch of B lie, which are padded on the left to a common width W.
 
-    `ids` (U, W); `mask` (U, W), or None when no row has padding; `lengths` (U); `source` (B) says which of
-    them each row of the batch is.
+    `mask` (U, W), or None when no row has padding; `lengths` (U); `source` (B) says which of them each row of the
+    batch is.
     """
 
-    ids: torch.Tensor
     mask: torch.Tensor | None
     lengths: torch.Tensor
     source: torch.Tensor
-
-    @classmethod
-    def build(
-        cls, prompts: Sequence[Sequence[int]], vocabulary: int, device: torch.device
-    ) -> "_PaddedPrompts":
-        keys = [tuple(prompt) for prompt in prompts]
-        place = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-        lengths = torch.tensor([len(key) for key in place])
-        flat = torch.tensor(list(chain.from_iterable(place)), dtype=torch.int64)
-        low, high = (int(x) for x in flat.aminmax())
-        if low < 0 or high >= vocabulary:
-            raise ConfigError(
-                f"a prompt has token id {low if low < 0 else high}, outside the model's vocabulary of "
-                f"{vocabulary}; use the model's own tokenizer (policy.tokenizer)"
-            )
-        width = int(lengths.max())
-        mask = torch.arange(width) >= width - lengths.unsqueeze(1)
-        ids = torch.zeros(len(place), width, dtype=torch.int64)
-        ids[mask] = flat
-        source = torch.tensor([place[key] for key in keys])
-        padding = None if mask.all() else mask.long().to(device)
-        return cls(ids.to(device), padding, lengths.to(device), source.to(device))
-
-    def prefill_inputs(self) -> dict[str, Any]:
-        width = self.ids.shape[1]
-        shift = (width - self.lengths).unsqueeze(1)
-        positions = (torch.arange(width, device=self.ids.device) - shift).clamp_(min=0)
-        return {"input_ids": self.ids, "attention_mask": self.mask, "position_ids": positions}
 
     def decode_inputs(self, live: torch.Tensor, ids: torch.Tensor, step: int) -> dict[str, Any]:
         """Return the inputs that feed `ids` (b), sampled at `step` (0: the first), to the `live` rows (b)."""
@@ -262,6 +230,33 @@ class _PaddedPrompts:
         mask = None if self.mask is None else pad(self.mask[rows], (0, step + 1), value=1)
         positions = (self.lengths[rows] + step).unsqueeze(1)
         return {"input_ids": ids.unsqueeze(1), "attention_mask": mask, "position_ids": positions}
+
+
+def _pad(
+    prompts: Sequence[Sequence[int]], vocabulary: int, device: torch.device
+) -> tuple[dict[str, Any], _PaddedPrompts]:
+    """Return the inputs of the prefill, (U, W) each, and where the prompts lie in them."""
+    keys = [tuple(prompt) for prompt in prompts]
+    place = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    lengths = torch.tensor([len(key) for key in place])
+    flat = torch.tensor(list(chain.from_iterable(place)), dtype=torch.int64)
+    low, high = (int(x) for x in flat.aminmax())
+    if low < 0 or high >= vocabulary:
+        raise ConfigError(
+            f"a prompt has token id {low if low < 0 else high}, outside the model's vocabulary of "
+            f"{vocabulary}; use the model's own tokenizer (policy.tokenizer)"
+        )
+    width = int(lengths.max())
+    positions = torch.arange(width) - (width - lengths).unsqueeze(1)
+    mask = positions >= 0
+    ids = torch.zeros(len(place), width, dtype=torch.int64)
+    ids[mask] = flat
+    source = torch.tensor([place[key] for key in keys])
+    padding = None if mask.all() else mask.long().to(device)
+    inputs = {"input_ids": ids, "position_ids": positions.clamp_(min=0)}
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    batch = _PaddedPrompts(padding, lengths.to(device), source.to(device))
+    return {**inputs, "attention_mask": padding}, batch
 
 
 @dataclass
