@@ -159,7 +159,7 @@ class RowLayout:
         if self.is_full:
             return values.reshape(shape)
         if not self.total or not values.numel():
-            return pad_element(pad_value, values.dtype).to(values.device).expand(shape).clone()
+            return moved(pad_element(pad_value, values.dtype), values.device).expand(shape).clone()
         if _is_for_torch(values):
             return self._pad_by_index(values, shape, pad_value)
         element = fill_bytes(pad_value, values.dtype)
