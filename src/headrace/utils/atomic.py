@@ -36,14 +36,13 @@ def naming(path: Path, draft: Path | None = None) -> Iterator[None]:
 
 
 def write_error(path: Path, reason: str) -> WriteError:
-    """Return the error for a path that cannot be written."""
     return WriteError(
         f"{path}: cannot write it ({reason}); make room or give permission there, or choose another directory"
     )
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file's content by `text` (UTF-8)."""
+    """Replace a file's content by `text` (UTF-8), as `write_bytes` does."""
     write_bytes(path, text.encode())
 
 
@@ -63,7 +62,7 @@ def write_bytes(path: Path, data: bytes) -> None:
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-        sync_directory(path.parent)
+        _sync(path.parent)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -102,12 +101,15 @@ def publish_directory(partial: Path, path: Path) -> None:
     if path.exists():
         os.rename(path, backup)
     os.rename(partial, path)
-    sync_directory(path.parent)
+    _sync(path.parent)
     shutil.rmtree(backup, ignore_errors=True)
 
 
-def remove_directory(path: Path) -> None:
-    """Remove a directory tree; a crash half-way leaves a hidden one, never a directory that looks whole."""
+def remove(path: Path) -> None:
+    """Remove what is there; a crash half-way leaves a hidden directory, never one that looks whole."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
     partial = partial_path(path)
     os.rename(path, partial)
     shutil.rmtree(partial)
@@ -128,38 +130,24 @@ def remove_partials(directory: Path) -> None:
     for entry in directory.iterdir():
         if not entry.name.startswith("."):
             continue
-        if entry.name.endswith(_PARTIAL):
-            _remove(entry)
-        elif entry.name.endswith(_BACKUP):
-            target = entry.with_name(entry.name.removeprefix(".").removesuffix(_BACKUP))
-            if target.exists():
-                _remove(entry)
-            else:
-                os.rename(entry, target)
+        target = entry.with_name(entry.name.removeprefix(".").removesuffix(_BACKUP))
+        if entry.name.endswith(_BACKUP) and not target.exists():
+            os.rename(entry, target)
+        elif entry.name.endswith((_PARTIAL, _BACKUP)):
+            remove(entry)
 
 
 def sync_tree(directory: Path) -> None:
     """Flush every file and directory below `directory` to disk."""
     for folder, _, files in os.walk(directory):
         for name in files:
-            _sync(Path(folder) / name, os.O_RDONLY)
-        sync_directory(Path(folder))
+            _sync(Path(folder) / name)
+        _sync(Path(folder))
 
 
-def sync_directory(directory: Path) -> None:
-    _sync(directory, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

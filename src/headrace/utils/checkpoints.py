@@ -34,9 +34,13 @@ class CheckpointInfo:
     state: dict[str, Any]
 
 
-class _Meta(BaseModel):
+class Saved(BaseModel):
+    """Base of what a checkpoint's JSON is read into."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
+
+class _Meta(Saved):
     step: NonNegativeInt
     metrics: dict[str, float]
     state: dict[str, Any]
@@ -90,19 +94,15 @@ class CheckpointManager:
         Raises:
             ValueError: no `writing(step)` block has finished before.
         """
-        if step not in self._drafts:
+        draft = self._drafts.pop(step, None)
+        if draft is None:
             raise ValueError(
                 f"commit({step}) without files; write them first in a `with writing({step})` block"
             )
-        draft = self._drafts.pop(step)
-        info = CheckpointInfo(
-            step=step,
-            path=self._path(step),
-            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
-            state=dict(state),
-        )
-        meta = {"step": step, "metrics": info.metrics, "state": info.state}
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        info = CheckpointInfo(step, self._path(step), finite, dict(state))
         with atomic.naming(info.path):
+            meta = {"step": step, "metrics": info.metrics, "state": info.state}
             text = json.dumps(meta, indent=1, allow_nan=False)
             (draft / META_FILE).write_text(text, encoding="utf-8")
             atomic.publish_directory(draft, info.path)
@@ -110,7 +110,7 @@ class CheckpointManager:
         return info
 
     def latest(self) -> CheckpointInfo | None:
-        return max(self.list(), key=lambda info: info.step, default=None)
+        return next(reversed(self.list()), None)
 
     def best(self) -> CheckpointInfo | None:
         return next(iter(self._ranked(self.list())), None)
@@ -126,10 +126,9 @@ class CheckpointManager:
         measured = {name for info in found for name in info.metrics}
         metric = next((name for name in self._metrics if name in measured), None)
 
-        def rank(info: CheckpointInfo) -> tuple[bool, float, int]:
-            value = math.nan if metric is None else info.metrics.get(metric, math.nan)
-            known = not math.isnan(value)
-            return known, self._sign * value if known else 0.0, info.step
+        def rank(info: CheckpointInfo) -> tuple[float, int]:
+            value = info.metrics.get(metric or "", math.nan)
+            return -math.inf if math.isnan(value) else self._sign * value, info.step
 
         return sorted(found, key=rank, reverse=True)
 
@@ -137,11 +136,9 @@ class CheckpointManager:
         if self._keep_top_k is None:
             return
         found = self.list()
-        kept = {info.step for info in self._ranked(found)[: self._keep_top_k]}
-        kept.add(found[-1].step)
-        for info in found:
-            if info.step not in kept:
-                atomic.remove_directory(info.path)
+        for info in self._ranked(found)[self._keep_top_k :]:
+            if info != found[-1]:
+                atomic.remove(info.path)
 
 
 def list_checkpoints(directory: Path) -> Sequence[CheckpointInfo]:
@@ -161,15 +158,19 @@ def read_checkpoint(path: Path) -> CheckpointInfo | None:
     """
     remedy = f"remove the directory {path}"
     try:
-        content = read_json(path / META_FILE, remedy=remedy)
-        meta = _Meta.model_validate(content)
+        meta = _Meta.model_validate(read_json(path / META_FILE, remedy=remedy))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValidationError as error:
-        fault = error.errors()[0]
-        what = ".".join(map(str, fault["loc"])) or "all of it"
-        raise ConfigError(f"{path / META_FILE}: damaged, {what}: {fault['msg']}; {remedy}") from error
+        raise damaged(path, error, remedy) from error
     named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != meta.step:
         raise ConfigError(f"{path / META_FILE}: is of step {meta.step}, not of {path.name}; {remedy}")
     return CheckpointInfo(meta.step, path, meta.metrics, meta.state)
+
+
+def damaged(path: Path, error: ValidationError, remedy: str, *section: str) -> ConfigError:
+    """Return the error for a checkpoint of which `section` cannot be used."""
+    fault = error.errors()[0]
+    key = ".".join(map(str, (*section, *fault["loc"]))) or "all of it"
+    return ConfigError(f"{path / META_FILE}: damaged, {key}: {fault['msg']}; {remedy}")

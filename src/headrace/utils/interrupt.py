@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 # Windows has no SIGHUP.
@@ -28,6 +28,13 @@ def held_back(signals: Collection[signal.Signals]) -> Iterator[None]:
 def tell_stderr(message: str) -> None:
     with suppress(OSError):  # there may be nobody left to read it
         os.write(2, f"headrace: {message}\n".encode())
+
+
+def discard_output(descriptor: int) -> None:
+    """Send what is written to an open file nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 class InterruptFlag:
@@ -76,7 +83,7 @@ class InterruptFlag:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a process that stopped for this: 128 + the signal's number (130 for Ctrl-C)."""
+        """128 + the signal's number: 130 for Ctrl-C."""
         return 128 + self._signal
 
     def __enter__(self) -> Self:
@@ -87,9 +94,7 @@ class InterruptFlag:
                     self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         while self._previous:
             number, handler = self._previous.popitem()
             signal.signal(number, handler)
@@ -97,7 +102,9 @@ class InterruptFlag:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number)
         if number in HANGUP:
-            self._let_go_of_terminals()
+            for descriptor in self._terminals:
+                if not os.isatty(descriptor):  # writing there would end the run before its checkpoint
+                    discard_output(descriptor)
         if self._set:
             self._leave_terminal()
             raise KeyboardInterrupt
@@ -106,11 +113,3 @@ class InterruptFlag:
             self._notify("stopping; once more to stop without cleaning up")
             raise KeyboardInterrupt
         self._notify("stopping at the next safe point; once more to stop at once")
-
-    def _let_go_of_terminals(self) -> None:
-        """Send output to terminals that are gone nowhere: writing there would end the run before its checkpoint."""
-        for descriptor in self._terminals:
-            if not os.isatty(descriptor):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)

@@ -32,15 +32,18 @@ class JsonLine(NamedTuple):
     value: dict[str, Any]
 
 
-def parse_json(text: str) -> Any:
-    """Return the value that `text` holds.
+def parse_json(data: bytes) -> Any:
+    """Return the value that a UTF-8 text holds.
 
     Raises:
         JsonFault: not JSON, which NaN, Infinity and half a surrogate pair are not; or a number that Python cannot
             hold: 1e999, or an integer of more than 4,300 digits.
     """
     try:
+        text = data.decode()
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+    except UnicodeDecodeError as error:
+        raise JsonFault("not UTF-8 text", data.count(b"\n", 0, error.start) + 1) from error
     except json.JSONDecodeError as error:
         raise JsonFault(f"not valid JSON ({error.msg})", error.lineno) from error
     except RecursionError as error:
@@ -60,13 +63,11 @@ def read_json(path: Path, *, remedy: str) -> Any:
         ConfigError: it cannot be read, or holds no JSON.
     """
     try:
-        return parse_json(path.read_bytes().decode())
+        return parse_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
         raise ConfigError(f"{path}: cannot read it ({error.strerror or error}); {remedy}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: damaged, not UTF-8 text; {remedy}") from error
     except JsonFault as error:
         raise ConfigError(f"{path}, line {error.line}: damaged, {error}; {remedy}") from error
 
@@ -98,15 +99,12 @@ def read_json_lines(
 
 def _parse_line(number: int, raw: bytes, place: str, remedy: str) -> JsonLine:
     try:
-        text = raw.decode().removesuffix("\n")
-        value = parse_json(text)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{place}: not UTF-8 text; {remedy}") from error
+        value = parse_json(raw)
     except JsonFault as error:
         raise ConfigError(f"{place}: {error}; {remedy}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{place}: expected a JSON object; got {type(value).__name__}; {remedy}")
-    return JsonLine(number, text, value)
+    return JsonLine(number, raw.decode().removesuffix("\n"), value)
 
 
 def _refuse_constant(name: str) -> NoReturn:

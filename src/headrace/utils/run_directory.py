@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from headrace.errors import ConfigError
@@ -57,6 +56,9 @@ class RunDirectory:
         self.checkpoints_dir = path / "checkpoints"
         self.reference_dir = path / "reference"
         self.traces_dir = path / "router_trace"
+        self._logs = (self.metrics_path, self.samples_path)
+        self._results = (self.summary_path, self.timings_path, self.report_path, self.reward_plot_path)
+        self._files = (self.config_path, *self._logs, *self._results)
         self.resume_from: CheckpointInfo | None = None
         self.changes: Sequence[Change] = ()
         self._recipe_text = ""
@@ -87,8 +89,7 @@ class RunDirectory:
         run._recipe_text = recipe_text
         with ExitStack() as on_error:
             on_error.callback(run.close)
-            run._lock = run._take_lock()
-            run._mark()
+            run._take_lock()
             run._make_room(overwrite, resume, allow_changes)
             on_error.pop_all()
         return run
@@ -100,22 +101,21 @@ class RunDirectory:
             ConfigError: a line that is cut short or damaged; the file stays as it is.
         """
         if self.resume_from is not None:
-            kept = {log: _lines_until(log, self.resume_from.step) for log in self._logs() if log.exists()}
+            kept = {log: _lines_until(log, self.resume_from.step) for log in self._logs if log.exists()}
             for log, lines in kept.items():
                 atomic.write_text(log, lines)
         atomic.write_text(self.config_path, self._recipe_text)
 
-    def _take_lock(self) -> int | None:
+    def _take_lock(self) -> None:
+        """Make the directory headrace's own, and keep other processes out until `close`."""
         try:
             self._refuse_foreign()
             self.path.mkdir(parents=True, exist_ok=True)
-            return _lock(self.path / _LOCK)
+            self._lock = _lock(self.path / _LOCK)
         except OSError as error:
             raise ConfigError(
                 f"run_dir={self.path}: cannot write there ({error.strerror}); set run_dir to a writable directory"
             ) from error
-
-    def _mark(self) -> None:
         with atomic.naming(self.path):
             if not (self.path / _MARKER).exists():
                 atomic.write_text(self.path / _MARKER, "headrace wrote this directory; see config.yaml.\n")
@@ -139,18 +139,11 @@ class RunDirectory:
         self.changes = recipe_changes(saved.recipe, read_resolved(self._recipe_text), allowed=allow_changes)
         self.resume_from = checkpoints[-1]
 
-    def _logs(self) -> tuple[Path, ...]:
-        return (self.metrics_path, self.samples_path)
-
-    def _files(self) -> tuple[Path, ...]:
-        texts = (self.config_path, *self._logs(), self.summary_path, self.timings_path)
-        return (*texts, self.report_path, self.reward_plot_path)
-
     def _refuse_foreign(self) -> None:
         if (self.path / _MARKER).exists():
             return
         folders = (self.tensorboard_dir, self.checkpoints_dir, self.reference_dir, self.traces_dir)
-        for path in (*self._files(), *folders):
+        for path in (*self._files, *folders):
             if path.exists():
                 raise ConfigError(
                     f"run_dir={self.path}: holds {path.name} that headrace did not write; set another run_dir"
@@ -158,7 +151,7 @@ class RunDirectory:
 
     def _has_content(self) -> bool:
         """Whether there is anything to lose; a run that failed before its first step left only its config."""
-        logs = (*self._logs(), self.summary_path)
+        logs = (*self._logs, self.summary_path)
         return any(log.exists() and log.stat().st_size > 0 for log in logs)
 
     def _remove_run(self) -> None:
@@ -168,18 +161,14 @@ class RunDirectory:
             *self.reference_dir.glob("*"),
             *self.traces_dir.glob("step_*.safetensors"),
         ):
-            if entry.is_dir() and not entry.is_symlink():
-                atomic.remove_directory(entry)
-            else:
-                entry.unlink()
-        for path in self._files():
+            atomic.remove(entry)
+        for path in self._files:
             path.unlink(missing_ok=True)
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         atomic.append_line(self.metrics_path, json.dumps(record, allow_nan=False))
 
     def append_sample(self, record: dict[str, Any]) -> None:
-        """Add one line to samples.jsonl."""
         atomic.append_line(
             self.samples_path, json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
         )
@@ -196,9 +185,7 @@ class RunDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

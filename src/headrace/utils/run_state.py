@@ -4,47 +4,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, ValidationError
+from pydantic import NonNegativeFloat, NonNegativeInt, ValidationError
 
 from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
-from headrace.utils.checkpoints import META_FILE, CheckpointInfo
+from headrace.utils.checkpoints import META_FILE, CheckpointInfo, Saved, damaged
 from headrace.utils.config_errors import default_values
 from headrace.utils.recipe import changed_keys, leaves, read_resolved
 from headrace.utils.renamed import with_new_keys
 
 # A checkpoint is of no use to a run that differs in one of these.
-_FIXED = (
-    "seed",
-    "policy.model.path",
-    "policy.model.gguf_package",
-    "policy.model.config",
-    "policy.tokenizer",
-    "env",
-)
+_MODEL = ("policy.model.path", "policy.model.gguf_package", "policy.model.config", "policy.tokenizer")
+_FIXED = ("seed", *_MODEL, "env")
 # What these change in the prompts shows in their digest.
 _IN_DIGEST = ("env.path", "env.question_key", "env.answer_key", "data")
-_NO_MATTER = (
-    "run_dir",
-    "overwrite",
-    "resume",
-    "allow_changes",
-    "logging",
-    "validation",
-    "checkpointing",
-    "data_plane",
-    "cluster",
-)
+_ABOUT_THE_RUN = ("run_dir", "overwrite", "resume", "allow_changes", "logging")
+_NO_MATTER = (*_ABOUT_THE_RUN, "validation", "checkpointing", "data_plane", "cluster")
 _LONGEST_VALUE = 40
 
 Metrics = dict[str, float]
 
 
-class _State(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Progress(_State):
+class Progress(Saved):
     """How far a run has come."""
 
     step: NonNegativeInt
@@ -61,7 +42,6 @@ class Progress(_State):
 
     @classmethod
     def at_start(cls) -> Self:
-        """Return the progress of a run that has done nothing yet."""
         return cls(
             step=0,
             prompt_position=0,
@@ -73,21 +53,21 @@ class Progress(_State):
         )
 
 
-class SplitState(_State):
+class SplitState(Saved):
     """A split's prompts: how many, and a digest of texts, answers and order."""
 
     prompts: NonNegativeInt
     digest: str
 
 
-class PromptsState(_State):
+class PromptsState(Saved):
     """The prompts that a run trains on, and those that it is measured on."""
 
     train: SplitState
     validation: SplitState
 
 
-class RunState(_State):
+class RunState(Saved):
     """The state in a checkpoint; `recipe` is the resolved one that the checkpoint was trained by.
 
     Checkpoints of early versions do not know their `prompts`.
@@ -122,9 +102,7 @@ def read_state(info: CheckpointInfo) -> RunState:
     try:
         state = RunState.model_validate(_in_todays_form(info))
     except ValidationError as error:
-        fault = error.errors()[0]
-        key = ".".join(map(str, ("state", *fault["loc"])))
-        raise ConfigError(f"{info.path / META_FILE}: damaged, {key}: {fault['msg']}; {remedy}") from error
+        raise damaged(info.path, error, remedy, "state") from error
     if state.progress.step != info.step:
         raise ConfigError(
             f"{info.path / META_FILE}: damaged, state.progress.step is {state.progress.step} in the checkpoint of "
