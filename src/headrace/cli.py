@@ -8,7 +8,7 @@ Ctrl-C.
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Annotated, Any, NoReturn, get_args
@@ -34,12 +34,7 @@ from headrace.report import draw_reward_plot, read_metrics, run_totals, write_re
 from headrace.run_tables import final_tables, metrics_table, render_text
 from headrace.store_commands import store_app
 from headrace.utils import atomic
-from headrace.utils.checkpoints import (
-    CheckpointInfo,
-    CheckpointManager,
-    list_checkpoints,
-    read_checkpoint,
-)
+from headrace.utils.checkpoints import CheckpointInfo, CheckpointManager, list_checkpoints, read_checkpoint
 from headrace.utils.idle_keys import idle_lines
 from headrace.utils.interrupt import InterruptFlag
 from headrace.utils.paths import user_path
@@ -55,6 +50,7 @@ _Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Keys of the recipe to change.", show_default=False),
 ]
+_RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
 
 
 class _Commands(TyperGroup):
@@ -79,13 +75,11 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except _UsageError as error:
             _fail_usage(error)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, HeadraceError) as error:
             if ctx.params["debug"]:
                 raise
-            _fail("interrupted", code=130)
-        except HeadraceError as error:
-            if ctx.params["debug"]:
-                raise
+            if isinstance(error, KeyboardInterrupt):
+                _fail("interrupted", code=130)
             _fail(f"error: {error}", code=2 if isinstance(error, ConfigError) else 1)
 
 
@@ -97,8 +91,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", _HELP]},
 )
-
-
 app.add_typer(store_app, name="store")
 
 
@@ -118,8 +110,8 @@ def _fail_usage(error: Any) -> NoReturn:
     message = error.format_message().rstrip(".")
     if "." in getattr(error, "option_name", ""):
         message += ": keys of a recipe have no dashes"
-    see = f"see {error.ctx.command_path} {_HELP}" if error.ctx else ""
-    if see:
+    if error.ctx:
+        see = f"see {error.ctx.command_path} {_HELP}"
         message += f" {see.capitalize()}" if message.endswith("?") else f"; {see}"
     _fail(f"error: {message[0].lower()}{message[1:]}", code=error.exit_code)
 
@@ -218,13 +210,10 @@ def _say_where_it_starts(recipe: RecipeConfig, run: RunDirectory, console: Conso
     if run.resume_from is None:
         return
     print_line(console, f"going on after step {run.resume_from.step} of the run in {run.path}")
-    for matters, label in (
-        (True, "changed since, for the steps to come"),
-        (False, "changed since, with no effect on training"),
-    ):
+    for matters, label in ((True, "for the steps to come"), (False, "with no effect on training")):
         changes = ", ".join(str(change) for change in run.changes if change.matters == matters)
         if changes:
-            print_line(console, f"{label}: {changes}")
+            print_line(console, f"changed since, {label}: {changes}")
     if run.resume_from.step == recipe.grpo.max_num_steps:
         print_line(console, "all its steps are made; raise grpo.max_num_steps to go on")
 
@@ -279,8 +268,7 @@ def evaluate(
     found = None if wanted is None else _find_checkpoint(recipe, run, wanted)
     metrics = _training().evaluate(recipe, None if found is None else found.path)
     console = Console()
-    about = f"step {found.step}, {found.path}" if found else f"the weights of {target}"
-    print_line(console, about)
+    print_line(console, f"step {found.step}, {found.path}" if found else f"the weights of {target}")
     console.print(metrics_table(metrics))
 
 
@@ -321,8 +309,8 @@ def doctor() -> None:
     Console().print(doctor_table(run_checks()))
 
 
-def _whole(least: int, most: int) -> Callable[[str | int], int]:
-    """Return what reads an option that is a whole number."""
+def _whole(least: int, most: int, help: str, metavar: str = "TOKENS") -> Any:
+    """Return an option that is a whole number."""
 
     def read(text: str | int) -> int:
         try:
@@ -333,7 +321,7 @@ def _whole(least: int, most: int) -> Callable[[str | int], int]:
             raise typer.BadParameter(f"{text} is not a whole number from {least} to {most:,}")
         return number
 
-    return read
+    return typer.Option(parser=read, metavar=metavar, help=help)
 
 
 @app.command()
@@ -348,28 +336,14 @@ def plan(
         ),
     ],
     budget: Annotated[
-        int,
-        typer.Option(
-            parser=_whole(1, 10**12),
-            metavar="TOKENS",
-            help="Tokens that fit into one microbatch (max_tokens_per_microbatch).",
-        ),
+        int, _whole(1, 10**12, "Tokens that fit into one microbatch (max_tokens_per_microbatch).")
     ] = 4096,
-    ranks: Annotated[
-        int, typer.Option(parser=_whole(1, 1_000_000), metavar="COUNT", help="Data-parallel ranks.")
-    ] = 1,
+    ranks: Annotated[int, _whole(1, 1_000_000, "Data-parallel ranks.", metavar="COUNT")] = 1,
     algorithm: Annotated[
         str, typer.Option(help=f"{', '.join(_PACKING)}; or dynamic: rows of like length, padded.")
     ] = "modified_first_fit_decreasing",
-    pad_multiple: Annotated[
-        int,
-        typer.Option(
-            parser=_whole(1, 10**12), metavar="TOKENS", help="Round every row up to a multiple of this."
-        ),
-    ] = 1,
-    seed: Annotated[
-        int, typer.Option(parser=_whole(0, 10**12), metavar="SEED", help="Seed of lengths that are drawn.")
-    ] = 0,
+    pad_multiple: Annotated[int, _whole(1, 10**12, "Round every row up to a multiple of this.")] = 1,
+    seed: Annotated[int, _whole(0, 10**12, "Seed of lengths that are drawn.", metavar="SEED")] = 0,
 ) -> None:
     """Explain how rows of these lengths are cut into microbatches.
 
@@ -384,24 +358,22 @@ def plan(
     rows = parse_lengths(lengths, seed=seed)
     costs = as_lengths(rows)
     check_fits(costs, -(-costs // pad_multiple) * pad_multiple, budget, knob="--budget")
-    names = {
+    args: dict[str, Any] = {
         "input_key": "input_ids",
         "input_lengths_key": "input_lengths",
         "max_tokens_per_microbatch": budget,
     }
     if algorithm == "dynamic":
-        args = {**names, "sequence_length_round": pad_multiple}
+        args |= {"sequence_length_round": pad_multiple}
         result = plan_microbatches(rows, shards=ranks, dynamic_batching_args=args)
     else:
-        args = {**names, "algorithm": algorithm, "sequence_length_pad_multiple": pad_multiple}
+        args |= {"algorithm": algorithm, "sequence_length_pad_multiple": pad_multiple}
         result = plan_microbatches(rows, shards=ranks, sequence_packing_args=args)
     typer.echo(describe_plan(result))
 
 
 @app.command()
-def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
-) -> None:
+def report(run_dir: _RunDir) -> None:
     """Draw the plots of a run again and print its tables; works while it trains.
 
     \b
@@ -412,9 +384,7 @@ def report(
 
 
 @app.command("trace-check")
-def trace_check(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
-) -> None:
+def trace_check(run_dir: _RunDir) -> None:
     """Check a run's trace of expert routes, and explain the first difference; exit code 1 if there is one.
 
     The run must have had policy.router_replay.enabled=true and policy.router_replay.trace=true.
@@ -449,11 +419,7 @@ def bench(ctx: typer.Context) -> None:
 
 
 def find_benchmarks() -> Path:
-    """Return the folder of benchmarks: of the checkout that this package lies in, or below the working directory.
-
-    Raises:
-        ConfigError: there is none, as where the package is installed.
-    """
+    """Return the folder of benchmarks: of the checkout that this package lies in, or below the working directory."""
     places = (Path(headrace.__file__).parents[2] / "benchmarks", Path.cwd() / "benchmarks")
     for place in places:
         if (place / "runner.py").is_file():

@@ -2,34 +2,31 @@
 
 `headrace.utils.recipe.load_recipe` reads a YAML file (with inheritance and dotted overrides) into `RecipeConfig`
 and turns every mistake into a ConfigError of one line. Rules that tie several sections together stand in
-`RecipeConfig.check_sections`, keys without effect in `utils.idle_keys`; rules that need the model (its length limit,
+`RecipeConfig.faults`, keys without effect in `utils.idle_keys`; rules that need the model (its length limit,
 its vocabulary) stand with the code that loads it.
 """
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.config_grpo import (
-    AdvantageConfig,
-    DynamicSamplingConfig,
-    GRPOConfig,
-    LossConfig,
-    RewardConfig,
-)
-from headrace.config_policy import (
-    DynamicBatchingConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PolicyConfig,
-    RouterReplayConfig,
-    SchedulerConfig,
-    SequencePackingConfig,
-    TokenizerConfig,
-)
+from headrace.config_grpo import AdvantageConfig as AdvantageConfig  # others look for these names here
+from headrace.config_grpo import DynamicSamplingConfig as DynamicSamplingConfig
+from headrace.config_grpo import GRPOConfig as GRPOConfig
+from headrace.config_grpo import LossConfig as LossConfig
+from headrace.config_grpo import RewardConfig as RewardConfig
+from headrace.config_policy import DynamicBatchingConfig as DynamicBatchingConfig
+from headrace.config_policy import ModelConfig as ModelConfig
+from headrace.config_policy import OptimizerConfig as OptimizerConfig
+from headrace.config_policy import ParallelConfig as ParallelConfig
+from headrace.config_policy import PolicyConfig as PolicyConfig
+from headrace.config_policy import RouterReplayConfig as RouterReplayConfig
+from headrace.config_policy import SchedulerConfig as SchedulerConfig
+from headrace.config_policy import SequencePackingConfig as SequencePackingConfig
+from headrace.config_policy import TokenizerConfig as TokenizerConfig
 from headrace.utils.algorithm_presets import with_preset
-from headrace.utils.idle_keys import refuse_idle_keys
+from headrace.utils.idle_keys import refused_idle_keys
 from headrace.utils.section import (
     Fraction,
     Integers,
@@ -42,24 +39,6 @@ from headrace.utils.section import (
 
 ValidationMetric = Literal[
     "validation/accuracy", "validation/sampled_accuracy", "validation/reward", "validation/sampled_reward"
-]
-
-__all__ = [  # of `config_grpo`, `config_policy` and `utils.section`, where others look for them here
-    "AdvantageConfig",
-    "DynamicBatchingConfig",
-    "DynamicSamplingConfig",
-    "GRPOConfig",
-    "LossConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PolicyConfig",
-    "RewardConfig",
-    "RouterReplayConfig",
-    "SchedulerConfig",
-    "Section",
-    "SequencePackingConfig",
-    "TokenizerConfig",
 ]
 
 
@@ -340,74 +319,72 @@ class RecipeConfig(Section):
     def _set_algorithm(cls, values: Any) -> Any:
         return with_preset(values, max_new_tokens=GenerationConfig().max_new_tokens)
 
-    @model_validator(mode="after")
-    def check_sections(self) -> Self:
-        """Refuse combinations of sections that cannot work together."""
-        self._check_batches()
-        self._check_places()
-        self._check_lengths()
-        refuse_idle_keys(self)
-        return self
+    def faults(self) -> Iterator[str]:
+        """Yield combinations of sections that cannot work together, and keys without effect that are refused."""
+        yield from self._batch_faults()
+        yield from self._place_faults()
+        yield from self._length_faults()
+        yield from refused_idle_keys(self)
 
-    def _check_batches(self) -> None:
+    def _batch_faults(self) -> Iterator[str]:
         if self.samples_per_step % self.policy.train_global_batch_size:
-            raise ValueError(
+            yield (
                 f"policy.train_global_batch_size={self.policy.train_global_batch_size} does not divide the "
                 f"{self.samples_per_step} samples of a step (grpo.num_prompts_per_step="
                 f"{self.grpo.num_prompts_per_step} x grpo.num_generations_per_prompt="
                 f"{self.grpo.num_generations_per_prompt}); change one of the three"
             )
         if self.loss.force_on_policy_ratio and self.samples_per_step != self.policy.train_global_batch_size:
-            raise ValueError(
+            yield (
                 "loss.force_on_policy_ratio=true holds for one update per rollout only; set "
                 f"policy.train_global_batch_size={self.samples_per_step} (the samples of a step), or switch "
                 "it off"
             )
         if "/sampled_" in (metric := self.checkpointing.metric or "") and not self.validation.sampled:
-            raise ValueError(
+            yield (
                 f"checkpointing.metric={metric} is not measured with validation.sampled=false; switch it on, or choose "
                 f"{metric.replace('sampled_', '')}"
             )
         mbs = self.policy.train_micro_batch_size * self.policy.replicas
         fixed = self.policy.has_fixed_microbatches
         if self.warm_start.enabled and fixed and self.warm_start.batch_size % mbs:
-            raise ValueError(
+            yield (
                 f"warm_start.batch_size={self.warm_start.batch_size} is not divisible by {mbs} "
                 "(policy.train_micro_batch_size x data-parallel replicas); change one of them"
             )
 
-    def _check_places(self) -> None:
+    def _place_faults(self) -> Iterator[str]:
         shared = self.policy.workers > 1 or self.policy.parallel.launcher == "ray"
         if self.uses_store and self.data_plane.impl == "local" and shared:
-            raise ValueError(
+            yield (
                 f"data_plane.impl=local lives in one process, and policy.workers={self.policy.workers} with "
                 f"policy.parallel.launcher={self.policy.parallel.launcher} run in others; set "
                 "data_plane.impl=transfer_queue, or data_plane.enabled=false"
             )
         for key in ("gpus_per_node", "rollout_gpus"):
             if self.policy.device == "cpu" and (gpus := getattr(self.cluster, key)):
-                raise ValueError(
+                yield (
                     f"cluster.{key}={gpus} with policy.device=cpu, which uses no GPU; set cluster.{key}=0, or "
                     "policy.device=auto"
                 )
         # With dynamic sampling, a new round's rows stand beside those that are held.
         held = self.samples_per_step * (2 if self.grpo.dynamic_sampling.enabled else 1)
         if self.uses_store and self.data_plane.storage_capacity < held:
-            raise ValueError(
+            yield (
                 f"data_plane.storage_capacity={self.data_plane.storage_capacity} cannot hold the {held} samples "
                 "of a step; raise it"
             )
 
-    def _check_lengths(self) -> None:
+    def _length_faults(self) -> Iterator[str]:
         if self.generation.max_new_tokens >= self.policy.max_total_sequence_length:
-            raise ValueError(
+            yield (
                 f"generation.max_new_tokens={self.generation.max_new_tokens} leaves no room for a prompt in "
                 f"policy.max_total_sequence_length={self.policy.max_total_sequence_length}; lower the first "
                 "or raise the second"
             )
         buffer = self.grpo.reward.overlong_buffer_tokens
         if buffer > self.generation.max_new_tokens:
-            raise ValueError(
+            yield (
                 f"grpo.reward.overlong_buffer_tokens={buffer} is more than generation.max_new_tokens="
                 f"{self.generation.max_new_tokens}; lower the first or raise the second"
             )

@@ -1,8 +1,9 @@
 """The parts of a recipe that say what a policy learns from: `grpo` with rewards and advantages, and `loss`."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from headrace.utils.section import NonNegativeFloat, NonNegativeInt, Pair, PositiveFloat, PositiveInt, Section
 
@@ -22,13 +23,11 @@ class AdvantageConfig(Section):
     epsilon: PositiveFloat = 1e-6
     """Added to the standard deviation before it divides."""
 
-    @model_validator(mode="after")
-    def _baselines_fit(self) -> Self:
+    def faults(self) -> Iterator[str]:
         batch = self.estimator == "reinforce_plus_plus"
         key = "leave_one_out" if batch else "minus_baseline"
         if getattr(self, key):
-            raise ValueError(f"{key}=true has no effect with estimator={self.estimator}; switch it off")
-        return self
+            yield f"{key}=true has no effect with estimator={self.estimator}; switch it off"
 
 
 class RewardConfig(Section):
@@ -55,16 +54,14 @@ class RewardConfig(Section):
     """Estimator per token, d = difference of logprobs: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. A reward's gradient
     is that of KL(policy || reference) for k1 alone."""
 
-    @model_validator(mode="after")
-    def _penalty_needs_buffer(self) -> Self:
+    def faults(self) -> Iterator[str]:
         if self.clip is not None and self.clip[0] > self.clip[1]:
-            raise ValueError(f"clip={list(self.clip)}: the lower bound is above the upper; swap them")
+            yield f"clip={list(self.clip)}: the lower bound is above the upper; swap them"
         if self.overlong_penalty and not self.overlong_buffer_tokens:
-            raise ValueError(
+            yield (
                 f"overlong_penalty={self.overlong_penalty} needs the tokens over which it rises; set "
                 "overlong_buffer_tokens above 0 as well"
             )
-        return self
 
 
 class DynamicSamplingConfig(Section):
@@ -116,39 +113,37 @@ class LossConfig(Section):
     force_on_policy_ratio: bool = False
     """Take the ratio as exactly 1 with a live gradient, so that no prev-logprobs are computed."""
 
-    @model_validator(mode="after")
-    def _terms_fit(self) -> Self:
+    def faults(self) -> Iterator[str]:
         if self.kind == "cispo" and self.dual_clip is not None:
-            raise ValueError(
+            yield (
                 f"dual_clip={self.dual_clip} has no effect with kind=cispo, which clips weights and not the "
                 "objective; remove it or set kind=clipped_pg"
             )
         if self.ratio_level == "sequence" and (self.kind == "cispo" or self.aggregation != "sequence_mean"):
-            raise ValueError(
+            yield (
                 "ratio_level=sequence is defined for kind=clipped_pg with aggregation=sequence_mean (GSPO), and not "
                 f"for kind={self.kind} with aggregation={self.aggregation}; set these two, or ratio_level=token"
             )
         if (self.aggregation == "constant") != (self.constant_tokens is not None):
-            raise ValueError(
+            yield (
                 f"aggregation={self.aggregation} with constant_tokens={self.constant_tokens}: the one takes the other; "
                 "set both (Dr. GRPO divides by generation.max_new_tokens), or neither"
             )
         if self.kl_coefficient and (self.kl_kind, self.kl_gradient) == ("k1", "value"):
-            raise ValueError(
+            yield (
                 f"kl_kind=k1 with kl_coefficient={self.kl_coefficient}: as a loss, k1 has an expected gradient of 0; "
                 "set kl_gradient=score_function, or kl_kind=k2 or k3, or use grpo.reward.kl_coefficient"
             )
         if (self.kl_kind, self.kl_gradient) == ("k2", "score_function"):
-            raise ValueError(
+            yield (
                 "kl_kind=k2 with kl_gradient=score_function: k2 has the KL's gradient by itself; set kl_gradient=value"
             )
         bounded = self.importance_correction in ("icepop", "sequence_mask")
         if bounded and self.importance_low > self.importance_high:
-            raise ValueError(
+            yield (
                 f"importance_low={self.importance_low} is more than importance_high={self.importance_high}, so "
                 f"{self.importance_correction} masks everything; swap them"
             )
-        return self
 
 
 class GRPOConfig(Section):
@@ -166,14 +161,12 @@ class GRPOConfig(Section):
     reward: RewardConfig = RewardConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
 
-    @model_validator(mode="after")
-    def _groups_have_peers(self) -> Self:
+    def faults(self) -> Iterator[str]:
         alone = self.advantage.estimator == "reinforce_plus_plus" and not self.advantage.minus_baseline
         needs_peers = not alone or self.dynamic_sampling.enabled
         if needs_peers and self.num_generations_per_prompt < 2:
-            raise ValueError(
+            yield (
                 f"num_generations_per_prompt=1 leaves advantage.estimator={self.advantage.estimator} without "
                 "peers to compare with; set it to 2 or more, or use reinforce_plus_plus without minus_baseline and "
                 "without dynamic_sampling"
             )
-        return self

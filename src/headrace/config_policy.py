@@ -1,9 +1,10 @@
 """The recipe's `policy`: the trained model, how its batches are cut, and how it is spread over workers."""
 
 import string
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from headrace.utils.section import (
     Decay,
@@ -72,13 +73,9 @@ class SchedulerConfig(Section):
     min_lr_ratio: Fraction = 0.0
     """The least rate, as a share of the peak (linear, cosine)."""
 
-    @model_validator(mode="after")
-    def _decay_needs_length(self) -> Self:
+    def faults(self) -> Iterator[str]:
         if self.kind != "constant" and self.decay_steps is None:
-            raise ValueError(
-                f"kind={self.kind} needs decay_steps (optimizer steps after warm-up); set it as well"
-            )
-        return self
+            yield f"kind={self.kind} needs decay_steps (optimizer steps after warm-up); set it as well"
 
 
 class TokenizerConfig(Section):
@@ -108,14 +105,12 @@ class ModelConfig(Section):
     experts_implementation: Literal["eager", "grouped_mm", "batched_mm"] | None = None
     """How a mixture-of-experts layer runs its experts, as transformers names it; None: the model's own choice."""
 
-    @model_validator(mode="after")
-    def _exactly_one_source(self) -> Self:
+    def faults(self) -> Iterator[str]:
         given = [k for k in ("path", "gguf_package", "config") if getattr(self, k) is not None]
         if len(given) != 1:
-            raise ValueError(
+            yield (
                 f"set exactly one of path, gguf_package and config; got {', '.join(given) or 'none of them'}"
             )
-        return self
 
 
 class ParallelConfig(Section):
@@ -137,18 +132,16 @@ class ParallelConfig(Section):
     launcher: Literal["auto", "spawn", "ray"] = "auto"
     """How several workers are started; auto: Ray with the transfer_queue data plane, else plain processes."""
 
-    @model_validator(mode="after")
-    def _axes_fit(self) -> Self:
+    def faults(self) -> Iterator[str]:
         if self.expert not in (1, self.tensor):
-            raise ValueError(
+            yield (
                 f"expert={self.expert} is neither 1 nor tensor={self.tensor}: the ranks that share a model's experts "
                 f"are its tensor ranks; set tensor={self.expert}, or expert=1 (which follows tensor)"
             )
         if self.sequence_parallel and self.tensor == 1:
-            raise ValueError(
+            yield (
                 "sequence_parallel=true splits tokens between tensor ranks and tensor=1; raise tensor, or switch it off"
             )
-        return self
 
 
 class RouterReplayConfig(Section):
@@ -217,31 +210,30 @@ class PolicyConfig(Section):
         """Data-parallel size: copies of the model, each on context x tensor workers."""
         return self.workers // (self.parallel.context * self.parallel.tensor)
 
-    @model_validator(mode="after")
-    def _batches_fit(self) -> Self:
+    def faults(self) -> Iterator[str]:
         if self.sequence_packing.enabled and self.dynamic_batching.enabled:
-            raise ValueError(
+            yield (
                 "sequence_packing.enabled=true and dynamic_batching.enabled=true exclude each other; switch one off"
             )
         replica = self.parallel.context * self.parallel.tensor
         if self.workers % replica:
-            raise ValueError(
+            yield (
                 f"workers={self.workers} do not make whole replicas of parallel.context={self.parallel.context} x "
                 f"parallel.tensor={self.parallel.tensor}; make workers a multiple of {replica}"
             )
         if self.parallel.cpu_offload and self.workers == 1:
-            raise ValueError(
+            yield (
                 "parallel.cpu_offload=true works on sharded weights and workers=1 holds them whole; raise workers, or "
                 "switch it off"
             )
         if self.train_global_batch_size % self.replicas:
-            raise ValueError(
+            yield (
                 f"train_global_batch_size={self.train_global_batch_size} is not divisible by workers={self.workers} "
                 f"({self.replicas} data-parallel replicas); change one of them"
             )
         per_rank = self.train_global_batch_size // self.replicas
         if self.has_fixed_microbatches and per_rank % self.train_micro_batch_size:
-            raise ValueError(
+            yield (
                 f"train_micro_batch_size={self.train_micro_batch_size} does not divide the {per_rank} rows "
                 "that each replica gets of train_global_batch_size; change one of them, or switch on "
                 "sequence_packing or dynamic_batching"
@@ -250,9 +242,8 @@ class PolicyConfig(Section):
             section = getattr(self, name)
             for key in ("train_mb_tokens", "logprob_mb_tokens"):
                 if section.enabled and getattr(section, key) < self.max_total_sequence_length:
-                    raise ValueError(
+                    yield (
                         f"{name}.{key}={getattr(section, key)} is less than max_total_sequence_length="
                         f"{self.max_total_sequence_length}, so the longest row fits no microbatch; raise "
                         f"{name}.{key}"
                     )
-        return self

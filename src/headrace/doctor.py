@@ -47,52 +47,55 @@ class Check:
     remedy: str = ""
 
 
-@dataclass(frozen=True)
-class _Package:
-    """A distribution, what it is for, and how to get it; one without `remedy` comes with headrace."""
-
-    name: str
-    purpose: str
-    remedy: str | None = None
-    variants: tuple[str, ...] = ()
-    """Other distributions that bring the same modules."""
-    user: str | None = None
-    """Path of the code in headrace that uses it, where not every version of headrace has that."""
-
-
 _TRAIN, _RAY = "pip install 'headrace[train]'", "pip install 'headrace[ray]'"
-_QUEUE = "data_plane/adapters/transfer_queue.py"
-_PACKAGES = (
-    _Package("torch", "tensors"),
-    _Package("tensordict", "what the store carries"),
-    _Package("msgspec", "object columns"),
-    _Package("transformers", "models", _TRAIN),
-    _Package("safetensors", "weights on disk", _TRAIN),
-    _Package("reasoning-gym", "generated tasks", _TRAIN, ("reasoning_gym",)),
-    _Package("math-verify", "math answers", _TRAIN),
-    _Package("datasets", "saved Hugging Face datasets", _TRAIN),
-    _Package("tensorboard", "event files", _TRAIN),
-    _Package("matplotlib", "plots", _TRAIN),
-    _Package("gguf", "weights in GGUF files", _TRAIN),
-    _Package("ray", "workers on a cluster", _RAY, user="distributed/virtual_cluster.py"),
-    _Package("TransferQueue", "a store for several processes", _RAY, user=_QUEUE),
-    _Package(
-        "mooncake",
-        "a store over RDMA",
-        "pip install 'headrace[mooncake]'",
-        ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
-        user=_QUEUE,
-    ),
-    _Package("flash-attn", "packed attention on CUDA", "pip install flash-attn"),
-    _Package("vllm", "fast generation", "pip install vllm", user="models/generation/vllm.py"),
-    _Package("sglang", "fast generation", "pip install sglang", user="models/generation/sglang.py"),
-    _Package("megatron-core", "large models", "pip install megatron-core", user="models/megatron"),
+_NEEDED = {"torch": "tensors", "tensordict": "what the store carries", "msgspec": "object columns"}
+# Distribution, what it is for, and how to get it.
+_OPTIONAL = (
+    ("transformers", "models", _TRAIN),
+    ("safetensors", "weights on disk", _TRAIN),
+    ("reasoning-gym", "generated tasks", _TRAIN),
+    ("math-verify", "math answers", _TRAIN),
+    ("datasets", "saved Hugging Face datasets", _TRAIN),
+    ("tensorboard", "event files", _TRAIN),
+    ("matplotlib", "plots", _TRAIN),
+    ("gguf", "weights in GGUF files", _TRAIN),
+    ("ray", "workers on a cluster", _RAY),
+    ("TransferQueue", "a store for several processes", _RAY),
+    ("mooncake", "a store over RDMA", "pip install 'headrace[mooncake]'"),
+    ("flash-attn", "packed attention on CUDA", "pip install flash-attn"),
+    ("vllm", "fast generation", "pip install vllm"),
+    ("sglang", "fast generation", "pip install sglang"),
+    ("megatron-core", "large models", "pip install megatron-core"),
 )
+# Other distributions that bring the same modules.
+_VARIANTS = {
+    "reasoning-gym": ("reasoning_gym",),
+    "mooncake": ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
+}
+# The code in headrace that uses a package, where not every version of headrace has it.
+_USERS = {
+    "ray": "distributed/virtual_cluster.py",
+    "TransferQueue": "data_plane/adapters/transfer_queue.py",
+    "mooncake": "data_plane/adapters/transfer_queue.py",
+    "vllm": "models/generation/vllm.py",
+    "sglang": "models/generation/sglang.py",
+    "megatron-core": "models/megatron",
+}
 
 
 def run_checks() -> list[Check]:
     """Look at this machine; nothing is changed and nothing raises: what cannot be told is a warning of its own."""
-    return [*_software(), *_devices(), *_packages(), *_places()]
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    return [
+        _check("software", "headrace", lambda: _ok(f"{headrace.__version__} in {_SOURCE}")),
+        _check("software", "python", lambda: _ok(f"{platform.python_version()}, {sys.executable}")),
+        _check("software", "system", lambda: _ok(system)),
+        _check("devices", "memory", _memory),
+        *_devices(),
+        *(_check("needed", name, partial(_package, name, purpose)) for name, purpose in _NEEDED.items()),
+        *(_check("optional", name, partial(_package, name, *rest)) for name, *rest in _OPTIONAL),
+        *_places(),
+    ]
 
 
 def doctor_table(checks: list[Check]) -> RenderableType:
@@ -129,25 +132,12 @@ def _ok(detail: str) -> Finding:
     return "ok", detail, ""
 
 
-def _software() -> Iterator[Check]:
-    section = "software"
-    yield _check(section, "headrace", lambda: _ok(f"{headrace.__version__} in {_SOURCE}"))
-    yield _check(section, "python", lambda: _ok(f"{platform.python_version()}, {sys.executable}"))
-    yield _check(
-        section,
-        "system",
-        lambda: _ok(f"{platform.system()} {platform.release()}, {platform.machine()}"),
-    )
-
-
-def _devices() -> Iterator[Check]:
-    section = "devices"
-    yield _check(section, "memory", _memory)
+def _devices() -> list[Check]:
     try:
-        yield from _devices_by_torch()
+        return _devices_by_torch()
     except (OSError, RuntimeError, TypeError, ValueError, subprocess.SubprocessError) as error:
         reason = " ".join(str(error).split())
-        yield Check(section, "torch", "warning", f"cannot be looked at ({reason})", "pip install torch")
+        return [Check("devices", "torch", "warning", f"cannot be looked at ({reason})", "pip install torch")]
 
 
 def _devices_by_torch() -> list[Check]:
@@ -171,34 +161,26 @@ def answer_devices() -> None:
     """Import torch, look at its devices, and write what was found to standard output as a line of JSON."""
     import torch  # noqa: PLC0415  (a second; `headrace --help` must not pay for it)
 
-    section = "devices"
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    checks = [
-        _check(
-            section, "cpu", lambda: _ok(f"{_cores()} cores, torch takes {torch.get_num_threads()} threads")
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    looks: dict[str, Callable[[], Finding]] = {
+        "cpu": lambda: _ok(f"{_cores()} cores, torch takes {torch.get_num_threads()} threads"),
+        **(
+            {f"cuda:{index}": partial(_gpu, torch, index) for index in gpus}
+            or {"cuda": lambda: _no_gpu(torch)}
         ),
-        *([] if gpus else [_check(section, "cuda", partial(_no_gpu, torch))]),
-        *(_check(section, f"cuda:{index}", partial(_gpu, torch, index)) for index in range(gpus)),
-        _check(section, "packed attention", partial(_packed_attention, torch)),
-    ]
+        "packed attention": lambda: _packed_attention(torch),
+    }
+    checks = [_check("devices", name, look) for name, look in looks.items()]
     sys.stdout.write("\n" + json.dumps([asdict(check) for check in checks]) + "\n")
 
 
-def _packages() -> Iterator[Check]:
-    for package in _PACKAGES:
-        section = "needed" if package.remedy is None else "optional"
-        yield _check(section, package.name, partial(_package, package))
-
-
-def _package(package: _Package) -> Finding:
-    found = next(filter(None, map(_version, (package.name, *package.variants))), None)
-    if package.user is not None and not (_SOURCE / package.user).exists():
+def _package(name: str, purpose: str, remedy: str = "") -> Finding:
+    found = next(filter(None, map(_version, (name, *_VARIANTS.get(name, ())))), None)
+    if name in _USERS and not (_SOURCE / _USERS[name]).exists():
         return "unused", f"{found or 'not installed'}; this headrace does not use it", ""
     if found is not None:
-        return _ok(f"{found}, {package.purpose}")
-    if package.remedy is None:
-        return "warning", package.purpose, "pip install headrace"
-    return "missing", package.purpose, package.remedy
+        return _ok(f"{found}, {purpose}")
+    return ("missing", purpose, remedy) if remedy else ("warning", purpose, "pip install headrace")
 
 
 def _version(name: str) -> str | None:
@@ -214,10 +196,8 @@ def _gpu(torch: ModuleType, index: int) -> Finding:
 
 
 def _no_gpu(torch: ModuleType) -> Finding:
-    built = (
-        f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built for CPU"
-    )
-    return "missing", f"no device; {built}", "policy.device=cpu runs without"
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    return "missing", f"no device; torch is built for {built}", "policy.device=cpu runs without"
 
 
 def _packed_attention(torch: ModuleType) -> Finding:
@@ -247,22 +227,17 @@ def _memory() -> Finding:
 
 
 def _places() -> Iterator[Check]:
-    section = "places"
     cache = ModelConfig.model_fields["cache_dir"].default
-    yield _check(
-        section,
-        "model cache",
-        lambda: _place(
-            lambda: user_path(cache, "policy.model.cache_dir"),
-            "set policy.model.cache_dir to a writable directory",
-        ),
-    )
-    yield _check(
-        section, "working directory", lambda: _place(Path.cwd, "set run_dir to a writable directory")
-    )
+    find_cache = partial(user_path, cache, "policy.model.cache_dir")
+    places: list[tuple[str, Callable[[], Path], str]] = [
+        ("model cache", find_cache, "set policy.model.cache_dir to a writable directory"),
+        ("working directory", Path.cwd, "set run_dir to a writable directory"),
+    ]
     if _SHARED_MEMORY.exists():
         remedy = "start the container with a larger --shm-size"
-        yield _check(section, "shared memory", lambda: _place(lambda: _SHARED_MEMORY, remedy))
+        places.append(("shared memory", lambda: _SHARED_MEMORY, remedy))
+    for name, find, remedy in places:
+        yield _check("places", name, partial(_place, find, remedy))
 
 
 def _place(find: Callable[[], Path], remedy: str) -> Finding:

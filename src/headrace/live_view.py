@@ -5,20 +5,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from headrace.algorithms.observer import (
-    GRAD_NORM,
-    LOSS,
-    REWARD,
-    TOKENS_PER_S,
-    StepRecord,
-)
+from headrace.algorithms.observer import GRAD_NORM, LOSS, REWARD, TOKENS_PER_S, StepRecord
 from headrace.run_tables import (
     RunTotals,
     format_bytes,
@@ -48,7 +41,6 @@ class Pace:
     updated_s: float = 0.0
 
     def advance(self, done: int, now_s: float) -> None:
-        """Count up to `done`."""
         self.done, self.updated_s = done, now_s
 
     def left_s(self, now_s: float) -> float | None:
@@ -77,8 +69,11 @@ class RunState:
     totals: RunTotals = field(default_factory=RunTotals)
     notice: str | None = None
 
+    @property
+    def about(self) -> str:
+        return ", ".join(f"{key} {value}" for key, value in self.info.items())
+
     def add(self, record: StepRecord) -> None:
-        """Take in one more step."""
         self.metrics, self.last = dict(record.metrics), record
         self.totals.add(record.timings_s, record.bytes_by_column, record.tokens)
         if math.isfinite(record.metrics.get(REWARD, math.nan)):
@@ -97,7 +92,7 @@ def render(state: RunState, now_s: float, console_width: int) -> RenderableType:
         rows += [Text(), _columns(state, is_narrow)]
     if state.notice:
         rows += [Text(), Text(state.notice, style="bold yellow")]
-    about = ", ".join(f"{key} {value}" for key, value in state.info.items())
+    about = state.about
     room = width - len("╭─  ─╮")
     # What does not fit into the frame would be cut off there.
     if len(about) > room:
@@ -110,7 +105,6 @@ def render(state: RunState, now_s: float, console_width: int) -> RenderableType:
         title_align="left",
         subtitle=Text(about, style="dim") if 0 < len(about) <= room else None,
         subtitle_align="left",
-        box=box.ROUNDED,
         border_style="cyan",
         padding=(0, 1),
         width=width,
@@ -148,11 +142,17 @@ def _columns(state: RunState, is_narrow: bool) -> RenderableType:
     return grid
 
 
-def _metric_rows(state: RunState) -> Table:
+def _named_values() -> Table:
+    """Return a grid of a name, its value, and what stands beside."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column()
+    return grid
+
+
+def _metric_rows(state: RunState) -> Table:
+    grid = _named_values()
     for name, label, form in (
         (REWARD, "reward", ".3f"),
         (LOSS, "loss", ".4f"),
@@ -177,10 +177,7 @@ def _metric_rows(state: RunState) -> Table:
 
 
 def _stage_rows(state: RunState, last: StepRecord) -> Table:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_column()
+    grid = _named_values()
     grid.add_column(justify="right", no_wrap=True)
     everything = sum(state.totals.seconds.values()) or 1.0
     for stage in in_step_order(state.totals.seconds):

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partialmethod
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from rich.console import Console, RenderableType
@@ -18,7 +17,7 @@ from headrace.algorithms.observer import REWARD, TOKENS_PER_S, RunObserver, Step
 from headrace.live_view import Pace, RunState, render
 from headrace.run_tables import format_clock, format_number, format_seconds, held_out, summary_table
 from headrace.utils import atomic
-from headrace.utils.interrupt import tell_stderr
+from headrace.utils.interrupt import discard_output, tell_stderr
 from headrace.utils.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -45,25 +44,18 @@ class ConsoleObserver(RunObserver):
         self._lines = mode != "off"
         self._lock = threading.RLock()  # the display is drawn by a thread of its own
         draws = mode == "on" or (mode == "auto" and _is_terminal(console))
-        self._live = (
-            Live(console=console, get_renderable=self._draw, refresh_per_second=4, transient=True)
-            if draws
-            else None
-        )
+        live = Live(console=console, get_renderable=self._draw, refresh_per_second=4, transient=True)
+        self._live = live if draws else None
 
     def on_start(self, *, total_steps: int, first_step: int, info: dict[str, str]) -> None:
-        """Say what runs."""
         with self._lock:
             self._state.info = dict(info)
             self._total, self._first = total_steps, first_step
-        about = ", ".join(f"{key} {value}" for key, value in info.items())
-        steps = (
-            f"steps {first_step} to {total_steps}" if first_step <= total_steps else "no step is left to run"
-        )
-        self._say(steps + (f" ({about})" if about else ""))
+        steps = f"steps {first_step} to {total_steps}"
+        about = f" ({self._state.about})" if info else ""
+        self._say((steps if first_step <= total_steps else "no step is left to run") + about)
 
     def on_phase(self, name: str, total: int) -> None:
-        """Count the steps of the phase."""
         with self._lock:
             self._state.label = self._state.activity = name
             self._state.pace = Pace(total, started_s=time.monotonic())
@@ -85,7 +77,6 @@ class ConsoleObserver(RunObserver):
             self._say_plain(f"{name} {done}/{pace.total}, " + _numbers(metrics))
 
     def on_stage(self, step: int, stage: str) -> None:
-        """Show the stage."""
         with self._lock:
             if step >= self._first:
                 self._begin_steps()
@@ -103,7 +94,6 @@ class ConsoleObserver(RunObserver):
             self._say_plain(_step_line(record, left_s))
 
     def on_validation(self, step: int, metrics: dict[str, float]) -> None:
-        """Print the accuracies, or without verdicts the rewards."""
         with self._lock:
             self._state.validation = (step, dict(metrics))
         self._say(f"validation at step {step}: {_results(metrics)}")
@@ -115,7 +105,6 @@ class ConsoleObserver(RunObserver):
         self._say(f"step {step}: {message}")
 
     def on_finish(self, summary: dict[str, Any]) -> None:
-        """Close the display and print the result."""
         self.close()
         with suppress(OSError):
             self._console.print(summary_table(summary))
@@ -165,9 +154,7 @@ class ConsoleObserver(RunObserver):
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -175,11 +162,8 @@ class _RunConsole(Console):
     """A console whose reader may go away (`headrace train ... | head`): the run goes on without it."""
 
     def on_broken_pipe(self) -> None:
-        """Print nothing from here on."""
         self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())
-        os.close(nowhere)
+        discard_output(self.file.fileno())
 
 
 def make_console(mode: Mode = "auto") -> Console:
@@ -218,13 +202,6 @@ def _results(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{how}{what} {value}" for how, value in values.items()) or _numbers(metrics)
 
 
-def _summary_writer(directory: Path, purge_step: int | None) -> "SummaryWriter":
-    """Open an event file; events of earlier files from `purge_step` on are hidden."""
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (slow to load)
-
-    return SummaryWriter(str(directory), purge_step=purge_step)
-
-
 class FileObserver(RunObserver):
     """Writes metrics.jsonl, samples.jsonl, summary.json and, if asked to, TensorBoard events.
 
@@ -249,7 +226,6 @@ class FileObserver(RunObserver):
         self._write("phase", done, {f"{name}/{key}": value for key, value in metrics.items()}, phase=name)
 
     def on_step(self, record: StepRecord) -> None:
-        """Write a metrics line."""
         times = {f"time_s/{stage}": seconds for stage, seconds in record.timings_s.items()}
         sizes = {f"bytes/{column}": size for column, size in record.bytes_by_column.items()}
         kind = "step" if record.phase == "grpo" else "phase"
@@ -267,23 +243,26 @@ class FileObserver(RunObserver):
         self._run.write_summary(summary)
 
     def _write(self, kind: str, step: int, values: Mapping[str, float], phase: str | None = None) -> None:
-        head = {"kind": kind, "step": step} if phase is None else {"kind": kind, "step": step, "phase": phase}
-        self._run.append_metrics({**head, **{key: _json_number(value) for key, value in values.items()}})
+        head = {"kind": kind, "step": step, **({"phase": phase} if phase else {})}
+        self._run.append_metrics(head | {key: _json_number(value) for key, value in values.items()})
         if self._tensorboard:
             # Steps of a phase are counted from 1 too: they get an event file of their own.
             with atomic.naming(self._run.tensorboard_dir):
-                writer = self._writer(phase if phase is not None and kind == "phase" else "")
+                writer = self._writer(phase or "" if kind == "phase" else "")
                 for key, value in values.items():
                     writer.add_scalar(key, value, step)
 
     def _writer(self, folder: str) -> "SummaryWriter":
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (slow to load)
+
         if folder not in self._writers:
+            # Hides the events of earlier files from this step on.
             purge_step = self._first if not folder and self._first > 1 else None
-            self._writers[folder] = _summary_writer(self._run.tensorboard_dir / folder, purge_step)
+            directory = str(self._run.tensorboard_dir / folder)
+            self._writers[folder] = SummaryWriter(directory, purge_step=purge_step)
         return self._writers[folder]
 
     def close(self) -> None:
-        """Flush the event files."""
         with atomic.naming(self._run.tensorboard_dir):
             while self._writers:
                 self._writers.popitem()[1].close()
@@ -291,9 +270,7 @@ class FileObserver(RunObserver):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -6,19 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.algorithms.observer import (
-    GENERATION_KL,
-    GRAD_NORM,
-    GREEDY_ACCURACY,
-    GREEDY_REWARD,
-    LOSS,
-    REWARD,
-    ROUTE_AGREEMENT,
-    SAMPLED_ACCURACY,
-    SAMPLED_REWARD,
-)
+from headrace.algorithms.observer import GENERATION_KL, GRAD_NORM, LOSS, REWARD, ROUTE_AGREEMENT
 from headrace.errors import ConfigError
-from headrace.run_tables import RunTotals, in_step_order
+from headrace.run_tables import HELD_OUT, RunTotals, in_step_order
 from headrace.utils import atomic
 from headrace.utils.renamed import with_new_metrics
 from headrace.utils.run_directory import RunDirectory, read_log
@@ -33,20 +23,10 @@ _LINES = {
     GENERATION_KL: "k3 estimate of KL(generator || trainer)",
     ROUTE_AGREEMENT: "routes that the trainer would have chosen too",
 }
-_ACCURACIES, _REWARDS = (GREEDY_ACCURACY, SAMPLED_ACCURACY), (GREEDY_REWARD, SAMPLED_REWARD)
+_HOW = {"greedy": ("#228833", "o"), "sampled": ("#ee6677", "s")}
 _TIME, _BYTES = "time_s/", "bytes/"
-_PALETTE = (
-    "#4477aa",
-    "#ee6677",
-    "#228833",
-    "#ccbb44",
-    "#66ccee",
-    "#aa3377",
-    "#bbbbbb",
-    "#222255",
-    "#ee8866",
-    "#225522",
-)
+_BRIGHT = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee")
+_PALETTE = (*_BRIGHT, "#aa3377", "#bbbbbb", "#222255", "#ee8866", "#225522")
 _HATCHES = ("", "////", "....", "xxxx")
 _MOST_BARS = 100
 _SMOOTHING = 0.8
@@ -74,7 +54,6 @@ def read_metrics(run_dir: Path) -> list[Record]:
 
 
 def run_totals(records: Sequence[Record]) -> RunTotals:
-    """Return the sums over a run's steps, those before a resume included."""
     totals = RunTotals()
     for record in _of_kind(records, "step"):
         totals.add(_part(record, _TIME), _part(record, _BYTES), record.get("tokens", 0))
@@ -82,7 +61,6 @@ def run_totals(records: Sequence[Record]) -> RunTotals:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Draw a run's report.png."""
     path = RunDirectory(run_dir).report_path
     _save(draw_report(read_metrics(run_dir), str(run_dir)), path)
     return path
@@ -108,7 +86,7 @@ def draw_report(records: Sequence[Record], title: str) -> Any:
 def _panels(records: Sequence[Record]) -> list[Callable[[Any], object]]:
     """Return what draws each panel that has something to show; at least one."""
     drawn: list[Callable[[Any], object]] = []
-    if any(_series(records, "validation", name)[0] for name in (*_ACCURACIES, *_REWARDS)):
+    if any(_series(records, "validation", name)[0] for names in HELD_OUT.values() for name in names):
         drawn.append(partial(_draw_held_out, records=records))
     for name, label in _LINES.items():
         if _series(records, "step", name)[0]:
@@ -116,7 +94,7 @@ def _panels(records: Sequence[Record]) -> list[Callable[[Any], object]]:
     # Reward first, held-out results beside it.
     drawn[:2] = reversed(drawn[:2])
     for prefix, draw in ((_TIME, _draw_times), (_BYTES, _draw_bytes)):
-        if any(_part(record, prefix) for record in _of_kind(records, "step")):
+        if any(values for _, values in _parts(records, prefix)):
             drawn.append(partial(draw, records=records))
     return drawn or [partial(_draw_line, records=records, name=REWARD, label=_LINES[REWARD])]
 
@@ -135,18 +113,21 @@ def draw_reward_plot(run_dir: Path, path: Path) -> None:
 
 def _draw_held_out(axis: Any, records: Sequence[Record]) -> str:
     """Draw accuracies or, of an environment without verdicts, rewards; return which."""
-    judged = any(_series(records, "validation", name)[0] for name in _ACCURACIES)
-    kind = "accuracy" if judged else "reward"
-    greedy, sampled = _ACCURACIES if judged else _REWARDS
-    for name, how, color, marker in (
-        (greedy, "greedy", _PALETTE[2], "o"),
-        (sampled, "sampled", _PALETTE[1], "s"),
-    ):
+    kind, names = next(
+        (
+            item
+            for item in HELD_OUT.items()
+            if any(_series(records, "validation", name)[0] for name in item[1])
+        ),
+        ("reward", {}),
+    )
+    for name, how in names.items():
         steps, values = _series(records, "validation", name)
         if steps:
+            color, marker = _HOW[how]
             look = {"marker": marker, "markersize": 4, "linewidth": 1.5, "clip_on": False}
             axis.plot(steps, values, color=color, label=f"{how} {kind}", **look)
-    if judged:
+    if kind == "accuracy":
         axis.set_ylim(top=max(1.05, axis.get_ylim()[1]))
     _finish(axis, f"held-out {kind}", axis.lines)
     if axis.lines:
@@ -165,14 +146,14 @@ def _draw_line(axis: Any, records: Sequence[Record], name: str, label: str) -> N
 
 
 def _draw_times(axis: Any, records: Sequence[Record]) -> None:
-    rows = [(record["step"], _part(record, _TIME)) for record in _of_kind(records, "step")]
+    rows = _parts(records, _TIME)
     names = in_step_order({name: 0 for _, values in rows for name in values})
     _draw_stack(axis, rows, names)
     _finish(axis, "seconds per step", names)
 
 
 def _draw_bytes(axis: Any, records: Sequence[Record]) -> None:
-    rows = [(record["step"], _part(record, _BYTES)) for record in _of_kind(records, "step")]
+    rows = _parts(records, _BYTES)
     largest = max((sum(values.values()) for _, values in rows), default=0)
     unit, factor = ("kB", 1e3) if largest < 1e6 else ("MB", 1e6)
     scaled = [(step, {name: size / factor for name, size in values.items()}) for step, values in rows]
@@ -232,6 +213,10 @@ def _of_kind(records: Sequence[Record], kind: str) -> list[Record]:
 
 def _part(record: Record, prefix: str) -> dict[str, Any]:
     return {key.removeprefix(prefix): value for key, value in record.items() if key.startswith(prefix)}
+
+
+def _parts(records: Sequence[Record], prefix: str) -> list[tuple[int, dict[str, Any]]]:
+    return [(record["step"], _part(record, prefix)) for record in _of_kind(records, "step")]
 
 
 def _series(records: Sequence[Record], kind: str, name: str) -> tuple[list[int], list[float]]:

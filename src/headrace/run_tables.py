@@ -10,18 +10,13 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from headrace.algorithms.observer import (
-    GREEDY_ACCURACY,
-    GREEDY_REWARD,
-    SAMPLED_ACCURACY,
-    SAMPLED_REWARD,
-    STAGES,
-)
+from headrace.algorithms import observer
 
-_HELD_OUT = {
-    "accuracy": {GREEDY_ACCURACY: "greedy", SAMPLED_ACCURACY: "sampled"},
-    "reward": {GREEDY_REWARD: "greedy", SAMPLED_REWARD: "sampled"},
+HELD_OUT = {
+    "accuracy": {observer.GREEDY_ACCURACY: "greedy", observer.SAMPLED_ACCURACY: "sampled"},
+    "reward": {observer.GREEDY_REWARD: "greedy", observer.SAMPLED_REWARD: "sampled"},
 }
+"""What a validation is judged by, and its metrics: rewards where the environment gives no verdicts."""
 _ENDS = ("before", "after")
 _NAME_WIDTH, _NUMBER_WIDTH = 30, 12
 
@@ -38,7 +33,6 @@ class RunTotals:
     column_bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def add(self, timings_s: Mapping[str, float], bytes_by_column: Mapping[str, int], tokens: int) -> None:
-        """Count one more step."""
         self.steps += 1
         self.tokens += tokens
         for stage, seconds in timings_s.items():
@@ -47,27 +41,21 @@ class RunTotals:
         for column, size in bytes_by_column.items():
             self.column_bytes[column] += size
 
-    def stages(self) -> list[str]:
-        return in_step_order(self.seconds)
-
 
 def in_step_order(stages: Mapping[str, object]) -> list[str]:
-    known = [stage for stage in STAGES if stage in stages]
+    known = [stage for stage in observer.STAGES if stage in stages]
     return known + sorted(set(stages) - set(known))
 
 
 def final_tables(totals: RunTotals) -> RenderableType:
     """Return the table of time per stage, and that of bytes per column if the data plane was used."""
-    tables = [_stage_table(totals)]
-    if totals.column_bytes:
-        tables.append(_column_table(totals))
-    return Group(*tables)
+    return Group(_stage_table(totals), *([_column_table(totals)] if totals.column_bytes else []))
 
 
 def _stage_table(totals: RunTotals) -> Table:
     table = _table("stage", "total", "per step", "steps", "share")
     everything = sum(totals.seconds.values())
-    for stage in totals.stages():
+    for stage in in_step_order(totals.seconds):
         seconds, runs = totals.seconds[stage], totals.runs[stage]
         share = _fraction(seconds, everything)
         table.add_row(stage, format_seconds(seconds), format_seconds(seconds / runs), str(runs), share)
@@ -128,7 +116,7 @@ def held_out(metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
     >>> held_out({"validation/accuracy": 0.5, "validation/reward": 0.7})
     ('accuracy', {'greedy': '50.0%'})
     """
-    for kind, names in _HELD_OUT.items():
+    for kind, names in HELD_OUT.items():
         form = _percent if kind == "accuracy" else _number
         values = {how: form(metrics[name]) for name, how in names.items() if name in metrics}
         if values:

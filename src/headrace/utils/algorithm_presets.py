@@ -8,7 +8,7 @@ a recipe may change. All other keys are the recipe's own: no preset adds a KL, f
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from headrace.utils.section import plain
 
 Preset = dict[str, bool | float | str | Callable[[int], int]]
 """Values by dotted key; a function is of `generation.max_new_tokens`."""
@@ -88,7 +88,7 @@ def with_preset(recipe: Any, *, max_new_tokens: int) -> Any:
     preset = PRESETS.get(str(recipe.get("algorithm"))) if isinstance(recipe, Mapping) else None
     if preset is None:
         return recipe
-    filled = _plain(recipe)
+    filled = plain(recipe)
     given = _get(filled, "generation.max_new_tokens", max_new_tokens)
     turn = given if type(given) is int else max_new_tokens
     values = _of_turn(preset, turn)
@@ -114,12 +114,6 @@ def describe_preset(algorithm: str, recipe: Mapping[str, Any]) -> str:
 
 def _of_turn(preset: Preset, max_new_tokens: int) -> dict[str, Any]:
     return {key: value(max_new_tokens) if callable(value) else value for key, value in preset.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        return value.model_dump(exclude_unset=True)
-    return {key: _plain(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
 
 
 def _get(values: Any, dotted: str, otherwise: Any) -> Any:

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from headrace.errors import ConfigError
 from headrace.utils.renamed import RECIPE_KEYS
+from headrace.utils.section import plain
 
 _LONGEST_VALUE = 60
 _MOST_OTHERS = 5
@@ -28,34 +29,24 @@ def validated(section: type[Section], value: Section | Mapping[str, Any], name: 
     if isinstance(value, section):
         return value
     try:
-        return section.model_validate(_plain(value))
+        return section.model_validate(plain(value))
     except ValidationError as error:
-        raise ConfigError(f"{name}: {describe(error, section)}") from error
+        raise ConfigError(f"{name}: {describe(error, section)[1]}") from error
 
 
-def _plain(value: Any) -> Any:
-    """Return mappings of any kind (OmegaConf's too) as dicts."""
-    return {key: _plain(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
-
-
-def describe(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return a validation error as one line: the first fault's key, value and remedy, and the keys of the others.
+def describe(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
+    """Return the first fault's dotted key (empty: of the whole model), and a line that tells of it and the others.
 
     An unknown key comes before a missing one, since the one is often the other mistyped.
     """
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
+    key, *others = [".".join(_locate(fault["loc"], model)[0]) for fault in faults]
     text = _describe_one(faults[0], model)
-    if len(faults) == 1:
-        return text
-    others = list(dict.fromkeys(".".join(_locate(fault["loc"], model)[0]) for fault in faults[1:]))
-    named = ", ".join(others[:_MOST_OTHERS]) + (", ..." if len(others) > _MOST_OTHERS else "")
-    return f"{text} (and {len(faults) - 1} more: {named})"
-
-
-def fault_key(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return the dotted key of the fault that `describe` tells of; empty for one of the whole model."""
-    faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
-    return ".".join(_locate(faults[0]["loc"], model)[0])
+    if others:
+        named = list(dict.fromkeys(others))
+        shown = ", ".join(named[:_MOST_OTHERS]) + (", ..." if len(named) > _MOST_OTHERS else "")
+        text += f" (and {len(others)} more: {shown})"
+    return key, text
 
 
 def kinds_of_sections(model: type[BaseModel]) -> list[tuple[str, str]]:
@@ -64,8 +55,7 @@ def kinds_of_sections(model: type[BaseModel]) -> list[tuple[str, str]]:
     >>> kinds_of_sections(RecipeConfig)
     [('env', 'kind')]
     """
-    fields = [(key, field) for key, field in _all_fields(model) if isinstance(field.discriminator, str)]
-    return [(key, str(field.discriminator)) for key, field in fields]
+    return [(k, f.discriminator) for k, f in _all_fields(model) if isinstance(f.discriminator, str)]
 
 
 def text_kind(model: type[BaseModel], key: str) -> Literal["text", "optional"] | None:
@@ -73,12 +63,13 @@ def text_kind(model: type[BaseModel], key: str) -> Literal["text", "optional"] |
 
     Where sections of several kinds have the key, one that takes text is enough.
     """
-    for name, field in _all_fields(model):
-        if name != key:
-            continue
-        choices = get_args(field.annotation) if _is_union(field.annotation) else (field.annotation,)
-        if all(choice in (str, type(None)) or _is_text_choice(choice) for choice in choices):
-            return "optional" if type(None) in choices else "text"
+    for field in [field for name, field in _all_fields(model) if name == key]:
+        is_union = get_origin(field.annotation) in (Union, UnionType)
+        choices = get_args(field.annotation) if is_union else (field.annotation,)
+        words = [word for choice in choices if get_origin(choice) is Literal for word in get_args(choice)]
+        rest = {choice for choice in choices if get_origin(choice) is not Literal}
+        if rest <= {str, type(None)} and all(isinstance(word, str) for word in words):
+            return "optional" if type(None) in rest else "text"
     return None
 
 
@@ -89,34 +80,29 @@ def default_values(model: type[BaseModel]) -> dict[str, Any]:
     return {k: as_json.dump_python(f.get_default(call_default_factory=True), mode="json") for k, f in fields}
 
 
-def _is_union(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, UnionType)
-
-
-def _is_text_choice(annotation: Any) -> bool:
-    return get_origin(annotation) is Literal and all(isinstance(word, str) for word in get_args(annotation))
-
-
 def _describe_one(fault: Any, model: type[BaseModel]) -> str:
-    parts, section = _locate(fault["loc"], model)
+    parts, section, field = _locate(fault["loc"], model)
     key = ".".join(parts)
     kind, value, context = fault["type"], _short(fault["input"]), fault.get("ctx", {})
     if kind == "invalid_key":
         return f"unknown key '{key}'; expected a name"
     if kind == "extra_forbidden":
         new = RECIPE_KEYS.get(key)
-        return (
-            f"unknown key '{key}'{f'; it is called {new!r}' if new else _suggestion(parts, section, model)}"
+        return f"unknown key '{key}'" + (
+            f"; it is called '{new}'" if new else _suggestion(parts, section, model)
         )
     if kind == "missing" and isinstance(fault["loc"][-1], int):
         return f"{'.'.join(parts[:-1])}={value}: too few items, there is none at {parts[-1]}"
     if kind == "missing":
         return f"missing key '{key}'; set it in the recipe or with {key}=..."
     if kind == "value_error":
-        return _of_section(key, str(context["error"]), section, parts)
+        text = str(context["error"])
+        inner, begins = field and _as_model(field), re.match(r"\w+", text)
+        names_a_key = inner is not None and begins is not None and begins[0] in inner.model_fields
+        return (f"{key}.{text}" if names_a_key else f"{key}: {text}") if key else text
     if kind == "union_tag_not_found":
         tag = context["discriminator"].strip("'")
-        return f"missing key '{key}.{tag}'; expected one of {', '.join(_tags(section, parts[-1]))}"
+        return f"missing key '{key}.{tag}'; expected one of {', '.join(_members(field))}"
     if kind == "union_tag_invalid":
         tag = context["discriminator"].strip("'")
         given = _short(fault["input"][tag]) if isinstance(fault["input"], Mapping) else f"'{context['tag']}'"
@@ -124,25 +110,15 @@ def _describe_one(fault: Any, model: type[BaseModel]) -> str:
     if kind in ("model_type", "model_attributes_type"):
         return f"{key or 'recipe'}={value}: expected a section, that is a mapping of keys"
     if kind in ("tuple_type", "list_type"):
-        return f"{key}={value}: expected a list{_example(section, parts[-1])}"
+        default = field.default if field is not None else None
+        example = f", for example {list(default)}" if isinstance(default, tuple) and default else ""
+        return f"{key}={value}: expected a list{example}"
     if kind == "dict_type":
         return f"{key}={value}: expected a mapping of keys to values"
     message = fault["msg"].replace("Input should be ", "expected ")
     quoted = kind in ("int_type", "float_type") and _is_finite_number(fault["input"])
     hint = "; it is text: leave out the quotes" if quoted else ""
     return f"{key}={value}: {message[0].lower()}{message[1:]}{hint}"
-
-
-def _of_section(key: str, text: str, section: type[BaseModel] | None, parts: Sequence[str]) -> str:
-    """Return what a rule of a section says, with the section's key: before a key that it begins with, as one."""
-    if not key:
-        return text
-    field = section.model_fields.get(parts[-1]) if section is not None else None
-    inner = None if field is None else _as_model(field)
-    begins = re.match(r"\w+", text)
-    if inner is not None and begins is not None and begins[0] in inner.model_fields:
-        return f"{key}.{text}"
-    return f"{key}: {text}"
 
 
 def _is_finite_number(value: object) -> bool:
@@ -152,14 +128,6 @@ def _is_finite_number(value: object) -> bool:
         return False
 
 
-def _example(section: type[BaseModel] | None, name: str) -> str:
-    """Return a list's default as an example, if it has one."""
-    default = (
-        section.model_fields[name].default if section is not None and name in section.model_fields else None
-    )
-    return f", for example {list(default)}" if isinstance(default, tuple) and default else ""
-
-
 def _short(value: object) -> str:
     text = _YAML_WORDS.get(value, repr(value)) if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
@@ -167,13 +135,14 @@ def _short(value: object) -> str:
 
 def _locate(
     location: Sequence[int | str], model: type[BaseModel]
-) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the key's parts, and the section that its last part stands in (None: not in a section).
+) -> tuple[list[str], type[BaseModel] | None, FieldInfo | None]:
+    """Return the key's parts, the section that its last part stands in, and its field (None: no such).
 
     pydantic's location also names the chosen member of a tagged union, which is no part of the key.
     """
     parts: list[str] = []
     section: type[BaseModel] | None = model
+    field: FieldInfo | None = None
     here: Any = model
     for step in location:
         if isinstance(here, FieldInfo) and (members := _members(here)):
@@ -181,8 +150,8 @@ def _locate(
             continue
         section = _as_model(here)
         parts.append(str(step))
-        here = section.model_fields.get(str(step)) if section is not None else None
-    return parts, section
+        here = field = section.model_fields.get(str(step)) if section is not None else None
+    return parts, section, field
 
 
 def _as_model(here: Any) -> type[BaseModel] | None:
@@ -190,16 +159,12 @@ def _as_model(here: Any) -> type[BaseModel] | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def _members(field: FieldInfo) -> dict[str, type[BaseModel]]:
+def _members(field: FieldInfo | None) -> dict[str, type[BaseModel]]:
     """Return the members of a tagged union by tag; nothing for any other field."""
-    if not isinstance(field.discriminator, str):
+    if field is None or not isinstance(field.discriminator, str):
         return {}
     members = get_args(field.annotation)
     return {member.model_fields[field.discriminator].default: member for member in members}
-
-
-def _tags(section: type[BaseModel] | None, name: str) -> list[str]:
-    return list(_members(section.model_fields[name])) if section is not None else []
 
 
 def _suggestion(parts: Sequence[str], section: type[BaseModel] | None, root: type[BaseModel]) -> str:
@@ -211,11 +176,9 @@ def _suggestion(parts: Sequence[str], section: type[BaseModel] | None, root: typ
     close = difflib.get_close_matches(parts[-1].lower(), here, n=1)
     if close:
         return f"; did you mean '{'.'.join([*parts[:-1], close[0]])}'?"
-    elsewhere = [
-        key for key, _ in _all_fields(root) if key.split(".")[-1] == parts[-1] and key != ".".join(parts)
-    ]
-    if elsewhere:
-        return f"; did you mean {' or '.join(repr(key) for key in elsewhere)}?"
+    same = [repr(k) for k, _ in _all_fields(root) if k.split(".")[-1] == parts[-1] and k != ".".join(parts)]
+    if same:
+        return f"; did you mean {' or '.join(same)}?"
     return f"; known keys here: {', '.join(here)}" if here else ""
 
 

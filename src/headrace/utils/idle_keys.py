@@ -12,7 +12,7 @@ never passes without a word:
 What depends on the model's architecture is told by the code that loads it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,17 +56,11 @@ class Effect:
         return ", ".join(f"{key}={_written(value)}" for key, value in idle.items())
 
 
-def refuse_idle_keys(recipe: BaseModel) -> None:
-    """Refuse keys without effect that would have the run train otherwise than the recipe says.
-
-    Raises:
-        ValueError: names key, value and what it needs.
-    """
+def refused_idle_keys(recipe: BaseModel) -> Iterator[str]:
+    """Yield what is wrong with keys without effect that would have the run train otherwise than the recipe says."""
     for effect in EFFECTS:
         if effect.refused and (idle := effect.idle(recipe)):
-            raise ValueError(
-                f"{idle} has no effect here: it needs {effect.need.text}; set that, or remove the key"
-            )
+            yield f"{idle} has no effect here: it needs {effect.need.text}; set that, or remove the key"
 
 
 def idle_lines(recipe: BaseModel) -> list[str]:

@@ -11,18 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import (
-    GrammarParseError,
-    InterpolationResolutionError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf import errors as faults
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
 from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
-from headrace.utils.config_errors import describe, fault_key, kinds_of_sections, text_kind
+from headrace.utils.config_errors import describe, kinds_of_sections, text_kind
 from headrace.utils.renamed import with_new_keys
 
 _LONGEST_OVERRIDE = 100
@@ -59,15 +55,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, of_a_run: bo
     try:
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         return RecipeConfig.model_validate(values)
-    except MissingMandatoryValue as error:
+    except faults.MissingMandatoryValue as error:
         key = getattr(error, "full_key", None)
         raise ConfigError(f"{path}: {key} is left open (???); set it with {key}=...") from error
     except OmegaConfBaseException as error:
         culprit = _culprit(parsed, str(getattr(error, "full_key", "")), "")
         raise ConfigError(f"{culprit or path}: {_in_one_line(error)}") from error
     except ValidationError as error:
-        text = describe(error, RecipeConfig)
-        culprit = _culprit(parsed, fault_key(error, RecipeConfig), text)
+        key, text = describe(error, RecipeConfig)
+        culprit = _culprit(parsed, key, text)
         raise ConfigError(f"{culprit or path}: {text}") from error
 
 
@@ -77,7 +73,6 @@ def dump_recipe(recipe: RecipeConfig) -> str:
 
 
 def read_resolved(text: str) -> dict[str, Any]:
-    """Return the values of what `dump_recipe` wrote."""
     return _plain(OmegaConf.create(text), resolve=True)
 
 
@@ -130,10 +125,12 @@ def _load_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_in_one_line(error)}") from error
     merged = OmegaConf.create({})
-    for name in _default_names(path, defaults):
-        parent = _load_yaml(path.parent / name, chain)
-        merged = _merge(_without_other_kinds(merged, parent), parent)
-    return _merge(_without_other_kinds(merged, loaded), loaded)
+    names = [] if defaults is None else list(defaults) if isinstance(defaults, ListConfig) else [defaults]
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: defaults={defaults}: expected a file name or a list of them")
+    for part in (*(_load_yaml(path.parent / name, chain) for name in names), loaded):
+        merged = _merge(_without_other_kinds(merged, part), part)
+    return merged
 
 
 def _read_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
@@ -167,17 +164,8 @@ def _tab_hint(path: Path, error: Exception) -> str:
     return "; there is a tab: indent with spaces" if "\t" in before else ""
 
 
-def _default_names(path: Path, defaults: Any) -> list[str]:
-    names = [] if defaults is None else list(defaults) if isinstance(defaults, ListConfig) else [defaults]
-    if not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: defaults={defaults}: expected a file name or a list of them")
-    return names
-
-
 def _similar_file(path: Path) -> str | None:
-    if not path.parent.is_dir():
-        return None
-    names = [p.name for p in path.parent.iterdir() if p.is_file() and p != path]
+    names = [p.name for p in path.parent.glob("*") if p.is_file() and p != path]
     close = difflib.get_close_matches(path.name, names, n=1)
     return f"did you mean {path.with_name(close[0])}?" if close else None
 
@@ -244,7 +232,7 @@ def _without_other_kinds(base: DictConfig, extra: DictConfig) -> DictConfig:
             for config in (base, extra)
         )
         if old is not None and new is not None and old != new:
-            base = _merge(base, OmegaConf.create({}))
+            base = _merge(base)
             OmegaConf.update(base, key, {}, merge=False)
     return base
 
@@ -278,7 +266,7 @@ def _in_one_line(error: Exception) -> str:
             problem = f"{error.context} {problem}"
         return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
     text = str(error).partition("\n")[0]
-    if isinstance(error, GrammarParseError | InterpolationResolutionError):
+    if isinstance(error, faults.GrammarParseError | faults.InterpolationResolutionError):
         text += r"; write \${ where the text is meant"
     key = getattr(error, "full_key", None)
     return f"{key}: {text}" if key else text

@@ -1,8 +1,9 @@
 """What every section of a recipe is made of: its base and the types of its values."""
 
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -22,3 +23,20 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    def faults(self) -> Iterator[str]:
+        """Yield what its values contradict each other in; the first becomes the error."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_faults(self) -> Self:
+        for fault in self.faults():
+            raise ValueError(fault)
+        return self
+
+
+def plain(value: Any) -> Any:
+    """Return mappings of any kind (OmegaConf's too) and sections, with the keys that they set, as dicts."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(exclude_unset=True)
+    return {key: plain(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
