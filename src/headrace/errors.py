@@ -1,17 +1,4 @@
-"""Every error that headrace raises on purpose.
-
-    HeadraceError
-    ├── ConfigError (ValueError)    a key, value or combination in a config or on the command line
-    ├── SchemaError (ValueError)    a column or metadata object that breaks its declaration
-    ├── RewardError (ValueError)    a reward that is missing, not finite, or of the wrong length
-    ├── GenerationError             the generator returned less, or other, than it was asked for
-    ├── ReplayError                 router replay that replayed nothing, twice, or the wrong rows
-    ├── WriteError (OSError)        a file that cannot be written: a full disk, no permission
-    └── DataPlaneError              the store
-        ├── TransportError          no answer, or a lost connection
-        ├── SampleNotFound          an unknown sample id, or a column it does not have yet
-        ├── ClaimTimeout            a blocking claim that found no ready rows in time
-        └── CapacityExceeded        a put that does not fit
+"""Every error that headrace raises on purpose, each below `HeadraceError`; those of the store below `DataPlaneError`.
 
 A message says what was got, what was expected and which knob changes it.
 """

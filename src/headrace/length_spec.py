@@ -29,18 +29,18 @@ def parse_lengths(text: str, *, seed: int = 0) -> list[int]:
     Raises:
         ConfigError: text of another form, an unreadable file, or a length below 1.
     """
+    shown = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
     kind, *numbers = text.split(":")
     if kind in ("lognormal", "uniform"):
-        return _draw(text, kind, _integers(text, numbers), random.Random(seed))
+        return _draw(shown, kind, _integers(shown, numbers), random.Random(seed))
     # Unlike Path.exists, this takes a long list for what it is, and not for a name that is too long.
     content = _read(Path(text)) if os.path.exists(text) else text
-    text = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
     parts = [part for part in re.split(r"[\s,]+", content) if part]
-    lengths = _integers(text, parts)
+    lengths = _integers(shown, parts)
     if not lengths:
-        raise ConfigError(f"LENGTHS '{text}' has no numbers; {_FORMS}")
+        raise ConfigError(f"LENGTHS '{shown}' has no numbers; {_FORMS}")
     if min(lengths) < 1:
-        raise ConfigError(f"LENGTHS '{text}' has a row of {min(lengths)} tokens; expected 1 or more")
+        raise ConfigError(f"LENGTHS '{shown}' has a row of {min(lengths)} tokens; expected 1 or more")
     return lengths
 
 
@@ -58,12 +58,11 @@ def _draw(text: str, kind: str, numbers: list[int], rng: random.Random) -> list[
 def _integers(text: str, parts: list[str]) -> list[int]:
     for part in parts:
         digits = part.removeprefix("-")
-        if not (digits.isascii() and digits.isdecimal()):
-            raise ConfigError(f"LENGTHS '{text}': '{part[:_LONGEST_SHOWN]}' is not a whole number; {_FORMS}")
-        if len(digits) > _MOST_DIGITS:
+        is_whole = digits.isascii() and digits.isdecimal()
+        if not is_whole or len(digits) > _MOST_DIGITS:
+            bound = f" of at most {_MOST_DIGITS} digits" if is_whole else ""
             raise ConfigError(
-                f"LENGTHS '{text[:_LONGEST_SHOWN]}': '{part[:_LONGEST_SHOWN]}' is not a whole number of at most "
-                f"{_MOST_DIGITS} digits; {_FORMS}"
+                f"LENGTHS '{text}': '{part[:_LONGEST_SHOWN]}' is not a whole number{bound}; {_FORMS}"
             )
     return [int(part) for part in parts]
 

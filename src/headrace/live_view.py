@@ -95,15 +95,16 @@ def render(state: RunState, now_s: float, console_width: int) -> RenderableType:
     about = state.about
     room = width - len("╭─  ─╮")
     # What does not fit into the frame would be cut off there.
-    if len(about) > room:
+    title, subtitle = (text if 0 < len(text) <= room else None for text in (state.title, about))
+    if about and subtitle is None:
         rows += [Text(), Text(about, style="dim")]
-    if len(state.title) > room:
+    if state.title and title is None:
         rows.insert(0, Text(state.title, style="bold", overflow="fold"))
     return Panel(
         Group(*rows),
-        title=Text(state.title, style="bold") if len(state.title) <= room else None,
+        title=title and Text(title, style="bold"),
         title_align="left",
-        subtitle=Text(about, style="dim") if 0 < len(about) <= room else None,
+        subtitle=subtitle and Text(subtitle, style="dim"),
         subtitle_align="left",
         border_style="cyan",
         padding=(0, 1),
@@ -189,11 +190,7 @@ def _stage_rows(state: RunState, last: StepRecord) -> Table:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return values as a line of block characters, from the least to the greatest.
-
-    >>> sparkline([0.0, 0.5, 1.0])
-    '▁▅█'
-    """
+    """Return values as a line of block characters, from the least to the greatest."""
     if not values:
         return ""
     low, high = min(values), max(values)

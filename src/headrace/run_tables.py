@@ -55,31 +55,30 @@ def final_tables(totals: RunTotals) -> RenderableType:
 def _stage_table(totals: RunTotals) -> Table:
     table = _table("stage", "total", "per step", "steps", "share")
     everything = sum(totals.seconds.values())
+
+    def cells(name: str, seconds: float, steps: int) -> tuple[str, ...]:
+        return name, format_seconds(seconds), format_seconds(seconds / steps if steps else 0.0), str(steps)
+
     for stage in in_step_order(totals.seconds):
-        seconds, runs = totals.seconds[stage], totals.runs[stage]
-        share = _fraction(seconds, everything)
-        table.add_row(stage, format_seconds(seconds), format_seconds(seconds / runs), str(runs), share)
-    mean = everything / totals.steps if totals.steps else 0.0
-    table.add_row(
-        "all", format_seconds(everything), format_seconds(mean), str(totals.steps), "", style="bold"
-    )
+        seconds = totals.seconds[stage]
+        table.add_row(*cells(stage, seconds, totals.runs[stage]), _fraction(seconds, everything))
+    table.add_row(*cells("all", everything, totals.steps), "", style="bold")
     return table
 
 
 def _column_table(totals: RunTotals) -> Table:
     table = _table("column", "bytes", "per step", "per token", "share")
     everything = sum(totals.column_bytes.values())
-    largest_first = sorted(totals.column_bytes.items(), key=lambda item: (-item[1], item[0]))
-    for column, size in largest_first:
-        table.add_row(*_column_cells(column, size, totals), _fraction(size, everything))
-    table.add_row(*_column_cells("all", everything, totals), "", style="bold")
+
+    def cells(name: str, size: int) -> tuple[str, ...]:
+        per_step = format_bytes(size / totals.steps) if totals.steps else "-"
+        per_token = f"{size / totals.tokens:,.2f} B" if totals.tokens else "-"
+        return name, format_bytes(size), per_step, per_token
+
+    for column, size in sorted(totals.column_bytes.items(), key=lambda item: (-item[1], item[0])):
+        table.add_row(*cells(column, size), _fraction(size, everything))
+    table.add_row(*cells("all", everything), "", style="bold")
     return table
-
-
-def _column_cells(name: str, size: int, totals: RunTotals) -> tuple[str, str, str, str]:
-    per_step = format_bytes(size / totals.steps) if totals.steps else "-"
-    per_token = f"{size / totals.tokens:,.2f} B" if totals.tokens else "-"
-    return name, format_bytes(size), per_step, per_token
 
 
 def _table(first: str, *others: str) -> Table:
@@ -97,12 +96,11 @@ def _table(first: str, *others: str) -> Table:
 def summary_table(summary: Mapping[str, Any]) -> RenderableType:
     """Return the result of a run: accuracy (or reward) before and after, and the other figures below."""
     kind = "accuracy" if any(summary.get(f"val_accuracy_{end}") is not None for end in _ENDS) else "reward"
-    form = _percent if kind == "accuracy" else _number
     table = _table(f"held-out {kind}", *_ENDS)
     for prefix, label in ((f"val_{kind}", "greedy"), (f"val_{kind}_sampled", "sampled")):
         values = [summary.get(f"{prefix}_{end}") for end in _ENDS]
         if values != [None, None]:
-            table.add_row(label, *map(form, values))
+            table.add_row(label, *(_result(kind, value) for value in values))
     figures = Table.grid(padding=(0, 2, 0, 0))
     for key, value in summary.items():
         if not key.endswith(("_before", "_after")) and key != "completed":
@@ -117,8 +115,7 @@ def held_out(metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
     ('accuracy', {'greedy': '50.0%'})
     """
     for kind, names in HELD_OUT.items():
-        form = _percent if kind == "accuracy" else _number
-        values = {how: form(metrics[name]) for name, how in names.items() if name in metrics}
+        values = {how: _result(kind, metrics[name]) for name, how in names.items() if name in metrics}
         if values:
             break
     return kind, values
@@ -128,16 +125,15 @@ def metrics_table(metrics: Mapping[str, float]) -> RenderableType:
     """Return validation metrics by name, accuracies in per cent."""
     table = _table("held-out prompts", "value")
     for name, value in metrics.items():
-        table.add_row(name, _percent(value) if name.endswith("accuracy") else format_number(value))
+        table.add_row(name, _result("accuracy" if name.endswith("accuracy") else "reward", value))
     return table
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else format_number(value)
+def _result(kind: str, value: float | None) -> str:
+    """Return an accuracy in per cent, and a reward as a number."""
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if kind == "accuracy" else format_number(value)
 
 
 def render_text(renderable: RenderableType, width: int = 100) -> str:
@@ -149,22 +145,14 @@ def render_text(renderable: RenderableType, width: int = 100) -> str:
 
 
 def format_number(value: object) -> str:
-    """Return a number with four digits, and anything else as it prints.
-
-    >>> format_number(0.123456), format_number(12345.6), format_number("x")
-    ('0.1235', '12,346', 'x')
-    """
+    """Return a float with four digits, as `0.1235` or `12,346`, and anything else as it prints."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def format_bytes(size: float) -> str:
-    """Return a size in bytes with three digits and a decimal unit.
-
-    >>> format_bytes(1_234_567)
-    '1.23 MB'
-    """
+    """Return a size in bytes with three digits and a decimal unit: `1.23 MB`."""
     if size < 1000:
         return f"{size:.0f} B"
     for unit in ("kB", "MB", "GB", "TB"):
@@ -176,11 +164,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration: milliseconds below one second, clock time above two minutes.
-
-    >>> format_seconds(0.0123), format_seconds(7.5), format_seconds(3725)
-    ('12.3 ms', '7.50 s', '1:02:05')
-    """
+    """Return `12.3 ms` below one second, `7.50 s` below two minutes, and clock time above."""
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms"
     if seconds < 120:
@@ -189,11 +173,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_clock(seconds: float) -> str:
-    """Return hours, minutes and seconds.
-
-    >>> format_clock(75), format_clock(3725)
-    ('1:15', '1:02:05')
-    """
+    """Return `1:15` or, above an hour, `1:02:05`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

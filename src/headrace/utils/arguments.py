@@ -36,7 +36,7 @@ def whole_numbers(what: str, expected: str, values: Sequence[int]) -> list[int]:
     numbers: list[int] = []
     for value in values:
         number = _as_integer(value)
-        if number is None or number != value:
+        if number is None:
             raise SchemaError(f"{what} {value!r}; expected {expected}")
         numbers.append(number)
     return numbers
@@ -47,13 +47,14 @@ def whole_number(name: str, value: int, least: int, error: type[HeadraceError] =
     if type(value) is int and value >= least:
         return value
     number = None if isinstance(value, bool) else _as_integer(value)
-    if number is None or number != value or number < least:
+    if number is None or number < least:
         raise error(f"{name}={value!r}; expected a whole number, {least} or more")
     return number
 
 
 def _as_integer(value: int) -> int | None:
     try:
-        return int(value)
+        number = int(value)
+        return number if number == value else None
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last for a tensor of several elements
         return None

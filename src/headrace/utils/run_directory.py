@@ -59,6 +59,13 @@ class RunDirectory:
         self._logs = (self.metrics_path, self.samples_path)
         self._results = (self.summary_path, self.timings_path, self.report_path, self.reward_plot_path)
         self._files = (self.config_path, *self._logs, *self._results)
+        # Folders, and what headrace writes in each.
+        self._folders = {
+            self.tensorboard_dir: "**/events.out.tfevents.*",
+            self.checkpoints_dir: "step_*",
+            self.reference_dir: "*",
+            self.traces_dir: "step_*.safetensors",
+        }
         self.resume_from: CheckpointInfo | None = None
         self.changes: Sequence[Change] = ()
         self._recipe_text = ""
@@ -142,8 +149,7 @@ class RunDirectory:
     def _refuse_foreign(self) -> None:
         if (self.path / _MARKER).exists():
             return
-        folders = (self.tensorboard_dir, self.checkpoints_dir, self.reference_dir, self.traces_dir)
-        for path in (*self._files, *folders):
+        for path in (*self._files, *self._folders):
             if path.exists():
                 raise ConfigError(
                     f"run_dir={self.path}: holds {path.name} that headrace did not write; set another run_dir"
@@ -155,13 +161,9 @@ class RunDirectory:
         return any(log.exists() and log.stat().st_size > 0 for log in logs)
 
     def _remove_run(self) -> None:
-        for entry in (
-            *self.tensorboard_dir.rglob("events.out.tfevents.*"),
-            *self.checkpoints_dir.glob("step_*"),
-            *self.reference_dir.glob("*"),
-            *self.traces_dir.glob("step_*.safetensors"),
-        ):
-            atomic.remove(entry)
+        for folder, pattern in self._folders.items():
+            for entry in list(folder.glob(pattern)):
+                atomic.remove(entry)
         for path in self._files:
             path.unlink(missing_ok=True)
 

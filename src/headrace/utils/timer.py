@@ -46,15 +46,12 @@ class Timer:
     def totals(self) -> dict[str, float]:
         return {label: sum(spans) for label, spans in self._spans.items()}
 
-    def get_elapsed(self, label: str) -> list[float]:
-        return list(self._spans[label]) if label in self._spans else []
+    get_timing_metrics = totals
 
-    def get_timing_metrics(self) -> dict[str, float]:
-        return self.totals()
+    def get_elapsed(self, label: str) -> list[float]:
+        return list(self._spans.get(label, ()))
 
     def reset(self, label: str | None = None) -> None:
         """Forget one label's spans, or all."""
-        if label is None:
-            self._spans.clear()
-        else:
-            self._spans.pop(label, None)
+        for name in [label] if label is not None else list(self._spans):
+            self._spans.pop(name, None)
