@@ -95,7 +95,6 @@ app.add_typer(store_app, name="store")
 
 
 def main() -> NoReturn:
-    """Run the command line and exit."""
     if _DEBUG not in sys.argv:
         sys.excepthook = _report_unexpected
     sys.exit(typer.main.get_command(app)(prog_name="headrace"))
@@ -229,7 +228,6 @@ def _how_to_go_on(
 
 
 def _write_results(run: RunDirectory, console: Console) -> None:
-    """Print and write where time and bytes went, and draw the plots."""
     tables = final_tables(run_totals(read_metrics(run.path)))
     console.print(tables)
     atomic.write_text(run.timings_path, render_text(tables))
@@ -310,7 +308,6 @@ def doctor() -> None:
 
 
 def _whole(least: int, most: int, help: str, metavar: str = "TOKENS") -> Any:
-    """Return an option that is a whole number."""
 
     def read(text: str | int) -> int:
         try:

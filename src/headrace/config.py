@@ -12,19 +12,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from headrace.config_grpo import AdvantageConfig as AdvantageConfig  # others look for these names here
-from headrace.config_grpo import DynamicSamplingConfig as DynamicSamplingConfig
 from headrace.config_grpo import GRPOConfig as GRPOConfig
 from headrace.config_grpo import LossConfig as LossConfig
 from headrace.config_grpo import RewardConfig as RewardConfig
-from headrace.config_policy import DynamicBatchingConfig as DynamicBatchingConfig
 from headrace.config_policy import ModelConfig as ModelConfig
 from headrace.config_policy import OptimizerConfig as OptimizerConfig
-from headrace.config_policy import ParallelConfig as ParallelConfig
 from headrace.config_policy import PolicyConfig as PolicyConfig
 from headrace.config_policy import RouterReplayConfig as RouterReplayConfig
 from headrace.config_policy import SchedulerConfig as SchedulerConfig
 from headrace.config_policy import SequencePackingConfig as SequencePackingConfig
-from headrace.config_policy import TokenizerConfig as TokenizerConfig
 from headrace.utils.algorithm_presets import with_preset
 from headrace.utils.idle_keys import refused_idle_keys
 from headrace.utils.section import (

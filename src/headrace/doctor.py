@@ -201,7 +201,6 @@ def _no_gpu(torch: ModuleType) -> Finding:
 
 
 def _packed_attention(torch: ModuleType) -> Finding:
-    """Say which attention packed rows would take, by asking the code that chooses it."""
     try:
         from headrace.models.automodel.attention import choose_attention  # noqa: PLC0415  (imports transformers)
     except ImportError as error:

@@ -144,7 +144,6 @@ def _columns(state: RunState, is_narrow: bool) -> RenderableType:
 
 
 def _named_values() -> Table:
-    """Return a grid of a name, its value, and what stands beside."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
@@ -190,7 +189,6 @@ def _stage_rows(state: RunState, last: StepRecord) -> Table:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return values as a line of block characters, from the least to the greatest."""
     if not values:
         return ""
     low, high = min(values), max(values)

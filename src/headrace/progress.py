@@ -122,7 +122,6 @@ class ConsoleObserver(RunObserver):
                 os.write(self._console.file.fileno(), _SHOW_CURSOR)
 
     def _begin_steps(self) -> Pace:
-        """Return the pace of the steps; the first call ends the phases before them."""
         if self._state.pace is None or self._state.label != "step":
             self._state.label, self._state.metrics = "step", {}
             self._state.pace = Pace(

@@ -84,7 +84,6 @@ def draw_report(records: Sequence[Record], title: str) -> Any:
 
 
 def _panels(records: Sequence[Record]) -> list[Callable[[Any], object]]:
-    """Return what draws each panel that has something to show; at least one."""
     drawn: list[Callable[[Any], object]] = []
     if any(_series(records, "validation", name)[0] for names in HELD_OUT.values() for name in names):
         drawn.append(partial(_draw_held_out, records=records))
@@ -100,7 +99,6 @@ def _panels(records: Sequence[Record]) -> list[Callable[[Any], object]]:
 
 
 def draw_reward_plot(run_dir: Path, path: Path) -> None:
-    """Draw one plot of reward and held-out results by step into `path`, a PNG."""
     records = read_metrics(run_dir)
     figure = _new_figure(width=7.5, height=3.6)
     axis = figure.subplots()

@@ -48,7 +48,6 @@ def in_step_order(stages: Mapping[str, object]) -> list[str]:
 
 
 def final_tables(totals: RunTotals) -> RenderableType:
-    """Return the table of time per stage, and that of bytes per column if the data plane was used."""
     return Group(_stage_table(totals), *([_column_table(totals)] if totals.column_bytes else []))
 
 
@@ -122,7 +121,6 @@ def held_out(metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
 
 
 def metrics_table(metrics: Mapping[str, float]) -> RenderableType:
-    """Return validation metrics by name, accuracies in per cent."""
     table = _table("held-out prompts", "value")
     for name, value in metrics.items():
         table.add_row(name, _result("accuracy" if name.endswith("accuracy") else "reward", value))
@@ -130,7 +128,6 @@ def metrics_table(metrics: Mapping[str, float]) -> RenderableType:
 
 
 def _result(kind: str, value: float | None) -> str:
-    """Return an accuracy in per cent, and a reward as a number."""
     if value is None:
         return "-"
     return f"{value:.1%}" if kind == "accuracy" else format_number(value)

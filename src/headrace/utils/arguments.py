@@ -1,4 +1,4 @@
-"""Arguments of calls, checked: lists that are no texts, and sizes that are whole numbers."""
+"""Arguments of calls, checked: lists that are no texts, and sizes that are whole numbers; else a SchemaError."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -9,22 +9,14 @@ T = TypeVar("T")
 
 
 def names_list(what: str, names: Sequence[T]) -> Sequence[T]:
-    """Return `names`, or other values, which are no text: a text would be taken for a list of its letters.
-
-    Raises:
-        SchemaError: a text in place of a list.
-    """
+    """Return `names`, or other values; refuses a text, which would be taken for a list of its letters."""
     if isinstance(names, str | bytes):
         raise SchemaError(f"{what}={names!r} is a text; expected a list of names, for example [{names!r}]")
     return names
 
 
 def texts(what: str, names: Sequence[str]) -> list[str]:
-    """Return `names` as a list of their own, each as text.
-
-    Raises:
-        SchemaError: a text in place of a list.
-    """
+    """Return `names` as a list of their own, each as text; refuses a text in place of a list."""
     own = list(names_list(what, names))
     return own if set(map(type, own)) <= {str} else list(map(str, own))
 

@@ -1,7 +1,8 @@
 """Files and directories that appear whole or not at all.
 
 Everything is written beside its target under a hidden name of headrace's own, synced to disk, and renamed. A
-crash leaves the old content, or none, and at most a hidden entry that `remove_partials` sweeps away.
+crash leaves the old content, or none, and at most a hidden entry that `remove_partials` sweeps away. What cannot be
+written is a WriteError that names the path; the old content stays.
 """
 
 import os
@@ -20,11 +21,7 @@ _BACKUP = ".headrace-old"
 
 @contextmanager
 def naming(path: Path, draft: Path | None = None) -> Iterator[None]:
-    """Let a block that writes `path`, by way of `draft`, fail with its name.
-
-    Raises:
-        WriteError: for an OSError in the block.
-    """
+    """Let a block that writes `path`, by way of `draft`, fail with its name."""
     try:
         yield
     except WriteError as error:
@@ -47,11 +44,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace a file's content by `data`.
-
-    Raises:
-        WriteError: it cannot be written; the old content stays.
-    """
+    """Replace a file's content by `data`."""
     partial = partial_path(path)
     with naming(path):
         try:
@@ -66,11 +59,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line in one write, so that a reader or a crash does not see half of it.
-
-    Raises:
-        WriteError: it cannot be written, or not as a whole.
-    """
+    """Append one line in one write, so that a reader or a crash does not see half of it."""
     with naming(path), open(path, "ab", buffering=0) as file:
         rest = memoryview(f"{line}\n".encode())
         while rest:  # a second round only where a disk runs full, to raise its error
@@ -79,11 +68,7 @@ def append_line(path: Path, line: str) -> None:
 
 @contextmanager
 def writing_directory(path: Path) -> Iterator[Path]:
-    """Yield an empty directory that replaces `path` when the block ends, and vanishes if it raises.
-
-    Raises:
-        WriteError: the block or this could not write a file; names `path`.
-    """
+    """Yield an empty directory that replaces `path` when the block ends, and vanishes if it raises."""
     partial = partial_path(path)
     with naming(path, partial):
         partial.mkdir(parents=True)
@@ -138,7 +123,6 @@ def remove_partials(directory: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Flush every file and directory below `directory` to disk."""
     for folder, _, files in os.walk(directory):
         for name in files:
             _sync(Path(folder) / name)

@@ -75,11 +75,7 @@ class CheckpointManager:
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
-        """Yield an empty directory for the files of `step`; it is removed if the block raises.
-
-        Raises:
-            WriteError: the block or this could not write a file; names the checkpoint.
-        """
+        """Yield an empty directory for the files of `step`; it is removed if the block raises."""
         draft = atomic.partial_path(self._path(step))
         with ExitStack() as on_error, atomic.naming(self._path(step), draft):
             draft.mkdir(parents=True)
@@ -89,11 +85,7 @@ class CheckpointManager:
         self._drafts[step] = draft
 
     def commit(self, step: int, metrics: Mapping[str, float], state: Mapping[str, Any]) -> CheckpointInfo:
-        """Make the files written for `step` a checkpoint, in place of one of the same step, and prune.
-
-        Raises:
-            ValueError: no `writing(step)` block has finished before.
-        """
+        """Make the files written for `step` a checkpoint, in place of one of the same step, and prune."""
         draft = self._drafts.pop(step, None)
         if draft is None:
             raise ValueError(
@@ -122,7 +114,6 @@ class CheckpointManager:
         return self._directory / f"step_{step:06d}"
 
     def _ranked(self, found: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
-        """Return checkpoints, the best first."""
         measured = {name for info in found for name in info.metrics}
         metric = next((name for name in self._metrics if name in measured), None)
 
@@ -170,7 +161,6 @@ def read_checkpoint(path: Path) -> CheckpointInfo | None:
 
 
 def damaged(path: Path, error: ValidationError, remedy: str, *section: str) -> ConfigError:
-    """Return the error for a checkpoint of which `section` cannot be used."""
     fault = error.errors()[0]
     key = ".".join(map(str, (*section, *fault["loc"]))) or "all of it"
     return ConfigError(f"{path / META_FILE}: damaged, {key}: {fault['msg']}; {remedy}")

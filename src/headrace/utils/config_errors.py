@@ -21,11 +21,7 @@ Section = TypeVar("Section", bound=BaseModel)
 
 
 def validated(section: type[Section], value: Section | Mapping[str, Any], name: str) -> Section:
-    """Return a section of the recipe, made of a mapping where it is none yet; `name` stands in the message.
-
-    Raises:
-        ConfigError: a key or value that the section does not take.
-    """
+    """Return a section, made of a mapping where it is none yet; `name` stands in the message of the ConfigError."""
     if isinstance(value, section):
         return value
     try:
@@ -50,11 +46,7 @@ def describe(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
 
 
 def kinds_of_sections(model: type[BaseModel]) -> list[tuple[str, str]]:
-    """Return the sections that are of one of several kinds, each with the key that says of which.
-
-    >>> kinds_of_sections(RecipeConfig)
-    [('env', 'kind')]
-    """
+    """Return the sections that are of one of several kinds, each with the key that says of which: env, kind."""
     return [(k, f.discriminator) for k, f in _all_fields(model) if isinstance(f.discriminator, str)]
 
 
@@ -160,7 +152,6 @@ def _as_model(here: Any) -> type[BaseModel] | None:
 
 
 def _members(field: FieldInfo | None) -> dict[str, type[BaseModel]]:
-    """Return the members of a tagged union by tag; nothing for any other field."""
     if field is None or not isinstance(field.discriminator, str):
         return {}
     members = get_args(field.annotation)

@@ -82,7 +82,6 @@ def _default(recipe: BaseModel, key: str) -> Any:
 
 
 def _written(value: object) -> str:
-    """Return a value as overrides have it."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -31,7 +31,6 @@ def tell_stderr(message: str) -> None:
 
 
 def discard_output(descriptor: int) -> None:
-    """Send what is written to an open file nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)

@@ -83,18 +83,13 @@ def _plain(config: DictConfig | ListConfig, resolve: bool = False) -> dict[str, 
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return the dotted keys in which two recipes differ, sorted, each with both values (None: not there).
-
-    >>> changed_keys({"seed": 0, "grpo": {"max_num_steps": 80}}, {"seed": 0, "grpo": {"max_num_steps": 120}})
-    [('grpo.max_num_steps', 80, 120)]
-    """
+    """Return the dotted keys in which two recipes differ, sorted, each with both values (None: not there)."""
     before, after = dict(leaves(dict(old))), dict(leaves(dict(new)))
     pairs = [(key, before.get(key), after.get(key)) for key in sorted(before.keys() | after.keys())]
     return [(key, one, other) for key, one, other in pairs if one != other]
 
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys of nested dicts with their values."""
     if not isinstance(value, dict):
         yield prefix, value
         return
@@ -117,8 +112,8 @@ def _load_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
     """Read a recipe over its defaults; `children` are the files whose `defaults` led here."""
     chain = (*children, path)
     if path.resolve() in (child.resolve() for child in children):
-        names = " -> ".join(p.name for p in chain)
-        raise ConfigError(f"{path}: defaults form a circle ({names}); remove one `defaults:` line")
+        circle = " -> ".join(p.name for p in chain)
+        raise ConfigError(f"{path}: defaults form a circle ({circle}); remove one `defaults:` line")
     loaded = _read_yaml(path, children)
     try:
         defaults = loaded.pop("defaults", None)
@@ -250,7 +245,6 @@ def _merge(base: DictConfig, *extra: DictConfig) -> DictConfig:
 
 
 def _clash(base: Any, extra: Any, key: str = "") -> str | None:
-    """Return the dotted key under which a list meets a mapping."""
     if isinstance(base, dict) and isinstance(extra, dict):
         shared = (name for name in extra if name in base)
         found = (_clash(base[name], extra[name], f"{key}.{name}" if key else str(name)) for name in shared)

@@ -24,7 +24,6 @@ METRICS = {
 
 
 def with_new_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a resolved recipe in which keys of earlier versions have their new names."""
 
     def renamed(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         result = {}
@@ -38,5 +37,4 @@ def with_new_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_new_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line of metrics in which those of earlier versions have their new names."""
     return {METRICS.get(name, name): value for name, value in record.items()}

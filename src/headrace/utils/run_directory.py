@@ -129,7 +129,6 @@ class RunDirectory:
             self.checkpoints_dir.mkdir(exist_ok=True)
 
     def _make_room(self, overwrite: bool, resume: bool, allow_changes: bool) -> None:
-        """Refuse, empty or continue what is there."""
         for folder in (self.path, self.checkpoints_dir):
             atomic.remove_partials(folder)
         checkpoints = list_checkpoints(self.checkpoints_dir)
@@ -223,7 +222,6 @@ def read_log(log: Path, *, remedy: str = "mend or remove the line") -> Iterator[
 
 
 def _lines_until(log: Path, step: int) -> str:
-    """Return the lines up to a step; phases before step 1 stay."""
     lines = read_log(log, remedy="mend or remove the line, or set overwrite=true")
     return "".join(
         f"{line.text}\n" for line in lines if line.value.get("kind") == "phase" or line.value["step"] <= step

@@ -93,11 +93,7 @@ class Change:
 
 
 def read_state(info: CheckpointInfo) -> RunState:
-    """Return a checkpoint's state.
-
-    Raises:
-        ConfigError: something is missing there, of another type, or of another step than the checkpoint's.
-    """
+    """Return a checkpoint's state; a ConfigError says what is missing there, or of another type or step."""
     remedy = f"remove the directory {info.path} to go on from an earlier one, or set overwrite=true"
     try:
         state = RunState.model_validate(_in_todays_form(info))

@@ -27,7 +27,6 @@ class Timer:
         self._open[label] = time.perf_counter()
 
     def stop(self, label: str) -> float:
-        """Close a span and return its seconds."""
         if label not in self._open:
             raise ValueError(f"timer '{label}' is not running; start it first")
         seconds = time.perf_counter() - self._open.pop(label)
@@ -36,7 +35,6 @@ class Timer:
 
     @contextmanager
     def time(self, label: str) -> Iterator[None]:
-        """Time a block, also when it raises."""
         self.start(label)
         try:
             yield
