@@ -9,7 +9,7 @@ its vocabulary) stand with the code that loads it.
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from headrace.config_grpo import AdvantageConfig as AdvantageConfig  # others look for these names here
 from headrace.config_grpo import GRPOConfig as GRPOConfig
@@ -23,15 +23,7 @@ from headrace.config_policy import SchedulerConfig as SchedulerConfig
 from headrace.config_policy import SequencePackingConfig as SequencePackingConfig
 from headrace.utils.algorithm_presets import with_preset
 from headrace.utils.idle_keys import refused_idle_keys
-from headrace.utils.section import (
-    Fraction,
-    Integers,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Strings,
-)
+from headrace.utils.section import Fraction, Integers, Section, Strings
 
 ValidationMetric = Literal[
     "validation/accuracy", "validation/sampled_accuracy", "validation/reward", "validation/sampled_reward"

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from headrace.utils.section import NonNegativeFloat, NonNegativeInt, Pair, PositiveFloat, PositiveInt, Section
+from headrace.utils.section import Pair, Section
 
 
 class AdvantageConfig(Section):

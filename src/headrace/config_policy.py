@@ -4,17 +4,9 @@ import string
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from headrace.utils.section import (
-    Decay,
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-)
+from headrace.utils.section import Decay, Fraction, Section
 
 
 class SequencePackingConfig(Section):

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from headrace.errors import ConfigError
+from headrace.utils.section import shortened
 
 _FORMS = (
     "expected numbers separated by commas (512,80,300), a file of numbers, lognormal:COUNT:MEDIAN:MAX or "
@@ -29,7 +30,7 @@ def parse_lengths(text: str, *, seed: int = 0) -> list[int]:
     Raises:
         ConfigError: text of another form, an unreadable file, or a length below 1.
     """
-    shown = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+    shown = shortened(text, _LONGEST_SHOWN)
     kind, *numbers = text.split(":")
     if kind in ("lognormal", "uniform"):
         return _draw(shown, kind, _integers(shown, numbers), random.Random(seed))

@@ -12,9 +12,9 @@ from pydantic.fields import FieldInfo
 
 from headrace.errors import ConfigError
 from headrace.utils.renamed import RECIPE_KEYS
-from headrace.utils.section import plain
+from headrace.utils.section import plain, shortened
 
-_LONGEST_VALUE = 60
+_LONGEST_VALUE = 57
 _MOST_OTHERS = 5
 _YAML_WORDS = {None: "null", True: "true", False: "false"}
 Section = TypeVar("Section", bound=BaseModel)
@@ -122,7 +122,7 @@ def _is_finite_number(value: object) -> bool:
 
 def _short(value: object) -> str:
     text = _YAML_WORDS.get(value, repr(value)) if value is None or isinstance(value, bool) else repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+    return shortened(text, _LONGEST_VALUE)
 
 
 def _locate(

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from headrace.utils.algorithm_presets import PRESETS
+from headrace.utils.section import written
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Effect:
         given = PRESETS.get(str(getattr(recipe, "algorithm", None)), {})
         values = {key: _value(recipe, key) for key in self.keys if key not in given}
         idle = {key: value for key, value in values.items() if value != _default(recipe, key)}
-        return ", ".join(f"{key}={_written(value)}" for key, value in idle.items())
+        return ", ".join(f"{key}={written(value)}" for key, value in idle.items())
 
 
 def refused_idle_keys(recipe: BaseModel) -> Iterator[str]:
@@ -81,18 +82,12 @@ def _default(recipe: BaseModel, key: str) -> Any:
     return model.model_fields[name].get_default(call_default_factory=True)
 
 
-def _written(value: object) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _need(key: str, text: str, test: Callable[[Any], bool]) -> Need:
     return Need(text, lambda recipe: test(_value(recipe, key)))
 
 
 def _is(key: str, *values: object) -> Need:
-    return _need(key, f"{key}={' or '.join(map(_written, values))}", lambda value: value in values)
+    return _need(key, f"{key}={' or '.join(map(written, values))}", lambda value: value in values)
 
 
 def _above_0(key: str) -> Need:

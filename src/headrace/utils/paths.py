@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.errors import ConfigError
+from headrace.utils.section import shortened
 
 _LONGEST_SHOWN = 100
 
@@ -24,8 +25,9 @@ def user_path(text: str | Path, key: str) -> Path:
             os.stat(path)
         return path
     except OSError as error:
-        shown = str(text) if len(str(text)) <= _LONGEST_SHOWN else f"{str(text)[:_LONGEST_SHOWN]}..."
-        raise ConfigError(f"{key}={shown}: {error.strerror}; give another path") from error
+        raise ConfigError(
+            f"{key}={shortened(str(text), _LONGEST_SHOWN)}: {error.strerror}; give another path"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{key}={str(text)!r}: {error}; give another path") from error
     except RuntimeError as error:

@@ -20,6 +20,7 @@ from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
 from headrace.utils.config_errors import describe, kinds_of_sections, text_kind
 from headrace.utils.renamed import with_new_keys
+from headrace.utils.section import shortened
 
 _LONGEST_OVERRIDE = 100
 _YAML_MARKS = "'\"|>!&*"
@@ -172,7 +173,7 @@ class _Override:
     values: DictConfig
 
     def __str__(self) -> str:
-        return f"override '{self.text[:_LONGEST_OVERRIDE]}{'...' * (len(self.text) > _LONGEST_OVERRIDE)}'"
+        return f"override '{shortened(self.text, _LONGEST_OVERRIDE)}'"
 
 
 def _parse_override(text: str) -> _Override:

@@ -12,6 +12,7 @@ from headrace.utils.checkpoints import META_FILE, CheckpointInfo, Saved, damaged
 from headrace.utils.config_errors import default_values
 from headrace.utils.recipe import changed_keys, leaves, read_resolved
 from headrace.utils.renamed import with_new_keys
+from headrace.utils.section import written
 
 # A checkpoint is of no use to a run that differs in one of these.
 _MODEL = ("policy.model.path", "policy.model.gguf_package", "policy.model.config", "policy.tokenizer")
@@ -20,7 +21,7 @@ _FIXED = ("seed", *_MODEL, "env")
 _IN_DIGEST = ("env.path", "env.question_key", "env.answer_key", "data")
 _ABOUT_THE_RUN = ("run_dir", "overwrite", "resume", "allow_changes", "logging")
 _NO_MATTER = (*_ABOUT_THE_RUN, "validation", "checkpointing", "data_plane", "cluster")
-_LONGEST_VALUE = 40
+_LONGEST_VALUE = 37
 
 Metrics = dict[str, float]
 
@@ -88,8 +89,12 @@ class Change:
     matters: bool
     """Whether the steps to come are others than without the change."""
 
+    @property
+    def values(self) -> str:
+        return f"{written(self.old, _LONGEST_VALUE)} -> {written(self.new, _LONGEST_VALUE)}"
+
     def __str__(self) -> str:
-        return f"{self.key} {_short(self.old)} -> {_short(self.new)}"
+        return f"{self.key} {self.values}"
 
 
 def read_state(info: CheckpointInfo) -> RunState:
@@ -125,17 +130,18 @@ def recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, allowed: b
     Raises:
         ConfigError: the checkpoint is of no use to the new recipe, unless that is `allowed`.
     """
-    changes = []
+    changes: list[Change] = []
     known, defaults = dict(leaves(dict(old))), default_values(RecipeConfig)
     for key, before, after in changed_keys(old, new):
         if key not in known and key in defaults and after == defaults[key]:
             continue  # the key came with a later version
+        change = Change(key, before, after, not _within(key, _NO_MATTER))
         if not allowed and _within(key, _FIXED) and not _within(key, _IN_DIGEST):
             raise ConfigError(
-                f"{key} differs from that of the checkpoint ({_short(before)} -> {_short(after)}); put the old value "
-                "back, or set overwrite=true, another run_dir, or allow_changes=true to go on all the same"
+                f"{key} differs from that of the checkpoint ({change.values}); put the old value back, or set "
+                "overwrite=true, another run_dir, or allow_changes=true to go on all the same"
             )
-        changes.append(Change(key, before, after, not _within(key, _NO_MATTER)))
+        changes.append(change)
     return changes
 
 
@@ -151,11 +157,6 @@ def prompt_changes(old: PromptsState, new: PromptsState) -> str | None:
         if before != after
     ]
     return " and ".join(parts) or None
-
-
-def _short(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
 
 
 def _within(key: str, sections: Sequence[str]) -> bool:

@@ -1,14 +1,10 @@
-"""What every section of a recipe is made of: its base and the types of its values."""
+"""What every section of a recipe is made of: its base, types of values, and how values are written."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 # YAML has lists only; they become tuples.
@@ -40,3 +36,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_unset=True)
     return {key: plain(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
+
+
+def written(value: object, most: int = 1000) -> str:
+    """Return a value as overrides have it, cut to `most` characters."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return shortened(text, most)
+
+
+def shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
