@@ -115,9 +115,11 @@ class ReasoningGymConfig(Section):
     """Reward 1 only for exactly the right answer, ended by end-of-text; otherwise the task's own score."""
 
 
-class QuestionsConfig(Section):
-    """Questions and answers from a file."""
+class MathConfig(Section):
+    """Math problems from a file, answers compared as text, and with math-verify where the texts differ."""
 
+    kind: Literal["math"] = "math"
+    """Makes this section math problems."""
     path: str
     """A JSONL file, or a Hugging Face dataset saved to disk."""
     question_key: str = "question"
@@ -126,18 +128,17 @@ class QuestionsConfig(Section):
     """Field of a row that holds the right answer."""
 
 
-class MathConfig(QuestionsConfig):
-    """Math problems from a file, answers compared as text, and with math-verify where the texts differ."""
-
-    kind: Literal["math"] = "math"
-    """Makes this section math problems."""
-
-
-class DatasetConfig(QuestionsConfig):
+class DatasetConfig(Section):
     """Questions and answers from JSONL or a saved Hugging Face dataset, compared as text."""
 
     kind: Literal["dataset"] = "dataset"
     """Makes this section questions with answers in plain text."""
+    path: str
+    """A JSONL file, or a Hugging Face dataset saved to disk."""
+    question_key: str = "question"
+    """Field of a row that holds the question."""
+    answer_key: str = "answer"
+    """Field of a row that holds the right answer."""
     match: Literal["exact", "contains", "last_number"] = "exact"
     """An answer is right if it equals the right one but for outer whitespace (`exact`), if it holds it (`contains`), or
     if the last numbers of both are equal (`last_number`)."""

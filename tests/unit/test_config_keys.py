@@ -20,15 +20,14 @@ def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ty
 
 
 def documented(model: type[BaseModel]) -> set[str]:
-    """Return the fields that a docstring follows, those of the classes that a section is made from too."""
+    """Return the fields that a docstring follows."""
+    (class_,) = ast.parse(inspect.getsource(model)).body
+    assert isinstance(class_, ast.ClassDef)
     found = set()
-    for base in model.__mro__[: model.__mro__.index(BaseModel)]:
-        (class_,) = ast.parse(inspect.getsource(base)).body
-        assert isinstance(class_, ast.ClassDef)
-        for node, after in zip(class_.body, class_.body[1:]):
-            says = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and says:
-                found.add(node.target.id)
+    for node, after in zip(class_.body, class_.body[1:]):
+        says = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and after.value.value
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and says:
+            found.add(node.target.id)
     return found
 
 
