@@ -101,7 +101,7 @@ LOCAL_IMPORTS = {
     ("distributed/ragged.py", "headrace.distributed"),
     ("environments/build.py", "headrace.environments.math"),
     ("environments/build.py", "headrace.environments.reasoning_gym"),
-    ("environments/records.py", "datasets"),
+    ("environments/dataset.py", "datasets"),
     ("models/automodel/attention.py", "torch.nn.attention.varlen"),
     ("models/automodel/fused_head.py", "headrace.models.automodel"),
     ("models/policy/launch.py", "headrace.distributed.worker_groups.ray_group"),

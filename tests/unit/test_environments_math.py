@@ -10,8 +10,7 @@ import pytest
 
 from headrace.config import DataConfig, MathConfig
 from headrace.environments.build import build_environment
-from headrace.environments.math import _resultless, is_equal
-from headrace.environments.math_text import same_result
+from headrace.environments.math import _lacks_result, is_equal, same_result
 from headrace.errors import ConfigError
 from headrace.experience.types import Message
 
@@ -119,7 +118,7 @@ def test_a_right_answer_given_word_for_word_matches_as_text(answer: str) -> None
         f"Thus\n{answer}",
     ):
         assert same_result(text, answer), text
-    assert not _resultless(answer)
+    assert not _lacks_result(answer)
 
 
 @pytest.mark.parametrize(("text", "answer"), SAME)

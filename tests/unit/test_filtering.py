@@ -25,14 +25,13 @@ def test_the_first_groups_that_vary_win_and_the_surplus_is_dropped():
     chosen = select_groups([1, 0, 1, 1, 0, 1, 1, 0], list("aabbccdd"), needed=2)
     assert chosen.keep == [0, 1, 4, 5]
     assert chosen.spare == []
-    assert chosen.is_complete
+    assert chosen.missing_groups == 0
 
 
 def test_a_short_round_keeps_as_many_spares_as_groups_are_missing():
     chosen = select_groups([1, 0, 1, 1, 0, 0, 1, 1], list("aabbccdd"), needed=3)
     assert (chosen.keep, chosen.spare) == ([0, 1], [2, 3, 4, 5])
     assert chosen.missing_groups == 2
-    assert not chosen.is_complete
 
 
 def test_groups_are_found_in_any_row_order():
@@ -112,7 +111,7 @@ def test_rounds_of_refills_lose_no_row_and_hold_at_most_one_batch(data):
         keys = [name.split("_")[0] for name in held]
         chosen = select_groups([rewards[n] for n in held], keys, needed=needed)
         assert not set(chosen.keep) & set(chosen.spare)
-        if chosen.is_complete or round_number == max_rounds - 1:
+        if not chosen.missing_groups or round_number == max_rounds - 1:
             break
         cleared |= {*held} - {held[i] for i in chosen.keep + chosen.spare}
         held = [held[i] for i in sorted(chosen.keep + chosen.spare)]

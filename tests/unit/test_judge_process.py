@@ -89,7 +89,7 @@ def test_a_function_that_cannot_be_loaded_there_is_an_error_and_no_verdict(judge
             return __import__, ("nowhere_to_be_found",)
 
     with pytest.raises(
-        HeadraceError, match="the process that judges answers cannot load them: ModuleNotFound"
+        HeadraceError, match="the process that judges completions cannot load them: ModuleNotFound"
     ):
         judge.ask(len, Stranger())
 

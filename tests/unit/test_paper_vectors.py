@@ -149,7 +149,12 @@ def test_dapos_penalty_rises_over_the_buffer_before_the_limit() -> None:
     cfg = bare_recipe("dapo").grpo.reward
     assert cfg == RewardConfig(overlong_penalty=1.0, overlong_buffer_tokens=4)
     shaped = shape_rewards(
-        torch.ones(3), torch.tensor([16, 18, 20]), torch.tensor([False] * 3), cfg, max_new_tokens=20
+        torch.ones(3),
+        torch.tensor([16, 18, 20]),
+        torch.tensor([False] * 3),
+        cfg,
+        max_new_tokens=20,
+        sample_ids=["a", "b", "c"],
     )
     assert shaped.tolist() == [1.0, 0.5, 0.0]
 

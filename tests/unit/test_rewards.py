@@ -68,7 +68,12 @@ def test_a_two_dimensional_tensor_of_rewards_is_refused():
 
 def shape(rewards, tokens, truncated, cfg, limit=16):
     return shape_rewards(
-        torch.tensor(rewards), torch.tensor(tokens), torch.tensor(truncated), cfg, max_new_tokens=limit
+        torch.tensor(rewards),
+        torch.tensor(tokens),
+        torch.tensor(truncated),
+        cfg,
+        max_new_tokens=limit,
+        sample_ids=IDS[: len(rewards)],
     )
 
 
@@ -163,19 +168,19 @@ def test_overlong_filtering_masks_cut_samples_only_when_on():
 
 def test_kl_is_taken_from_the_reward():
     cfg = RewardConfig(kl_coefficient=0.5)
-    shaped = subtract_kl(torch.tensor([1.0, 0.0]), torch.tensor([0.5, -2.0]), cfg)
+    shaped = subtract_kl(torch.tensor([1.0, 0.0]), torch.tensor([0.5, -2.0]), cfg, IDS[:2])
     assert shaped.tolist() == [0.75, 1.0]
 
 
 def test_without_a_coefficient_kl_is_not_read():
     rewards = torch.tensor([1.0])
-    assert torch.equal(subtract_kl(rewards, torch.tensor([math.nan]), RewardConfig()), rewards)
-    assert torch.equal(subtract_kl(rewards, None, RewardConfig()), rewards)
+    assert torch.equal(subtract_kl(rewards, torch.tensor([math.nan]), RewardConfig(), IDS[:1]), rewards)
+    assert torch.equal(subtract_kl(rewards, None, RewardConfig(), IDS[:1]), rewards)
 
 
 def test_a_coefficient_without_kl_is_refused():
     with pytest.raises(RewardError, match=r"kl_coefficient=0\.5"):
-        subtract_kl(torch.tensor([1.0]), None, RewardConfig(kl_coefficient=0.5))
+        subtract_kl(torch.tensor([1.0]), None, RewardConfig(kl_coefficient=0.5), IDS[:1])
 
 
 def test_a_kl_charge_beyond_float32_names_the_sample():
@@ -187,5 +192,5 @@ def test_kl_that_is_not_finite_names_the_sample():
     cfg = RewardConfig(kl_coefficient=0.5)
     with pytest.raises(RewardError, match="'p1_g0'"):
         subtract_kl(torch.zeros(2), torch.tensor([0.0, math.nan]), cfg, IDS[:2])
-    with pytest.raises(RewardError, match="row 0"):
-        subtract_kl(torch.zeros(2), torch.tensor([math.inf, 0.0]), cfg)
+    with pytest.raises(RewardError, match="'p0_g0'; expected"):
+        subtract_kl(torch.zeros(2), torch.tensor([math.inf, 0.0]), cfg, IDS[:2])

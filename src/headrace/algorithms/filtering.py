@@ -1,12 +1,11 @@
 """Dynamic sampling: keep the groups that teach something, refill with new prompts, and never lose a row.
 
-A group whose rewards are all equal has advantages of 0. The loop rolls out prompts round by round; after each
-round `select_groups` divides every row held so far, those of earlier rounds included, into rows to keep, spare
-rows to hold, and the rest, which is cleared. At most `needed` groups are held between rounds. When enough groups
-are kept, or `max_refills` rounds are over, `complete_batch` says which rows train.
+A group whose rewards are all equal has advantages of 0. After each round of rollouts `select_groups` divides all rows
+held so far into rows to keep, spare rows to hold, and the rest, which is cleared; at most `needed` groups are held
+between rounds. When enough are kept, or `max_refills` rounds are over, `complete_batch` says which rows train.
 
-Pure functions over per-row lists, in order of arrival. Group keys are compared for equality only, and a prompt
-that occurs twice has two keys. Source: DAPO, arXiv:2503.14476, section 3.2.
+Pure functions over per-row lists, in order of arrival. A prompt that occurs twice has two group keys.
+Source: DAPO, arXiv:2503.14476, section 3.2.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -31,17 +30,14 @@ class Selection:
     spare: list[int]
     missing_groups: int
 
-    @property
-    def is_complete(self) -> bool:
-        return self.missing_groups == 0
-
 
 def divide_groups(
     rewards: Sequence[float], group_keys: Sequence[Hashable], valid: Sequence[bool] | None = None
 ) -> tuple[Groups, Groups]:
     """Return the groups whose valid rows have rewards that differ, and the others.
 
-    A group with fewer than two valid rows is one of the others.
+    `rewards` are scaled and clipped ones (`rewards.scaled_rewards`). `valid` is False for a row that will be masked out
+    of the loss; a group with fewer than two valid rows is one of the others.
 
     >>> divide_groups([1.0, 0.0, 1.0, 1.0], ["a", "a", "b", "b"])
     ([[0, 1]], [[2, 3]])
@@ -79,12 +75,6 @@ def select_groups(
     With `needed=2` and groups a (1, 0), b (1, 1), c (0, 1), d (1, 0), two rows each, a and c are kept and nothing
     is missing. Without c and d, a is kept, b is spare, and one group is missing.
 
-    Args:
-        rewards: Scaled and clipped rewards (`rewards.scaled_rewards`), one per row.
-        group_keys: The group of each row; all groups have the same number of rows.
-        needed: Groups of a full batch.
-        valid: False for a row that will be masked out of the loss; it does not make its group vary.
-
     Raises:
         SchemaError: see `divide_groups`.
     """
@@ -110,10 +100,10 @@ def complete_batch(
 ) -> tuple[list[int], list[float]]:
     """Return the rows of exactly `needed` groups, and their weights: 1 for kept ones, 0 for spare ones that fill up.
 
-    The number of rows of a step is fixed, because it has to divide into global batches and ranks; so a batch
-    that came out short is filled up, not cut. Multiply the weights into `sample_mask`: then a spare row weighs nothing
-    in the loss, its denominators, the advantages' statistics and the metrics. Spare groups are spread evenly among the
-    kept ones, so that no global batch of the step is left without signal while another has plenty.
+    A step's number of rows has to divide into global batches and ranks; so a batch that came out short is filled up,
+    not cut. Multiply the weights into `sample_mask`: then a spare row weighs nothing in the loss, its denominators, the
+    advantages' statistics and the metrics. Spare groups are spread evenly among the kept ones, so that no global batch
+    of the step is left without signal while another has plenty.
 
     >>> complete_batch([0, 1], [2, 3], ["a", "a", "b", "b"], needed=2)
     ([0, 1, 2, 3], [1.0, 1.0, 0.0, 0.0])
@@ -132,10 +122,8 @@ def complete_batch(
     chosen += [((n + 0.5) / short, 0.0, rows) for n, rows in enumerate(spares[:short])]
     # A stable sort by place: where a kept and a spare group share one, the kept one comes first.
     chosen.sort(key=lambda group: group[0])
-    return (
-        [row for _, _, rows in chosen for row in rows],
-        [weight for _, weight, rows in chosen for _ in rows],
-    )
+    weighted = [(row, weight) for _, weight, rows in chosen for row in rows]
+    return [row for row, _ in weighted], [weight for _, weight in weighted]
 
 
 def _grouped(rows: Iterable[int], group_keys: Sequence[Hashable]) -> Groups:

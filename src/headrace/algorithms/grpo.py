@@ -302,7 +302,7 @@ def _collect_filtered(ctx: StepContext, step: int) -> Collected:
     drawn, all_calls = [table], [calls]
     while True:
         chosen = select_groups(**_compared(ctx.recipe, table), needed=needed)
-        if chosen.is_complete or len(drawn) == grpo.dynamic_sampling.max_refills:
+        if not chosen.missing_groups or len(drawn) == grpo.dynamic_sampling.max_refills:
             break
         held = sorted([*chosen.keep, *chosen.spare])
         rows, table = ctx.rows.keep(rows, held), table.select(held)
@@ -376,7 +376,7 @@ def score(
     result = compute_advantages(
         rewards if kl is None else shaped, table.group_ids, mask, table.response_tokens, grpo.advantage, kl=kl
     )
-    require_finite(result.advantages, table.sample_ids, "advantages", "lower grpo.reward.scale")
+    require_finite(result.advantages, table.sample_ids, "advantages", "Lower grpo.reward.scale")
     metrics = {"sample_mask/mean": float(mask.mean()), **result.metrics}
     kept = weights > 0
     if kept.any():

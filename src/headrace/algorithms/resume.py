@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +11,6 @@ from headrace.algorithms.warm_start import warm_start_optimizer
 from headrace.config import RecipeConfig
 from headrace.environments.interfaces import Environment
 from headrace.errors import ConfigError
-from headrace.experience.types import Prompt
 from headrace.models.policy.lm_policy import Policy
 from headrace.utils import atomic
 from headrace.utils.checkpoints import CheckpointManager
@@ -34,16 +32,14 @@ class Resumable(Protocol):
 
 def prompts_state(environment: Environment) -> PromptsState:
     """Return a count and a digest of each split: of every prompt's messages and answer, in order."""
-    train, validation = (_split_state(environment.prompts(split)) for split in ("train", "validation"))
-    return PromptsState(train=train, validation=validation)
-
-
-def _split_state(prompts: Sequence[Prompt]) -> SplitState:
-    digest = hashlib.blake2b(digest_size=16)
-    for prompt in prompts:
-        texts = [prompt.answer, *(part for m in prompt.messages for part in (m.role, m.content))]
-        digest.update(json.dumps(texts).encode() + b"\n")
-    return SplitState(prompts=len(prompts), digest=digest.hexdigest())
+    splits = {}
+    for split in ("train", "validation"):
+        prompts, digest = environment.prompts(split), hashlib.blake2b(digest_size=16)
+        for prompt in prompts:
+            texts = [prompt.answer, *(part for m in prompt.messages for part in (m.role, m.content))]
+            digest.update(json.dumps(texts).encode() + b"\n")
+        splits[split] = SplitState(prompts=len(prompts), digest=digest.hexdigest())
+    return PromptsState(**splits)
 
 
 def restore(session: Resumable, checkpoints: CheckpointManager, reference_dir: Path) -> Progress:
@@ -72,15 +68,12 @@ def restore(session: Resumable, checkpoints: CheckpointManager, reference_dir: P
 
 def warming_up(recipe: RecipeConfig, progress: Progress) -> bool:
     """Return whether there are steps of the warm start left to do."""
-    return (
-        recipe.warm_start.enabled
-        and progress.step == 0
-        and progress.warm_start_steps < recipe.warm_start.steps
-    )
+    cfg = recipe.warm_start
+    return cfg.enabled and progress.step == 0 and progress.warm_start_steps < cfg.steps
 
 
 def keep_reference(policy: Policy, reference_dir: Path) -> None:
-    """Make the weights of now the reference policy, and write it for a later resume."""
+    """Make the current weights the reference policy, and write it for a later resume."""
     policy.snapshot_reference()
     with atomic.writing_directory(reference_dir) as draft:
         policy.save_reference(draft)
@@ -88,21 +81,16 @@ def keep_reference(policy: Policy, reference_dir: Path) -> None:
 
 def _check_prompts(then: PromptsState | None, now: PromptsState, checkpoint: Path, *, allowed: bool) -> None:
     if then is None:
-        logger.warning(
-            "%s: of an early version, which kept no digest of its prompts; they are taken to be these",
-            checkpoint,
-        )
-        return
-    changes = prompt_changes(then, now)
-    if changes is None:
-        return
-    fault = f"{checkpoint}: {changes} are not those of this checkpoint"
-    if not allowed:
-        raise ConfigError(
-            f"{fault}, and the policy might be measured on what it was trained on; put env and data back, or set "
-            "overwrite=true, another run_dir, or allow_changes=true to go on all the same"
-        )
-    logger.warning("%s; the policy may be measured on what it was trained on (allow_changes=true)", fault)
+        told = "of an early version, which kept no digest of its prompts; they are taken to be these"
+        logger.warning("%s: %s", checkpoint, told)
+    elif changes := prompt_changes(then, now):
+        fault = f"{checkpoint}: {changes} are not those of this checkpoint"
+        if not allowed:
+            raise ConfigError(
+                f"{fault}, and the policy might be measured on what it was trained on; put env and data back, or set "
+                "overwrite=true, another run_dir, or allow_changes=true to go on all the same"
+            )
+        logger.warning("%s; the policy may be measured on what it was trained on (allow_changes=true)", fault)
 
 
 def _restore_reference(policy: Policy, progress: Progress, reference_dir: Path) -> None:

@@ -13,10 +13,7 @@ OnNonFinite = Literal["stop", "skip_step"]
 def check_finite(trained: Mapping[str, Any], on_non_finite: OnNonFinite, where: str) -> None:
     """Stop a run at an update whose loss or gradient is not finite; the workers have left that update out.
 
-    Args:
-        trained: What `Policy.train` returns.
-        on_non_finite: The recipe's `loss.on_non_finite`.
-        where: The step, for the message.
+    `trained` is what `Policy.train` returns, `where` names the step in the message.
 
     Raises:
         HeadraceError: there is such an update, and it is to stop the run; names its samples.
@@ -24,11 +21,11 @@ def check_finite(trained: Mapping[str, Any], on_non_finite: OnNonFinite, where: 
     if on_non_finite == "skip_step" or not trained["non_finite"]:
         return
     fault = trained["non_finite"][0]
-    names = name_some((f"'{sample_id}'" for sample_id in fault.sample_ids), len(fault.sample_ids))
+    names = name_some([f"'{sample_id}'" for sample_id in fault.sample_ids]) or "samples without ids"
     part = "at fault" if fault.is_exact else "no single sample stands out among"
     raise HeadraceError(
         f"{where}, update {fault.index + 1} of {trained['updates'] + trained['skipped_updates']}: loss {fault.loss} "
-        f"and gradient norm {fault.grad_norm}; expected finite numbers ({part}: {names or 'samples without ids'}). "
+        f"and gradient norm {fault.grad_norm}; expected finite numbers ({part}: {names}). "
         "The weights do not have this update; look at these samples, lower policy.optimizer.lr, or leave such updates "
         "out with loss.on_non_finite=skip_step"
     )
@@ -39,14 +36,11 @@ def update_metrics(trained: Mapping[str, Any] | None, updates: int) -> dict[str,
     if trained is None:
         return {"train/skipped_updates": float(updates), "train/nonfinite_updates": 0.0}
     own, gaps = split_mismatch(trained["all_mb_metrics"])
+    own |= {"nonfinite_updates": len(trained["non_finite"]), "flops": trained["total_flops"]}
+    own |= {name: trained[name] for name in ("skipped_updates", "loss", "grad_norm")}
     return {
         **{f"train/{name}": float(value) for name, value in own.items()},
         **{f"{MISMATCH}{name}": value for name, value in gaps.items()},
-        "train/skipped_updates": float(trained["skipped_updates"]),
-        "train/nonfinite_updates": float(len(trained["non_finite"])),
-        "train/loss": float(trained["loss"]),
-        "train/grad_norm": float(trained["grad_norm"]),
-        "train/flops": float(trained["total_flops"]),
     }
 
 

@@ -1,8 +1,9 @@
-"""Supervised steps on right (and, by choice, some wrong) answers before RL, so that rewards are not all zero."""
+"""Supervised steps on right (and, by choice, some wrong) completions before RL, so that rewards are not all zero."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from headrace.algorithms.loss import NLLLoss
@@ -12,7 +13,6 @@ from headrace.data_plane.schema import SAMPLE_ID, pad_values
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.columns import object_array
 from headrace.distributed.ragged import offsets_from_lengths, pad_ragged
-from headrace.environments.demonstrations import demonstrations, targets
 from headrace.errors import ConfigError
 from headrace.experience.chat import render_prompt, text_ids
 from headrace.experience.types import Prompt
@@ -38,7 +38,7 @@ def warm_start(
     """Take supervised steps `first` to `cfg.steps` - 1; return how many are done in all.
 
     Step i draws its own batch from (seed, i), so a run that stops and goes on sees the same batches. `filtered`: the
-    policy scores under top-k or top-p, which the answers are learnt without.
+    policy scores under top-k or top-p, which supervised steps do without.
 
     Raises:
         HeadraceError: a loss or gradient that is not finite, with `on_non_finite` "stop".
@@ -51,7 +51,7 @@ def warm_start(
         result = policy.train(batch, loss_fn, gbs=cfg.batch_size)
         check_finite(result, on_non_finite, f"warm-start step {i + 1}")
         if (i + 1) % _REPORT_EVERY == 0 or i + 1 == cfg.steps:
-            on_progress(i + 1, {"loss": float(result["loss"]), "grad_norm": float(result["grad_norm"])})
+            on_progress(i + 1, {name: float(result[name]) for name in ("loss", "grad_norm")})
     return cfg.steps
 
 
@@ -69,7 +69,7 @@ def warm_start_optimizer(
 def check_demonstrations(
     tokenizer: Any, prompts: Sequence[Prompt], cfg: WarmStartConfig, *, max_total_tokens: int
 ) -> None:
-    """Refuse a prompt whose answer cannot be learned from, before a run begins.
+    """Refuse a prompt that cannot be learned from, before a run begins.
 
     Raises:
         ConfigError: the first prompt with no single right answer, or with one that the tokenizer cannot write or that
@@ -77,54 +77,84 @@ def check_demonstrations(
     """
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            "warm_start.enabled=true teaches answers to end, and the tokenizer has no end-of-text token; add one, or "
-            "set warm_start.enabled=false"
+            "warm_start.enabled=true teaches completions to end, and the tokenizer has no end-of-text token; add one, "
+            "or set warm_start.enabled=false"
         )
+    copies = [False] * (cfg.copy_fraction < 1) + [True] * (cfg.copy_fraction > 0)
     for prompt in prompts:
-        head = render_prompt(tokenizer, prompt.messages)
-        for text in targets(prompt, copy_fraction=cfg.copy_fraction):
+        place = f" ({prompt.info['place']})" if "place" in prompt.info else ""
+        named = f"prompt '{prompt.uid}'{place}"
+        head = len(render_prompt(tokenizer, prompt.messages))
+        for text in [_target(prompt, copy) for copy in copies]:
             try:
-                tail = _answer_ids(tokenizer, text)
+                tail = len(_completion_ids(tokenizer, text))
             except ConfigError as error:
-                raise ConfigError(f"warm_start: the answer to {_named(prompt)}: {error}") from error
-            if len(head) + len(tail) > max_total_tokens:
+                raise ConfigError(f"warm_start: the answer to {named}: {error}") from error
+            if head + tail > max_total_tokens:
                 raise ConfigError(
-                    f"warm_start: {_named(prompt)} and its answer have {len(head)} + {len(tail)} tokens, more than "
+                    f"warm_start: {named} and its answer have {head} + {tail} tokens, more than "
                     f"policy.max_total_sequence_length={max_total_tokens}; raise it, or remove the row"
                 )
 
 
-def _named(prompt: Prompt) -> str:
-    place = prompt.info.get("place")
-    return f"prompt '{prompt.uid}'" + (f" ({place})" if place else "")
+def demonstrations(
+    prompts: Sequence[Prompt], *, copy_fraction: float, seed: int, count: int
+) -> list[tuple[Prompt, str]]:
+    """Draw `count` pairs of a prompt and the completion to learn.
+
+    Each draw takes a prompt at random, with replacement. The completion is the prompt's answer or, with probability
+    `copy_fraction`, its own last message. A model trained on such pairs holds both habits, and rewards then tell it
+    which one to keep.
+
+    Raises:
+        ConfigError: no prompts, or a prompt without an answer, which the message names.
+    """
+    if not prompts:
+        raise ConfigError("a warm start needs training prompts; got none")
+    order = np.random.default_rng(derive_seed(seed, "demonstrations"))
+    drawn = [prompts[i] for i in order.integers(len(prompts), size=count).tolist()]
+    return [
+        (prompt, _target(prompt, copy)) for prompt, copy in zip(drawn, order.random(count) < copy_fraction)
+    ]
 
 
-def _answer_ids(tokenizer: Any, text: str) -> list[int]:
+def _target(prompt: Prompt, copy: bool) -> str:
+    if copy:
+        return prompt.messages[-1].content
+    if prompt.answer is None:
+        raise ConfigError(
+            f"prompt '{prompt.uid}' has no single right answer to learn from; set warm_start.enabled=false, "
+            "or use an environment whose prompts have one"
+        )
+    return prompt.answer
+
+
+def _completion_ids(tokenizer: Any, text: str) -> list[int]:
     return [*text_ids(tokenizer, text), tokenizer.eos_token_id]
 
 
 def _batch(policy: Policy, prompts: Sequence[Prompt], cfg: WarmStartConfig, seed: int) -> Any:
-    """Return prompt + answer + end-of-text rows, padded; the mask is on the answer and the end-of-text."""
+    """Return prompt + completion + end-of-text rows, padded (N, S); the mask is on the last two."""
     tokenizer = policy.tokenizer
     drawn = demonstrations(prompts, copy_fraction=cfg.copy_fraction, seed=seed, count=cfg.batch_size)
     encoded = [
-        (render_prompt(tokenizer, prompt.messages), _answer_ids(tokenizer, text)) for prompt, text in drawn
+        (render_prompt(tokenizer, prompt.messages), _completion_ids(tokenizer, text))
+        for prompt, text in drawn
     ]
-    rows = [torch.tensor([*head, *tail]) for head, tail in encoded]
-    masks = [
-        torch.cat([torch.zeros(len(h), dtype=torch.uint8), torch.ones(len(t), dtype=torch.uint8)])
-        for h, t in encoded
-    ]
-    lengths = torch.tensor([len(r) for r in rows])
+    ids = torch.tensor([token for head, tail in encoded for token in (*head, *tail)])
+    mask = [bit for head, tail in encoded for bit in [0] * len(head) + [1] * len(tail)]
+    lengths = torch.tensor([len(head) + len(tail) for head, tail in encoded])
     offsets = offsets_from_lengths(lengths)
     width = round_up(int(lengths.max()), policy.cfg.make_sequence_length_divisible_by)
     pads = pad_values(int(tokenizer.pad_token_id))
     return BatchedDataDict(
         {
-            "input_ids": pad_ragged(torch.cat(rows), offsets, width, pads["input_ids"]),
+            "input_ids": pad_ragged(ids, offsets, width, pads["input_ids"]),
             "input_lengths": lengths,
-            "token_mask": pad_ragged(torch.cat(masks), offsets, width, pads["token_mask"]),
-            "sample_mask": torch.ones(len(rows)),
+            "token_mask": pad_ragged(
+                torch.tensor(mask, dtype=torch.uint8), offsets, width, pads["token_mask"]
+            ),
+            "sample_mask": torch.ones(len(drawn)),
             SAMPLE_ID: object_array([prompt.uid for prompt, _ in drawn]),
         }
     )

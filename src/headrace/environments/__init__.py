@@ -1,1 +1,1 @@
-"""Environments: where prompts come from, and what an answer is worth."""
+"""Environments: where prompts come from, and what a completion is worth."""

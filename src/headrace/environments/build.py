@@ -17,13 +17,11 @@ def build_environment(cfg: EnvironmentConfig, data: DataConfig, *, seed: int) ->
     """
     try:
         if isinstance(cfg, ReasoningGymConfig):
-            from headrace.environments.reasoning_gym import (  # noqa: PLC0415 - optional dependency
-                ReasoningGymEnvironment,
-            )
+            from headrace.environments.reasoning_gym import reasoning_gym_environment  # noqa: PLC0415 - optional
 
-            return ReasoningGymEnvironment(cfg, data, seed=seed)
+            return reasoning_gym_environment(cfg, data, seed=seed)
         if isinstance(cfg, MathConfig):
-            from headrace.environments.math import math_environment  # noqa: PLC0415 - optional dependency
+            from headrace.environments.math import math_environment  # noqa: PLC0415 - optional
 
             return math_environment(cfg, data, seed=seed)
     except ImportError as error:

@@ -2,22 +2,26 @@
 
 Text of a model that is evaluated can take for ever, and no other thread can stop it. The process that `ask` starts
 counts its own computing time: beyond the limit it gives up, and where it cannot, it dies and the next question starts
-another. It ends with this process, however that ends.
+another. It ends with this process, however that ends. Both ends stand here: what the process runs is `_serve`.
 """
 
 import atexit
 import json
 import os
 import pickle
+import queue
+import resource
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection, Pipe
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
-from headrace.environments import judge_server
 from headrace.errors import HeadraceError
 
 LIMIT_S = 3.0
@@ -26,6 +30,14 @@ _START_S = 120.0
 """Longest wait for the process to start and to load what judges."""
 _WAITS_PER_LIMIT = 10
 """How many times the limit a verdict may take by the clock: a busy machine computes slowly."""
+_MEMORY_BYTES = 8 * 1024**3
+"""Address space at most: a text that evaluates to more fails here, and takes no memory from a trainer."""
+
+FAILURES = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, NameError),
+    *(OSError, RecursionError, SyntaxError, SystemExit, TypeError, ValueError),
+)
+"""What text that is evaluated raises; anything else ends the process, which is no verdict either."""
 
 
 class NoVerdict(Exception):
@@ -43,7 +55,6 @@ class JudgeProcess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process, if there is one."""
         return None if self._process is None else self._process.pid
 
     def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -59,12 +70,12 @@ class JudgeProcess:
         question = pickle.dumps((function, arguments))
         with self._lock:
             pipe = self._loaded(question)
-            answer = self._receive(pipe, self._limit_s * _WAITS_PER_LIMIT)
-        if answer is None:
+            verdict = self._receive(pipe, self._limit_s * _WAITS_PER_LIMIT)
+        if verdict is None:
             raise NoVerdict("the process that judged it had to be ended")
-        if "fault" in answer:
-            raise NoVerdict(answer["fault"])
-        return answer["value"]
+        if "fault" in verdict:
+            raise NoVerdict(verdict["fault"])
+        return verdict["value"]
 
     def close(self) -> None:
         """End the process; a further call starts another."""
@@ -85,44 +96,45 @@ class JudgeProcess:
             except OSError:
                 self.close()
                 continue
-            answer = self._receive(pipe, _START_S)
-            if answer is not None and "fault" in answer:
-                raise HeadraceError(f"the process that judges answers cannot load them: {answer['fault']}")
-            if answer is not None:
+            reply = self._receive(pipe, _START_S)
+            if reply is not None and "fault" in reply:
+                raise HeadraceError(f"the process that judges completions cannot load them: {reply['fault']}")
+            if reply is not None:
                 return pipe
         raise HeadraceError(
-            f"the process that judges answers does not start ({sys.executable} -m {judge_server.__name__}); "
-            "check memory and limits on processes"
+            f"the process that judges completions does not start ({sys.executable} -m {__name__}); check memory and "
+            "limits on processes"
         )
 
     def _receive(self, pipe: "Connection[Any, Any]", timeout_s: float) -> dict[str, Any] | None:
         """Return the next message; without one in time, or at all, end the process."""
-        whole = False
+        message: dict[str, Any] | None = None
         try:
             if pipe.poll(timeout_s):
-                message: dict[str, Any] = json.loads(pipe.recv_bytes())
-                whole = True
-                return message
+                message = json.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             pass
         finally:
-            # Also after an interrupt: the answer that is still to come would be taken for the next one's.
-            if not whole:
+            # Also after an interrupt: the reply that is still to come would be taken for the next one's.
+            if message is None:
                 self.close()
-        return None
+        return message
 
     def _start(self) -> "Connection[Any, Any]":
         ours, theirs = Pipe()
+        # Modules are found where they are found here; sympy and numpy need no threads, which would take address space.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        settings = {"PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", judge_server.__name__, str(theirs.fileno()), str(self._limit_s)],
+                [sys.executable, "-m", __name__, str(theirs.fileno()), str(self._limit_s)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 # Ctrl-C is for this process alone.
                 process_group=0,
-                env=_environment(),
+                env={**os.environ, "PYTHONPATH": path, **settings},
             )
         self._pipe = ours
         return ours
@@ -136,13 +148,58 @@ def judge_process() -> JudgeProcess:
     return judge
 
 
-def _environment() -> dict[str, str]:
-    # Modules are found where they are found here; sympy and numpy need no threads, which would take address space.
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {
-        **os.environ,
-        "PYTHONPATH": path,
-        "PYTHONSAFEPATH": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+class _OverLimit(BaseException):
+    """Raised by the clock, past what handles errors."""
+
+
+def _serve(pipe: "Connection[Any, Any]", limit_s: float) -> NoReturn:
+    """Load each question, say so, and send its verdict."""
+    questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(pipe, questions), daemon=True).start()
+    signal.signal(signal.SIGPROF, _give_up)
+    while True:
+        try:
+            function, arguments = pickle.loads(questions.get())
+        except (*FAILURES, pickle.UnpicklingError) as error:
+            _send(pipe, {"fault": f"{type(error).__name__}: {error}"})
+            continue
+        _send(pipe, {})
+        _send(pipe, _verdict(function, arguments, limit_s))
+
+
+def _listen(pipe: "Connection[Any, Any]", questions: "queue.SimpleQueue[bytes]") -> None:
+    """Take questions; end the process, whatever it is doing, when there is nobody left to ask."""
+    with suppress(EOFError, OSError):
+        while True:
+            questions.put(pipe.recv_bytes())
+    os._exit(0)
+
+
+def _send(pipe: "Connection[Any, Any]", message: dict[str, Any]) -> None:
+    pipe.send_bytes(json.dumps(message, default=repr).encode())
+
+
+def _verdict(function: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float) -> dict[str, Any]:
+    # The first clock raises, the second kills: work that never comes back to Python sees no exception. Both count
+    # this process's computing, so that verdicts do not depend on what else the machine does.
+    try:
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 2 * limit_s)
+        return {"value": function(*arguments)}
+    except _OverLimit:
+        return {"fault": f"it took more than {limit_s:g} s of computing"}
+    except FAILURES as error:
+        return {"fault": type(error).__name__}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def _give_up(number: int, frame: FrameType | None) -> None:
+    raise _OverLimit
+
+
+if __name__ == "__main__":
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, resource.RLIM_INFINITY))
+    _serve(Connection(int(sys.argv[1])), float(sys.argv[2]))

@@ -16,7 +16,7 @@ _MOST_DIGITS = 10_000
 
 
 def verdict(text: str, answer: str) -> bool:
-    """Return whether the result in `text` equals the one in `answer`, as mathematics.
+    """Return whether the results in `text` and `answer` are equal as mathematics.
 
     A result that takes unbounded work to evaluate (a tower of powers, a huge factorial, an unevaluated sum or
     integral) is never equal.

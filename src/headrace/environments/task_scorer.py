@@ -10,28 +10,14 @@ from reasoning_gym import create_dataset
 from reasoning_gym.dataset import ProceduralDataset
 
 _TEXT_ALONE = {
-    *(
-        "all",
-        "any",
-        "enumerate",
-        "isinstance",
-        "len",
-        "max",
-        "min",
-        "range",
-        "set",
-        "sorted",
-        "str",
-        "sum",
-        "zip",
-    ),
-    *("append", "get", "join", "lower", "rstrip", "split", "startswith", "strip", "upper"),
+    *("all", "any", "enumerate", "isinstance", "len", "max", "min", "range", "set", "sorted", "str", "sum"),
+    *("zip", "append", "get", "join", "lower", "rstrip", "split", "startswith", "strip", "upper"),
 }
 """What a scorer may use that does no more than compare texts."""
 
 
 class TaskScorer:
-    """Scores answers as a task does. Pickled, it is its task and config, and what it reads is made anew.
+    """Scores completions as a task does. Pickled, it is its task and config, and what it reads is made anew.
 
     `compares_text`: scoring compares texts and does nothing else, so that it ends at once whatever they are.
     """
@@ -43,7 +29,6 @@ class TaskScorer:
         self.compares_text = score is ProceduralDataset.score_answer or _names(score.__code__) <= _TEXT_ALONE
 
     def __call__(self, answer: str, entry: dict[str, Any]) -> Any:
-        """Return the task's score of `answer` to the question of `entry`."""
         return self._dataset.score_answer(answer, entry)
 
     def __reduce__(self) -> tuple[Callable[..., "TaskScorer"], tuple[str, bytes]]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace.environments.demonstrations import demonstrations
+from headrace.algorithms.warm_start import demonstrations
 from headrace.errors import ConfigError
 from headrace.experience.types import Message, Prompt
 
