@@ -71,7 +71,7 @@ class DataPlaneConfig(Section):
 
 
 class GenerationConfig(Section):
-    """How answers are sampled. The trainer scores tokens under the same temperature, top-p and top-k; a KL to the
+    """How completions are sampled. The trainer scores tokens under the same temperature, top-p and top-k; a KL to the
     reference policy is of both policies without top-p and top-k, and samples that these cut estimate it with a bias."""
 
     backend: Literal["hf"] = "hf"
@@ -89,9 +89,9 @@ class GenerationConfig(Section):
     top_k: PositiveInt | None = None
     """Draw from this many likeliest tokens; None: from all."""
     stop_strings: Strings = ()
-    """An answer ends when one of these appears in its text; it stays part of the answer."""
+    """A completion ends when one of these appears in its text; it stays part of it."""
     stop_token_ids: Integers = ()
-    """Token ids that end an answer, beside the model's own end-of-text."""
+    """Token ids that end a completion, beside the model's own end-of-text."""
 
     @property
     def filters(self) -> bool:
@@ -140,7 +140,7 @@ class DatasetConfig(Section):
     answer_key: str = "answer"
     """Field of a row that holds the right answer."""
     match: Literal["exact", "contains", "last_number"] = "exact"
-    """An answer is right if it equals the right one but for outer whitespace (`exact`), if it holds it (`contains`), or
+    """A completion is right if it equals the answer but for outer whitespace (`exact`), if it holds it (`contains`), or
     if the last numbers of both are equal (`last_number`)."""
 
 
@@ -171,7 +171,7 @@ class WarmStartConfig(Section):
     steps: PositiveInt = 400
     """Supervised updates."""
     batch_size: PositiveInt = 128
-    """Answers of one update, over all ranks."""
+    """Completions of one update, over all ranks."""
     lr: PositiveFloat = 1e-3
     """Learning rate at its peak; it falls linearly to 2 % of it."""
     warmup_steps: NonNegativeInt = 20
@@ -194,7 +194,7 @@ class ValidationConfig(Section):
     max_samples: PositiveInt | None = None
     """Held-out prompts to use at most; None: all of them."""
     sampled: bool = True
-    """Measure answers at the run's temperature too, beside greedy ones."""
+    """Measure completions at the run's temperature too, beside greedy ones."""
 
 
 class CheckpointingConfig(Section):
@@ -238,7 +238,7 @@ class ClusterConfig(Section):
     gpus_per_node: NonNegativeInt = 0
     """GPUs of each of these nodes; 0: the workers are on CPUs."""
     rollout: Literal["auto", "driver", "actor"] = "auto"
-    """Where answers are generated; auto: in an actor of its own where the policy's workers are actors."""
+    """Where completions are generated; auto: in an actor of its own where the policy's workers are actors."""
     rollout_gpus: Literal[0, 1] | None = None
     """GPUs of the rollout actor, beside those of the workers; None: 1 where the workers have GPUs."""
     startup_timeout_s: PositiveFloat = 180.0

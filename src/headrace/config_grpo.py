@@ -152,11 +152,11 @@ class GRPOConfig(Section):
     num_prompts_per_step: PositiveInt = 32
     """Prompts of a step."""
     num_generations_per_prompt: PositiveInt = 8
-    """Answers to each prompt; one group."""
+    """Completions of each prompt; one group."""
     max_num_steps: PositiveInt = 100
     """Steps of the run, those before a resume included."""
     max_rollout_turns: PositiveInt = 1
-    """Turns of a conversation at most, where the environment goes on after an answer."""
+    """Turns of a conversation at most, where the environment goes on after a completion."""
     advantage: AdvantageConfig = AdvantageConfig()
     reward: RewardConfig = RewardConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()

@@ -80,7 +80,7 @@ def test_an_observation_with_special_characters_of_the_template_language_is_text
 
 def test_a_template_that_moves_the_observation_is_refused_by_role() -> None:
     tokenizer = character_tokenizer(HOISTING_TEMPLATE)
-    with pytest.raises(ConfigError, match="does not put a message of role 'system' after the answer"):
+    with pytest.raises(ConfigError, match="does not put a message of role 'system' after the completion"):
         render_observation(tokenizer, PROMPT, (Message("system", "no"),), stopped_by=None)
     assert render_observation(tokenizer, PROMPT, HINT, stopped_by=None) == encode(tokenizer, "/Uno/A")
 

@@ -160,7 +160,7 @@ def rolls_out_in_actor(recipe: RecipeConfig) -> bool:
         remedy = "data_plane.impl=transfer_queue and policy.parallel.launcher=ray"
         raise ConfigError(
             f"cluster.rollout_gpus={recipe.cluster.rollout_gpus} is for a rollout actor, and this run generates its "
-            f"answers in the driver's process; remove it, or set {'cluster.rollout=auto' if on_ray else remedy}"
+            f"completions in the driver's process; remove it, or set {'cluster.rollout=auto' if on_ray else remedy}"
         )
     return in_actor
 

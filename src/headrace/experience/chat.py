@@ -34,9 +34,7 @@ class ChatTokenizer(Protocol):
     all_special_tokens: Any
     added_tokens_decoder: Any
 
-    def __call__(self, text: Any, *, add_special_tokens: bool, split_special_tokens: bool = False) -> Any:
-        """Tokenise one text, or a list of them; `split_special_tokens`: none of it is a special token."""
-        ...
+    def __call__(self, text: Any, *, add_special_tokens: bool, split_special_tokens: bool = False) -> Any: ...
 
     def __len__(self) -> int: ...
 
@@ -90,21 +88,20 @@ def render_observation(
     if not tail.startswith(closing):
         raise ConfigError(
             f"the chat template is not prefix-stable: a following message of role {roles} changes how the "
-            f"answer before it ends ({closing[:40]!r} becomes {tail[:40]!r}); use another role, or a "
+            f"completion before it ends ({closing[:40]!r} becomes {tail[:40]!r}); use another role, or a "
             "tokenizer with another chat template (policy.tokenizer)"
         )
     if tail == bare:
         raise ConfigError(
-            f"the chat template does not put a message of role {roles} after the answer before it, so the "
-            "model would not see it there; use another role, or a tokenizer with another chat template "
-            "(policy.tokenizer)"
+            f"the chat template does not put a message of role {roles} after the completion before it, so the model "
+            "would not see it there; use another role, or a tokenizer with another chat template (policy.tokenizer)"
         )
     ids = _ids(tokenizer, tail)
     return ids[1:] if stopped_by is not None and ids[:1] == [stopped_by] else ids
 
 
 def text_ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
-    """Return the ids of a text that stands in no template, such as an answer to learn from.
+    """Return the ids of a text that stands in no template, such as a completion to learn.
 
     Raises:
         ConfigError: the tokenizer lacks a character.
@@ -115,7 +112,7 @@ def text_ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
 def check_sampled(
     tokenizer: ChatTokenizer, completions: Sequence[Sequence[int]], names: Sequence[str]
 ) -> None:
-    """Hold sampled ids to those that the tokenizer has tokens for: others decode to nothing.
+    """Refuse sampled ids that the tokenizer has no tokens for, which would decode to nothing.
 
     Raises:
         GenerationError: the first sample with another id.
@@ -124,8 +121,9 @@ def check_sampled(
     flat = torch.tensor(list(chain.from_iterable(completions)), dtype=torch.int64)
     if bool(((flat >= 0) & (flat < len(known))).all()) and bool(known[flat].all()):
         return
-    tokens = {*known.nonzero().flatten().tolist()}
-    name, bad = next((n, i) for n, ids in zip(names, completions) for i in ids if i not in tokens)
+    name, bad = next(
+        (n, i) for n, ids in zip(names, completions) for i in ids if not 0 <= i < len(known) or not known[i]
+    )
     raise GenerationError(
         f"sample '{name}': the generator sampled id {bad}, for which the tokenizer has no token; an engine must leave "
         "such ids out (headrace.models.tokenizers.unknown_ids)"
@@ -166,7 +164,7 @@ def _ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
     for place, part in enumerate(_QUOTED.split(text)):
         # The template writes the special tokens itself.
         if place % 2:
-            ids += _quoted_ids(tokenizer, _unquoted(part))
+            ids += _control_ids(tokenizer, _unquoted(part))
         elif part:
             ids += tokenizer(part, add_special_tokens=False)["input_ids"]
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
@@ -187,12 +185,11 @@ def _unquoted(hexadecimal: str) -> str:
     return bytes.fromhex(hexadecimal).decode()
 
 
-def _quoted_ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
+def _control_ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
     """Return the ids of a control token's text as text."""
     ids = list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
-    if text in tokenizer.batch_decode(
-        [[i] for i in ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
-    ):
+    each = [[i] for i in ids]
+    if text in tokenizer.batch_decode(each, skip_special_tokens=False, clean_up_tokenization_spaces=False):
         raise ConfigError(
             f"a message holds {text!r}, which the tokenizer can write as a control token only; remove it from the "
             "data, or use another tokenizer (policy.tokenizer)"

@@ -1,5 +1,6 @@
 """From samples to the columns of their first put: per-token ones jagged over one set of offsets, nothing padded."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -67,7 +68,9 @@ def flatten(rollouts: Sequence[Rollout], *, route_shape: RouteShape | None = Non
         **{name: nested_from_ragged(values, offsets) for name, values in per_token.items()},
         INPUT_LENGTHS: lengths,
         SAMPLE_MASK: torch.ones(len(rollouts)),
-        "message_log": object_array([_messages(r) for r in rollouts]),
+        "message_log": object_array(
+            [[{"role": m.role, "content": m.content} for m in r.messages] for r in rollouts]
+        ),
     }
 
 
@@ -78,14 +81,14 @@ def per_sample_values(rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor | l
     the dataset; `group` numbers the groups from 0 by first appearance. `total_tokens` counts the whole row.
     `routes_missing` and `routes_digest` are those of `rollout_routes.route_facts`.
     """
-    values: dict[str, torch.Tensor | list[Any]] = {}
+    values: dict[str, Any] = {}
     for name, (dtype, fact) in _FACTS.items():
         facts = [fact(rollout) for rollout in rollouts]
         values[name] = facts if dtype is None else torch.tensor(facts, dtype=dtype)
     numbers = {uid: number for number, uid in enumerate(dict.fromkeys(values["uid"]))}
-    missing, digests = route_facts(rollouts)
-    group = torch.tensor([numbers[rollout.uid] for rollout in rollouts])
-    return {**values, "group": group, "routes_missing": missing, "routes_digest": digests}
+    values["group"] = torch.tensor([numbers[uid] for uid in values["uid"]])
+    values["routes_missing"], values["routes_digest"] = route_facts(rollouts)
+    return values
 
 
 def _concatenate(rows: Iterable[Sequence[int | float]], dtype: type[np.generic], total: int) -> torch.Tensor:
@@ -94,20 +97,13 @@ def _concatenate(rows: Iterable[Sequence[int | float]], dtype: type[np.generic],
         return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype=dtype, count=total))
 
 
-def _messages(rollout: Rollout) -> list[dict[str, str]]:
-    return [{"role": m.role, "content": m.content} for m in rollout.messages]
-
-
 def _check_rows(rollouts: Sequence[Rollout]) -> None:
     if not rollouts:
         raise SchemaError("no rollouts to flatten; expected at least one sample")
-    seen: set[str] = set()
+    repeated, count = Counter(rollout.sample_id for rollout in rollouts).most_common(1)[0]
+    if count > 1:
+        raise SchemaError(f"sample id '{repeated}' appears twice in one batch; ids must be unique")
     for rollout in rollouts:
-        if rollout.sample_id in seen:
-            raise SchemaError(
-                f"sample id '{rollout.sample_id}' appears twice in one batch; ids must be unique"
-            )
-        seen.add(rollout.sample_id)
         sizes = {name: len(getattr(rollout, name)) for name in ("token_ids", "token_mask", "logprobs")}
         if len(set(sizes.values())) > 1:
             found = ", ".join(f"{name} {size}" for name, size in sizes.items())

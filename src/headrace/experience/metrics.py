@@ -10,7 +10,6 @@ TOKENS_PER_S = "rollout/tokens_per_s"
 _SUMS = ("_tokens", "_bytes", "_ms", "_s", "/calls", "/completions", "/seconds")
 _EXTREMES: dict[str, Callable[[Any], Any]] = {"_max": np.max, "_min": np.min}
 
-
 GREEDY_ACCURACY = "validation/accuracy"
 SAMPLED_ACCURACY = "validation/sampled_accuracy"
 GREEDY_REWARD = "validation/reward"
@@ -20,15 +19,11 @@ SAMPLED_REWARD = "validation/sampled_reward"
 def rollout_metrics(values: Mapping[str, Any]) -> dict[str, float]:
     """Return what is worth plotting of N samples; `rollout/accuracy` is over those with a verdict, if there are any.
 
-    Args:
-        values: Columns of N: `reward`, `response_tokens`, `truncated`, `turns`, `correct` (None: no verdict) and
-            `metrics` (the environment's own, by name), as in `flatten.per_sample_values`.
+    `values` holds columns of N as in `flatten.per_sample_values`: `reward`, `response_tokens`, `truncated`, `turns`,
+    `correct` (None: no verdict) and `metrics` (the environment's own, by name).
     """
-    values = {
-        name: column.tolist() if hasattr(column, "tolist") else column for name, column in values.items()
-    }
-    rewards = np.array(values["reward"], dtype=np.float64)
-    lengths = np.array(values["response_tokens"])
+    rewards = np.asarray(values["reward"], dtype=np.float64)
+    lengths = np.asarray(values["response_tokens"])
     metrics = {
         "rollout/reward_mean": float(rewards.mean()),
         "rollout/reward_std": float(rewards.std()),
@@ -36,16 +31,15 @@ def rollout_metrics(values: Mapping[str, Any]) -> dict[str, float]:
         "rollout/reward_max": float(rewards.max()),
         "rollout/response_tokens_mean": float(lengths.mean()),
         "rollout/response_tokens_max": float(lengths.max()),
-        "rollout/truncated_fraction": float(np.mean(values["truncated"])),
-        "rollout/turns_mean": float(np.mean(values["turns"])),
+        "rollout/truncated_fraction": float(np.mean(np.asarray(values["truncated"]))),
+        "rollout/turns_mean": float(np.mean(np.asarray(values["turns"]))),
     }
     verdicts = [correct for correct in values["correct"] if correct is not None]
     if verdicts:
         metrics["rollout/accuracy"] = float(np.mean(verdicts))
     for name in sorted({name for own in values["metrics"] for name in own}):
-        metrics[f"environment/{name}"] = float(
-            np.mean([own[name] for own in values["metrics"] if name in own])
-        )
+        given = [own[name] for own in values["metrics"] if name in own]
+        metrics[f"environment/{name}"] = float(np.mean(given))
     return metrics
 
 
@@ -53,11 +47,8 @@ def combine_calls(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the metrics of several calls of a generator, or of several rounds of calls, as those of one.
 
     By the end of a name: `_max` and `_min` are the greatest and the least; counts, bytes and times are sums; a rate
-    (`_per_s`) is weighted by seconds, anything else by completions. `rollout/tokens_per_s` is all
-    tokens by all seconds.
-
-    Args:
-        parts: Metrics of each, `COMPLETIONS`, `NEW_TOKENS` and `SECONDS` among them.
+    (`_per_s`) is weighted by seconds, anything else by completions. `rollout/tokens_per_s` is all tokens by all
+    seconds; each part has `COMPLETIONS`, `NEW_TOKENS` and `SECONDS`.
     """
     combined = {}
     for name in dict.fromkeys(name for part in parts for name in part):

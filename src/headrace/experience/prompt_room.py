@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from headrace.config import RecipeConfig
 from headrace.environments.build import build_environment
@@ -10,8 +11,6 @@ from headrace.errors import ConfigError
 from headrace.experience.chat import ChatTokenizer, render_prompt
 from headrace.experience.rollouts import render_with_room
 from headrace.experience.types import Message, Prompt
-
-SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,10 @@ class FittingPrompts:
 
     def notice(self) -> str | None:
         """Return a line that counts what is left out, and names the first; None where nothing is."""
-        counts = [f"{len(self.left_out[split])} of {split}" for split in SPLITS if self.left_out[split]]
+        counts = [f"{len(prompts)} of {split}" for split, prompts in self.left_out.items() if prompts]
         if not counts:
             return None
-        first = next(prompt for split in SPLITS for prompt in self.left_out[split])
+        first = next(chain.from_iterable(self.left_out.values()))
         return (
             f"left out as too long for policy.max_total_sequence_length: {' and '.join(counts)} prompts, "
             f"first '{first.uid}' (data.overlong_prompts=skip)"
@@ -56,10 +55,9 @@ def prompts_that_fit(recipe: RecipeConfig, tokenizer: ChatTokenizer) -> Environm
             for prompt in environment.prompts(split):
                 render_with_room(tokenizer, prompt, longest)
         return environment
-    kept: dict[str, list[Prompt]] = {}
-    left_out: dict[str, list[Prompt]] = {}
-    for split in SPLITS:
-        kept[split], left_out[split] = [], []
+    kept: dict[str, list[Prompt]] = {"train": [], "validation": []}
+    left_out: dict[str, list[Prompt]] = {"train": [], "validation": []}
+    for split in kept:
         for prompt in environment.prompts(split):
             fits = len(render_prompt(tokenizer, prompt.messages)) < longest
             (kept if fits else left_out)[split].append(prompt)

@@ -112,7 +112,7 @@ def render_with_room(tokenizer: ChatTokenizer, prompt: Prompt, max_total_tokens:
     if len(ids) >= max_total_tokens:
         place = f" ({prompt.info['place']})" if "place" in prompt.info else ""
         raise ConfigError(
-            f"prompt '{prompt.uid}'{place} has {len(ids)} tokens and leaves no room for an answer within policy."
+            f"prompt '{prompt.uid}'{place} has {len(ids)} tokens and leaves no room for a completion within policy."
             f"max_total_sequence_length={max_total_tokens}; raise it, remove the prompt, or set "
             "data.overlong_prompts=skip"
         )

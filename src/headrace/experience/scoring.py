@@ -49,15 +49,13 @@ def checked_results(results: Any, names: Sequence[str], *, who: str = "the envir
             the message has its index, its name and the type.
     """
     if not isinstance(results, Sequence) or isinstance(results, str | bytes):
-        raise RewardError(
-            f"{who} returned {_shown(results)} from step(); expected a list of {len(names)} StepResult"
-        )
+        got = _shown(results)
+        raise RewardError(f"{who} returned {got} from step(); expected a list of {len(names)} StepResult")
     if len(results) != len(names):
         fate = f"{names[len(results)]}, has none" if len(results) < len(names) else "some belong to no sample"
         raise RewardError(f"{who} returned {len(results)} results for {len(names)} samples; {fate}")
     for index, (result, name) in enumerate(zip(results, names)):
-        fault = _fault(result)
-        if fault is not None:
+        if fault := _fault(result):
             raise RewardError(f"{who} returned result {index} ({name}) with {fault}")
     return list(results)
 

@@ -1,1 +1,1 @@
-"""Generators: they sample answers from a model."""
+"""Generators: they sample completions from a model."""

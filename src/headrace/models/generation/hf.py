@@ -75,8 +75,8 @@ class HFGenerator:
         Metrics: `generated_tokens`, `generate_s`, `tokens_per_s`, `truncated_fraction`.
 
         Raises:
-            ConfigError: an empty prompt, an id outside the vocabulary, a prompt without room for an answer or whose
-                answer could pass the model's position limit, or params that cannot be used.
+            ConfigError: an empty prompt, an id outside the vocabulary, a prompt without room for a completion or whose
+                completion could pass the model's position limit, or params that cannot be used.
             GenerationError: a logprob that is not finite (the message names the prompt), or a call after
                 `shutdown`.
         """
@@ -139,7 +139,7 @@ class HFGenerator:
                 )
             if limit < 1:
                 raise ConfigError(
-                    f"prompt {i} has {len(prompt)} tokens and leaves no room for an answer within max_total_tokens="
+                    f"prompt {i} has {len(prompt)} tokens and leaves no room for a completion within max_total_tokens="
                     f"{params.max_total_tokens} (policy.max_total_sequence_length); raise it, or shorten the prompt"
                 )
             if positions is not None and len(prompt) + limit > positions:
@@ -297,7 +297,7 @@ class _Completions:
             )
 
     def write_to(self, output: GenerationOutput, prompt_indices: list[int]) -> None:
-        """Put each answer in its prompt's place."""
+        """Put each completion in its prompt's place."""
         columns = (
             self.tokens.tolist(),
             self.logprobs.tolist(),

@@ -47,10 +47,10 @@ class GenerationOutput:
 
     `token_ids[i]` are the new tokens of prompt i, a stop token included; `logprobs[i]` has one float per new
     token, of the distribution sampled from (after temperature, top-p, top-k); `truncated[i]` is False where a stop
-    token or string ended the answer and True where the token limit cut it. `routes[i]` are the experts that
-    prompt and answer used, (tokens - 1, MoE layers, k) in the wire's dtype: the last token was never computed.
+    token or string ended the completion and True where the token limit cut it. `routes[i]` are the experts that
+    prompt and completion used, (tokens - 1, MoE layers, k) in the wire's dtype: the last token was never computed.
     None from a generator that does not record, or was not asked to. `stop_token_ids` are all ids that end
-    answers: those of the params, and the model's own.
+    completions: those of the params, and the model's own.
     """
 
     token_ids: list[list[int]]
@@ -62,7 +62,7 @@ class GenerationOutput:
 
 
 class Generator(Protocol):
-    """Samples answers. One `generate` call is a pure function of weights, prompts, params and seed.
+    """Samples completions. One `generate` call is a pure function of weights, prompts, params and seed.
 
     `route_shape` is what its recorded routes look like, None if it records none.
     """

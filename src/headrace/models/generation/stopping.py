@@ -1,4 +1,4 @@
-"""When an answer ends: stop token ids, and stop strings, which may span tokens."""
+"""When a completion ends: stop token ids, and stop strings, which may span tokens."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class StopRule:
     """Decides after every step which rows have ended.
 
     `token_ids` (K) int64 end a row when they come last; `strings` end it when they appear in its text, in
-    which special tokens count as they are written. The token that ends a row belongs to the answer.
+    which special tokens count as they are written. The token that ends a row belongs to the completion.
     """
 
     token_ids: torch.Tensor
@@ -55,11 +55,11 @@ def build_stop_rule(model: Any, tokenizer: Any, params: SamplingParams) -> StopR
         if not 0 <= given < vocabulary:
             raise ConfigError(
                 f"generation.stop_token_ids holds {given}, outside the model's vocabulary of {vocabulary}, so that it "
-                "never ends an answer; drop it"
+                "never ends a completion; drop it"
             )
     if "" in params.stop_strings:
         raise ConfigError(
-            "generation.stop_strings holds an empty string, which would end every answer; drop it"
+            "generation.stop_strings holds an empty string, which would end every completion; drop it"
         )
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = {*_as_ids(tokenizer.eos_token_id), *_as_ids(configured), *params.stop_token_ids}
