@@ -111,15 +111,11 @@ def draw_reward_plot(run_dir: Path, path: Path) -> None:
 
 def _draw_held_out(axis: Any, records: Sequence[Record]) -> str:
     """Draw accuracies or, of an environment without verdicts, rewards; return which."""
-    kind, names = next(
-        (
-            item
-            for item in HELD_OUT.items()
-            if any(_series(records, "validation", name)[0] for name in item[1])
-        ),
-        ("reward", {}),
+    measured = (
+        k for k, names in HELD_OUT.items() if any(_series(records, "validation", n)[0] for n in names)
     )
-    for name, how in names.items():
+    kind = next(measured, "reward")
+    for name, how in HELD_OUT[kind].items():
         steps, values = _series(records, "validation", name)
         if steps:
             color, marker = _HOW[how]
