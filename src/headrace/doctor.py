@@ -63,7 +63,7 @@ _OPTIONAL = (
     ("TransferQueue", "a store for several processes", _RAY),
     ("mooncake", "a store over RDMA", "pip install 'headrace[mooncake]'"),
     ("flash-attn", "packed attention on CUDA", "pip install flash-attn"),
-    ("vllm", "fast generation", "pip install vllm"),
+    ("vllm", "fast generation", "pip install 'headrace[vllm]'"),
     ("sglang", "fast generation", "pip install sglang"),
     ("megatron-core", "large models", "pip install megatron-core"),
 )

@@ -185,9 +185,26 @@ def test_release_changes_no_answer_and_shutdown_ends_generation():
 
 
 def test_a_backend_that_is_not_there_is_refused_with_those_that_are():
-    cfg = GenerationConfig().model_copy(update={"backend": "vllm"})
-    with pytest.raises(ConfigError, match=r"generation\.backend='vllm' is not there; choose one of: hf"):
+    cfg = GenerationConfig().model_copy(update={"backend": "other"})
+    with pytest.raises(
+        ConfigError, match=r"generation\.backend='other' is not there; choose one of: hf, vllm"
+    ):
         build_generator(cfg, model_of(), TOKENIZER)
+
+
+def test_an_engine_argument_that_headrace_sets_is_refused_with_the_key_that_decides_it():
+    cfg = GenerationConfig(backend="vllm", vllm={"args": {"dtype": "float16"}})
+    with pytest.raises(
+        ConfigError, match=r"generation\.vllm\.args\.dtype=float16: headrace sets it; .*precision"
+    ):
+        build_generator(cfg, model_of(), TOKENIZER)
+
+
+def test_an_engine_that_is_not_installed_is_named_with_the_way_to_install_it():
+    with pytest.raises(
+        ConfigError, match=r"generation\.backend=vllm: .*vllm.*; pip install 'headrace\[vllm\]'"
+    ):
+        build_generator(GenerationConfig(backend="vllm"), model_of(), TOKENIZER)
 
 
 def test_params_of_a_recipe_carry_every_sampling_key():

@@ -61,6 +61,8 @@ SAID = {
     "policy.router_replay.min_exact_fraction=0.5": ("", "policy.router_replay.enabled=true"),
     "policy.router_replay.on_excess=mask": ("", "policy.router_replay.enabled=true"),
     "policy.router_replay.trace=true": ("", "policy.router_replay.enabled=true"),
+    "generation.vllm.args={'max_model_len': 99}": ("", "generation.backend=vllm"),
+    "generation.vllm.sleep_level=1": ("", "generation.backend=vllm"),
     "grpo.advantage.leave_one_out=true": ("grpo.advantage.estimator=rloo", ""),
     "grpo.advantage.normalize_std=false": ("grpo.advantage.estimator=rloo", ""),
     "grpo.advantage.epsilon=0.1": ("grpo.advantage.normalize_std=false", ""),

@@ -1,13 +1,18 @@
 """The one place that chooses a generator."""
 
+from collections.abc import Callable
 from typing import Any
 
 from headrace.config import GenerationConfig
 from headrace.errors import ConfigError, ReplayError
 from headrace.models.generation.hf import HFGenerator
 from headrace.models.generation.interfaces import Generator
+from headrace.models.generation.vllm import VLLMGenerator
 
-_BACKENDS = {"hf": HFGenerator}
+_BACKENDS: dict[str, Callable[..., Generator]] = {
+    "hf": HFGenerator,
+    "vllm": VLLMGenerator,
+}
 
 
 def build_generator(

@@ -32,6 +32,34 @@ from headrace.models.tokenizers import unknown_ids, vocabulary_of
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def check_request(model: Any, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    """Refuse what no generator can complete.
+
+    Raises:
+        ConfigError: an empty prompt, one without room for a completion, or one that could pass the model's positions.
+    """
+    if params.max_new_tokens < 1:
+        raise ConfigError(f"generation.max_new_tokens={params.max_new_tokens}: expected 1 or more")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for i, prompt in enumerate(prompts):
+        limit = params.limit(len(prompt))
+        if len(prompt) == 0:
+            raise ConfigError(
+                f"prompt {i} is empty; expected at least one token id (check the chat template)"
+            )
+        if limit < 1:
+            raise ConfigError(
+                f"prompt {i} has {len(prompt)} tokens and leaves no room for a completion within max_total_tokens="
+                f"{params.max_total_tokens} (policy.max_total_sequence_length); raise it, or shorten the prompt"
+            )
+        if positions is not None and len(prompt) + limit > positions:
+            raise ConfigError(
+                f"prompt {i} has {len(prompt)} tokens; with generation.max_new_tokens="
+                f"{params.max_new_tokens} that is more than the model's {positions} positions "
+                "(max_position_embeddings); lower generation.max_new_tokens or shorten the prompt"
+            )
+
+
 class HFGenerator:
     """A Generator over a `PreTrainedModel`, which it owns: it casts it to `cfg.precision` and freezes it.
 
@@ -81,7 +109,9 @@ class HFGenerator:
                 `shutdown`.
         """
         start = time.perf_counter()
-        self._check_request(prompts, params)
+        if self._model is None:
+            raise GenerationError("generate was called after shutdown; build a new generator")
+        check_request(self._model, prompts, params)
         stop = build_stop_rule(self._model, self._tokenizer, params)
         limits = [params.limit(len(prompt)) for prompt in prompts]
         uniforms = None if params.greedy else _draw_uniforms(len(prompts), max(limits, default=0), seed)
@@ -124,30 +154,6 @@ class HFGenerator:
     def shutdown(self) -> None:
         self._model = None
         self.release()
-
-    def _check_request(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        if self._model is None:
-            raise GenerationError("generate was called after shutdown; build a new generator")
-        if params.max_new_tokens < 1:
-            raise ConfigError(f"generation.max_new_tokens={params.max_new_tokens}: expected 1 or more")
-        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        for i, prompt in enumerate(prompts):
-            limit = params.limit(len(prompt))
-            if len(prompt) == 0:
-                raise ConfigError(
-                    f"prompt {i} is empty; expected at least one token id (check the chat template)"
-                )
-            if limit < 1:
-                raise ConfigError(
-                    f"prompt {i} has {len(prompt)} tokens and leaves no room for a completion within max_total_tokens="
-                    f"{params.max_total_tokens} (policy.max_total_sequence_length); raise it, or shorten the prompt"
-                )
-            if positions is not None and len(prompt) + limit > positions:
-                raise ConfigError(
-                    f"prompt {i} has {len(prompt)} tokens; with generation.max_new_tokens="
-                    f"{params.max_new_tokens} that is more than the model's {positions} positions "
-                    "(max_position_embeddings); lower generation.max_new_tokens or shorten the prompt"
-                )
 
     @torch.inference_mode()
     def _decode(

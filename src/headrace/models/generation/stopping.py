@@ -63,8 +63,9 @@ def build_stop_rule(model: Any, tokenizer: Any, params: SamplingParams) -> StopR
         )
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = {*_as_ids(tokenizer.eos_token_id), *_as_ids(configured), *params.stop_token_ids}
+    device = "cpu" if model.device.type == "meta" else model.device
     return StopRule(
-        torch.tensor(sorted(ids), dtype=torch.int64, device=model.device), params.stop_strings, tokenizer
+        torch.tensor(sorted(ids), dtype=torch.int64, device=device), params.stop_strings, tokenizer
     )
 
 

@@ -1,0 +1,183 @@
+"""The contract of Generator, held by every backend.
+
+HEADRACE_GENERATORS names the backends (hf unless set). `make test-engines` runs it on vLLM's CPU build, which needs an
+environment of its own.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headrace.config import GenerationConfig
+from headrace.errors import ConfigError, GenerationError
+from headrace.models.generation.build import build_generator
+from headrace.models.generation.interfaces import GenerationOutput, Generator, SamplingParams
+from headrace.models.sampling import filter_logits
+from tiny_models import CHARACTERS, build_character_tokenizer
+
+BACKENDS = os.environ.get("HEADRACE_GENERATORS", "hf").split(",")
+TOKENIZER = build_character_tokenizer(CHARACTERS)
+END = TOKENIZER.eos_token_id
+PROMPTS = [TOKENIZER.encode(text) for text in ("ab", "hello", "x", "hello", "a longer one")]
+GREEDY = SamplingParams(12, greedy=True)
+
+
+def model_of(seed: int) -> Any:
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=len(TOKENIZER),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        eos_token_id=END,
+    )
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+def build(backend: str, **args: Any) -> Generator:
+    vllm = {"args": {"enforce_eager": True, "max_model_len": 128, **args}}
+    cfg = GenerationConfig(backend=backend, max_new_tokens=12, vllm=vllm)  # type: ignore[arg-type]
+    return build_generator(cfg, model_of(0), TOKENIZER)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def started(request: pytest.FixtureRequest) -> Iterator[Generator]:
+    generator = build(request.param)
+    yield generator
+    generator.shutdown()
+
+
+@pytest.fixture
+def generator(started: Generator) -> Generator:
+    """The backend with the weights of model 0."""
+    if started.weight_version != 0:
+        started.update_weights(model_of(0).state_dict().items(), 0)
+    return started
+
+
+@torch.no_grad()
+def scored(model: Any, prompt: list[int], new: list[int], **filters: Any) -> list[float]:
+    """Return the logprobs of new tokens by one forward pass over all, under the filters of sampling."""
+    logits = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1].float()
+    kept = filter_logits(logits, **filters) if filters else logits
+    return kept.log_softmax(-1).gather(-1, torch.tensor(new)[:, None])[:, 0].tolist()
+
+
+def assert_scored(output: GenerationOutput, model: Any, **filters: Any) -> None:
+    for prompt, new, logprobs in zip(PROMPTS, output.token_ids, output.logprobs, strict=True):
+        assert logprobs == pytest.approx(scored(model, prompt, new, **filters), abs=1e-5)
+
+
+def greedy_tokens(model: Any, prompt: list[int], limit: int = 12) -> list[int]:
+    new: list[int] = []
+    while len(new) < limit and END not in new:
+        with torch.no_grad():
+            new.append(int(model(torch.tensor([prompt + new])).logits[0, -1].argmax()))
+    return new
+
+
+def test_greedy_tokens_and_logprobs_are_those_of_a_full_forward_pass(generator: Generator) -> None:
+    output = generator.generate(PROMPTS, GREEDY, seed=0)
+    model = model_of(0)
+    assert output.token_ids == [greedy_tokens(model, prompt) for prompt in PROMPTS]
+    assert output.truncated == [new[-1] != END for new in output.token_ids]
+    assert_scored(output, model)
+
+
+@pytest.mark.parametrize(
+    "filters", [{"temperature": 1.0}, {"temperature": 1.4, "top_k": 6, "top_p": 0.8}], ids=str
+)
+def test_logprobs_are_of_the_distribution_that_was_sampled(
+    generator: Generator, filters: dict[str, Any]
+) -> None:
+    output = generator.generate(PROMPTS, SamplingParams(12, **filters), seed=3)
+    assert_scored(output, model_of(0), **{"top_k": None, "top_p": 1.0, **filters})
+
+
+def test_a_seed_gives_the_same_completions_and_equal_prompts_different_ones(generator: Generator) -> None:
+    params = SamplingParams(12)
+    first = generator.generate(PROMPTS, params, seed=1)
+    assert generator.generate(PROMPTS, params, seed=1).token_ids == first.token_ids
+    assert generator.generate(PROMPTS, params, seed=2).token_ids != first.token_ids
+    assert PROMPTS[1] == PROMPTS[3]
+    assert first.token_ids[1] != first.token_ids[3]
+
+
+def test_a_stop_id_ends_a_completion_and_belongs_to_it(generator: Generator) -> None:
+    free = generator.generate(PROMPTS, GREEDY, seed=0).token_ids
+    stop = free[0][2]
+    output = generator.generate(PROMPTS, SamplingParams(12, greedy=True, stop_token_ids=(stop,)), seed=0)
+    for new, before, truncated in zip(output.token_ids, free, output.truncated, strict=True):
+        end = before.index(stop) + 1 if stop in before else len(before)
+        assert new == before[:end]
+        assert truncated == (new[-1] not in (stop, END))
+    assert {stop, END} <= set(output.stop_token_ids)
+
+
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(generator: Generator) -> None:
+    free = generator.generate(PROMPTS, GREEDY, seed=0).token_ids
+    text = TOKENIZER.decode(free[1][1:3])
+    output = generator.generate(PROMPTS, SamplingParams(12, greedy=True, stop_strings=(text,)), seed=0)
+    end = next(i for i in range(1, 13) if text in TOKENIZER.decode(free[1][:i]))
+    assert output.token_ids[1] == free[1][:end]
+    assert output.truncated[1] is False
+
+
+def test_no_completion_passes_its_own_limit(generator: Generator) -> None:
+    params = SamplingParams(12, greedy=True, max_total_tokens=14)
+    output = generator.generate(PROMPTS, params, seed=0)
+    for prompt, new in zip(PROMPTS, output.token_ids, strict=True):
+        assert len(new) <= params.limit(len(prompt))
+
+
+def test_a_further_turn_continues_the_conversation(generator: Generator) -> None:
+    first = generator.generate(PROMPTS, GREEDY, seed=0).token_ids
+    model = model_of(0)
+    longer = [[*prompt, *new, *TOKENIZER.encode("go")] for prompt, new in zip(PROMPTS, first, strict=True)]
+    again = generator.generate(longer, GREEDY, seed=0)
+    assert again.token_ids == [greedy_tokens(model, prompt) for prompt in longer]
+
+
+def test_completions_after_each_update_are_those_of_the_new_weights(generator: Generator) -> None:
+    for version in (1, 2):
+        model = model_of(version)
+        generator.update_weights(model.state_dict().items(), version)
+        assert generator.weight_version == version
+        output = generator.generate(PROMPTS, GREEDY, seed=0)
+        assert output.token_ids == [greedy_tokens(model, prompt) for prompt in PROMPTS]
+        assert_scored(output, model)
+
+
+def test_caches_may_be_released_between_calls(generator: Generator) -> None:
+    before = generator.generate(PROMPTS, GREEDY, seed=0)
+    generator.release()
+    assert generator.generate(PROMPTS, GREEDY, seed=0).token_ids == before.token_ids
+
+
+def test_an_empty_prompt_is_refused_by_its_place(generator: Generator) -> None:
+    with pytest.raises(ConfigError, match="prompt 1 is empty"):
+        generator.generate([[5], []], GREEDY, seed=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_generator_that_has_ended_says_so_and_another_takes_its_place(backend: str) -> None:
+    first = build(backend)
+    expected = first.generate(PROMPTS, GREEDY, seed=0).token_ids
+    first.shutdown()
+    first.shutdown()
+    with pytest.raises(GenerationError, match="after shutdown"):
+        first.generate(PROMPTS, GREEDY, seed=0)
+    second = build(backend)
+    assert second.generate(PROMPTS, GREEDY, seed=0).token_ids == expected
+    second.shutdown()
