@@ -125,9 +125,9 @@ def measure(bench: Bench) -> None:
         for rows in (64,) if bench.quick else (512, 4096):
             race(bench, {"messages": today, **others}, rows)
         for client in others.values():
-            payloads = client._open().payloads
+            blocks = client._open().blocks
             client.close()
-            payloads.close()
+            blocks.close()
 
 
 if __name__ == "__main__":

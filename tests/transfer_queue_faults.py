@@ -1,11 +1,14 @@
 """Kills each process of a transfer_queue store in turn and prints what its clients saw, as JSON.
 
-Run as a script: it needs a Ray cluster of its own.
+Run as a script: it needs a Ray cluster of its own. With the address of one, it is a client there, in a Ray job of its
+own, which looks once a line comes in.
 """
 
 import json
 import logging
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -36,30 +39,61 @@ def process_of(actor: Any) -> int:
     return pid
 
 
+# Two blocks: one in each of two storage units.
+FIELDS = TensorDict({"x": torch.arange(4), "y": torch.arange(4)}, batch_size=[4])
+
+
+def look_from_another_job(address: str) -> None:
+    """Print what this process sees, and before that, that it is ready."""
+    config = DataPlaneConfig(impl="transfer_queue", timeout_s=TIMEOUT_S, ray_address=address)
+    client = TransferQueueDataPlaneClient(config, bootstrap=False)
+    assert client.get_samples(list("dcba"), "p", ["x"])["x"].tolist() == [3, 2, 1, 0]
+    print("READY", flush=True)
+    sys.stdin.readline()
+    seen = {
+        "get": attempt(lambda: client.get_samples(list("abcd"), "p", ["x", "y"])),
+        "put": attempt(lambda: client.put_samples(list("efgh"), "p", fields=FIELDS)),
+        "close": attempt(client.close),
+    }
+    print(json.dumps(seen), flush=True)
+
+
+def start_another_job() -> "subprocess.Popen[str]":
+    """Return a process that has read from the store."""
+    command = [sys.executable, __file__, ray.get_runtime_context().gcs_address]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    while (line := other.stdout.readline()) != "READY\n":
+        assert line, "the other job has ended"
+    return other
+
+
 def run(victim: str, units: int) -> dict[str, Any]:
     config = DataPlaneConfig(impl="transfer_queue", timeout_s=TIMEOUT_S, num_storage_units=units)
     client = TransferQueueDataPlaneClient(config, bootstrap=True)
-    # Two blocks: one in each of two storage units.
-    fields = TensorDict({"x": torch.arange(4), "y": torch.arange(4)}, batch_size=[4])
-    client.put_samples(list("abcd"), "p", fields=fields)
+    client.put_samples(list("abcd"), "p", fields=FIELDS)
     assert client.get_samples(list("dcba"), "p", ["x"])["x"].tolist() == [3, 2, 1, 0]
     assert client._engine is not None
     index, controller, *storage = client._engine.actors
     pids = [process_of(actor) for actor in (index, controller, *storage)]
     victims = {"index": [index], "controller": [controller], "storage": storage[-1:]}[victim]
+    other = start_another_job() if victim == "storage" else None
     doomed = [process_of(actor) for actor in victims]
     for actor in victims:
         ray.kill(actor)
     while any(Path(f"/proc/{pid}").exists() for pid in doomed):
         time.sleep(0.05)
     seen = {
-        "put": attempt(lambda: client.put_samples(list("efgh"), "p", fields=fields)),
+        "put": attempt(lambda: client.put_samples(list("efgh"), "p", fields=FIELDS)),
         "get": attempt(lambda: client.get_samples(list("abcd"), "p", ["x", "y"])),
         "claim": attempt(lambda: client.claim_meta("p", "t", ["x"], 1, timeout_s=1)),
         "clear": attempt(lambda: client.clear_samples(list("abcd"), "p")),
-        "close": attempt(client.close),
     }
-    return {"seen": seen, "pids": pids}
+    report = {"seen": seen, "pids": pids}
+    if other is not None:
+        report["seen by another job"] = json.loads(other.communicate("now\n", timeout=100)[0])
+    seen["close"] = attempt(client.close)
+    return report
 
 
 def start_too_slowly() -> dict[str, Any]:
@@ -79,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    look_from_another_job(sys.argv[1]) if sys.argv[1:] else main()

@@ -68,6 +68,16 @@ def test_the_error_names_the_operation_and_the_process(report: dict[str, Any]) -
     assert "operation 'claim'" in report["index"]["seen"]["claim"]["message"]
 
 
+@pytest.mark.parametrize(("operation", "doing"), [("put", "putting"), ("get", "fetching")])
+def test_a_client_of_another_ray_job_notices_the_death_of_a_storage_unit_in_time(
+    report: dict[str, Any], operation: str, doing: str
+) -> None:
+    seen = report["storage"]["seen by another job"][operation]
+    assert seen["outcome"] == "TransportError", seen
+    assert re.match(rf"{doing} 2 blocks .*: storage unit 1 of 2 at [\d.]+ has died", seen["message"])
+    assert seen["seconds"] < NOTICED_S < TIMEOUT_S
+
+
 @pytest.mark.parametrize("victim", ["storage", "controller"])
 def test_a_loss_that_was_told_is_remembered_and_adds_no_wait_and_no_error_to_a_clear(
     report: dict[str, Any], victim: str

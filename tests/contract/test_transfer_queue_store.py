@@ -14,7 +14,7 @@ from contract_batches import numbers, put_numbers, tokens, wire
 
 from headrace.data_plane import build_data_plane_client
 from headrace.data_plane.store.blocks import BlockError, pack
-from headrace.data_plane.store.columns import chunk_of_leaf
+from headrace.data_plane.store.columns import Put, chunk_of_leaf
 from headrace.errors import CapacityExceeded, ConfigError, DataPlaneError, SchemaError, TransportError
 from ray_session import MOONCAKE, SIMPLE, fresh_store
 
@@ -253,3 +253,16 @@ def test_an_unexpected_error_in_the_index_reaches_the_caller_and_the_index_goes_
     assert type(caught.value) is DataPlaneError
     put_numbers(client, ["b"], x=2)
     assert numbers(client, ["a", "b"], "x") == [1, 2]
+
+
+def test_an_answer_that_cannot_be_sent_is_an_error_of_the_caller_and_the_index_goes_on(client: Any) -> None:
+    # Two blocks that claim 2**63 bytes each: their sum is more than a message can hold.
+    columns = pack({"x": [chunk_of_leaf("x", torch.zeros(2), ["a", "b"], [])]}, "huge").columns
+    (block,) = columns["x"]
+    put = Put("p", ["a", "b"], {name: [block._replace(nbytes=2**63)] for name in "xy"}, None, {})
+    ticket = client._ask("begin_put", client._open().index.owner, put, 60.0)
+    client._ask("commit", ticket, [0, 1])
+    with pytest.raises(DataPlaneError, match="OverflowError") as caught:
+        client.stored_bytes()
+    assert type(caught.value) is DataPlaneError
+    assert client.sample_ids("p") == ["a", "b"]

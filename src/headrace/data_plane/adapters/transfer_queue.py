@@ -17,50 +17,30 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent import futures
+from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-import numpy as np
 import ray
 import torch
-import zmq
 from tensordict import TensorDict
-from transfer_queue.client import AsyncTransferQueueClient
+from transfer_queue.client import TransferQueueClient
+from zmq import ZMQError
 
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters import transfer_queue_cluster as cluster
 from headrace.data_plane.adapters import transfer_queue_mooncake as mooncake
 from headrace.data_plane.adapters.transfer_queue_index import Garbage, Located, StoreFacts, wire_tags
 from headrace.data_plane.interfaces import KVBatchMeta
-from headrace.data_plane.store.blocks import (
-    MAX_BLOCK_BYTES,
-    MIN_BLOCK_BYTES,
-    BlockError,
-    BlockInfo,
-    Frames,
-    PackedColumns,
-    pack,
-    unpack,
-)
+from headrace.data_plane.store.blocks import BlockError, BlockInfo, BlockRead, Frames, PackedColumns, pack
 from headrace.data_plane.store.client import StoreClient
-from headrace.data_plane.store.columns import (
-    Chunk,
-    Form,
-    Known,
-    Put,
-    Rows,
-    checked_put,
-    chunk_of_bytes,
-    read_rows,
-    shown,
-)
+from headrace.data_plane.store.columns import Chunk, Known, Put, Rows, checked_put, shown
 from headrace.data_plane.store.partition import RowFacts
 from headrace.data_plane.store.requests import ClaimRequest
 from headrace.data_plane.wire import wire_tensordict
-from headrace.distributed.ray_connection import Deadline, check_parts, connect, wait_for
+from headrace.distributed.ray_connection import Deadline, Part, check_parts, connect, wait_for
 from headrace.errors import ClaimTimeout, DataPlaneError, HeadraceError, TransportError
 from headrace.utils.arguments import texts
 
@@ -75,57 +55,42 @@ _KNOB, _ADDRESS_KNOB = "data_plane.timeout_s", "data_plane.ray_address"
 _FETCH_ATTEMPTS = 5
 # A put that has come to its time limit is given up by then on both sides.
 _LEASE_MARGIN_S = 5.0
-_CLOSE_TIMEOUT_S = 10.0
 # What a TransferQueue call may raise; lost blocks are told apart before.
-_FAULTS = (
-    RuntimeError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AssertionError,
-    OSError,
-    zmq.ZMQError,
-    futures.CancelledError,
-)
+_FAULTS = (RuntimeError, ValueError, KeyError, TypeError, AssertionError, OSError, ZMQError, CancelledError)
 
 
 class Blocks:
     """A process's connection to TransferQueue: blocks are put, fetched and dropped, each within a time limit.
 
     TransferQueue's calls have no time-out of their own, drop missing keys silently, and report a put as done
-    whose notice to the controller was lost. So every call of its client runs on one event loop of this process and is
+    whose notice to the controller was lost. So every call of its client runs on its event loop and is
     given up after a time, or when Ray says who died; a fetch checks that all blocks came. Its simple storage units are
     asked directly; elsewhere a block is one flat uint8 row of one field, which no backend reshapes or casts.
     """
 
     def __init__(self, connection: cluster.Connection, deadline: Deadline) -> None:
-        """Connect.
-
-        Raises:
-            TransportError: no answer by the deadline, or a process is gone.
-        """
+        """Connect; raises TransportError: no answer by the deadline, or a process is gone."""
         self._unit_parts = connection.unit_parts
         self._parts = [connection.controller_part, *connection.unit_parts]
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, daemon=True, name="headrace-transfer-queue"
-        )
-        self._thread.start()
-        self._client: AsyncTransferQueueClient | None = None
+        self._client: TransferQueueClient | None = None
         self._units: cluster.StorageUnits | None = None
+        name, kind = f"headrace_{os.getpid()}_{id(self):x}", cluster.BACKENDS[connection.backend]
+        client = TransferQueueClient(name, connection.controller, zmq_io_threads=1)
+        self._loop = client._loop
         with ExitStack() as undo:
-            undo.callback(self.close)
+            # The client is not closed while a thread may still shake hands: its sockets are no other thread's.
+            undo.callback(self._loop.call_soon_threadsafe, self._loop.stop)
             if connection.backend == "simple":
                 self._units = cluster.StorageUnits(connection.storage["zmq_info"], self._unit_parts)
-            self._client = self._result(self._connect(connection), "connecting to TransferQueue", deadline)
+                undo.callback(self._units.close)
+            handshake = asyncio.to_thread(client.initialize_storage_manager, kind, dict(connection.storage))
+            self._result(handshake, "connecting to TransferQueue", deadline)
             undo.pop_all()
+        self._client = client
 
-    async def _connect(self, connection: cluster.Connection) -> AsyncTransferQueueClient:
-        name, kind = f"headrace_{os.getpid()}_{id(self):x}", cluster.BACKENDS[connection.backend]
-        client = AsyncTransferQueueClient(name, connection.controller, zmq_io_threads=1)
-        # The handshake blocks, so it gets a thread.
-        await asyncio.to_thread(client.initialize_storage_manager, kind, dict(connection.storage))
-        return client
+    @property
+    def _has_lost(self) -> bool:
+        return any(part.is_lost for part in self._parts)
 
     @property
     def gives_rows(self) -> bool:
@@ -148,12 +113,12 @@ class Blocks:
             self._units.put(slots[first:last], packed.frames[first:last], what, deadline)
         return slots
 
-    async def _reserve(self, partition: str, keys: Sequence[str]) -> list[int]:
+    async def _reserve(self, partition: str, keys: list[str]) -> list[int]:
         slots: list[int] = []
-        for part in _parts(keys):
-            meta = await self._open().async_kv_retrieve_meta(part, partition, create=True)
-            if meta.size != len(part):
-                raise BlockError(f"TransferQueue made room for {meta.size} of {len(part)} blocks")
+        for first, last in mooncake.call_bounds([0] * len(keys)):
+            meta = await self._open().async_kv_retrieve_meta(keys[first:last], partition, create=True)
+            if meta.size != last - first:
+                raise BlockError(f"TransferQueue made room for {meta.size} of {last - first} blocks")
             slots.extend(meta.global_indexes)
         return slots
 
@@ -175,20 +140,17 @@ class Blocks:
             frames += self._units.get(blocks[first:last], rows[first:last], what, deadline)
         return frames
 
-    def drop(self, partition: str, keys: Sequence[str], deadline: Deadline) -> None:
+    def drop(self, partition: str, keys: list[str], deadline: Deadline) -> None:
         """Remove blocks; those that are not there are ignored.
 
         Once a process is known to be lost, nothing is done: that error has been told, and the blocks end with the
         store.
         """
-        if not any(part.is_lost for part in self._parts):
-            self._result(
-                self._drop(partition, keys), f"dropping {len(keys)} blocks from TransferQueue", deadline
-            )
+        if not self._has_lost:
+            what = f"dropping {len(keys)} blocks from TransferQueue"
+            self._result(self._drop(partition, keys), what, deadline)
 
-    def drop_later(
-        self, partition: str, keys: Sequence[str], limit_s: float, then: Callable[[], None]
-    ) -> None:
+    def drop_later(self, partition: str, keys: list[str], limit_s: float, then: Callable[[], None]) -> None:
         """Try to remove blocks, without waiting and without an error; `then` is called if that succeeds."""
 
         async def attempt() -> None:
@@ -198,18 +160,16 @@ class Blocks:
             except (TransportError, *_FAULTS) as error:
                 _log.warning("%d blocks of %s are left in TransferQueue: %s", len(keys), partition, error)
 
-        if self._client is not None and not any(part.is_lost for part in self._parts):
+        if self._client is not None and not self._has_lost:
             asyncio.run_coroutine_threadsafe(attempt(), self._loop)
 
-    async def _drop(self, partition: str, keys: Sequence[str]) -> None:
-        for part in _parts(keys):
-            known = await self._open().async_kv_retrieve_meta(part, partition, create=False)
+    async def _drop(self, partition: str, keys: list[str]) -> None:
+        for first, last in mooncake.call_bounds([0] * len(keys)):
+            known = await self._open().async_kv_retrieve_meta(keys[first:last], partition, create=False)
             if known.size:
                 # Of our own making, since TransferQueue's lists no field of which a notice was lost.
-                slots = list(known.global_indexes)
-                await self._open().async_clear_samples(
-                    mooncake.batch_meta(partition, slots, [0] * len(slots))
-                )
+                meta = mooncake.batch_meta(partition, list(known.global_indexes), [0] * known.size)
+                await self._open().async_clear_samples(meta)
 
     def drop_partition(self, partition: str, deadline: Deadline) -> None:
         """Remove a partition with all its blocks."""
@@ -226,22 +186,13 @@ class Blocks:
 
     def close(self) -> None:
         """Disconnect; may be called twice."""
-        if not self._thread.is_alive():
-            return
-        if self._units is not None:
-            self._units.close()
         client, self._client = self._client, None
+        if client is not None:
+            client.close()
+            if self._units is not None:
+                self._units.close()
 
-        async def end() -> None:
-            if client is not None:
-                client.close()
-
-        with contextlib.suppress(*_FAULTS, futures.TimeoutError):
-            asyncio.run_coroutine_threadsafe(end(), self._loop).result(_CLOSE_TIMEOUT_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_TIMEOUT_S)
-
-    def _open(self) -> AsyncTransferQueueClient:
+    def _open(self) -> TransferQueueClient:
         if self._client is None:
             raise TransportError("the connection to TransferQueue is closed")
         return self._client
@@ -262,18 +213,24 @@ class Blocks:
             future.cancel()
 
 
-def _parts(keys: Sequence[str]) -> Iterator[list[str]]:
-    """Yield keys, as many as a call of TransferQueue takes."""
-    for first in range(0, len(keys), mooncake.KEYS_PER_CALL):
-        yield list(keys[first : first + mooncake.KEYS_PER_CALL])
-
-
-@dataclass(frozen=True)
+@dataclass
 class Link:
-    """A process's connections to an engine: to its blocks, and to its index."""
+    """A process's connections to an engine: to its blocks, and to its index; and how many clients here use them."""
 
     blocks: Blocks
     index: cluster.IndexClient
+    users: int = 0
+
+    @classmethod
+    def of(cls, connection: cluster.Connection, index: Any, deadline: Deadline) -> Self:
+        if connection.backend == "mooncake_cpu":
+            mooncake.prepare_process(ray.util.get_node_ip_address())
+        with ExitStack() as undo:
+            blocks = Blocks(connection, deadline)
+            undo.callback(blocks.close)
+            asks = cluster.IndexClient(connection.index, [Part("the index of the store", index)], deadline)
+            undo.pop_all()
+        return cls(blocks, asks)
 
     def drop_ended(self, handles: Sequence[str], what: str, deadline: Deadline) -> None:
         """Drop the blocks of stores that are closed."""
@@ -287,8 +244,8 @@ class Link:
 
 
 _links_lock = threading.Lock()
-_links: dict[str, tuple[Link, int]] = {}
-"""One per engine, and how many clients of this process use it."""
+_links: dict[str, Link] = {}
+"""One per engine."""
 
 
 @contextlib.contextmanager
@@ -297,25 +254,16 @@ def _linked(index: Any, deadline: Deadline) -> Iterator[Link]:
     connection = cluster.wait_for_connection(index, deadline)
     engine = connection.engine_id
     with _links_lock:
-        link, users = _links.get(engine, (None, 0))
-        if link is None:
-            if connection.backend == "mooncake_cpu":
-                mooncake.prepare_process(ray.util.get_node_ip_address())
-            with ExitStack() as undo:
-                blocks = Blocks(connection, deadline)
-                undo.callback(blocks.close)
-                link = Link(blocks, cluster.connect_index(connection, index, deadline))
-                undo.pop_all()
-        _links[engine] = link, users + 1
+        link = _links[engine] = _links.get(engine) or Link.of(connection, index, deadline)
+        link.users += 1
     try:
         yield link
     finally:
         with _links_lock:
-            link, users = _links.pop(engine)
-            if users > 1:
-                _links[engine] = link, users - 1
-        if users == 1:
-            link.close()
+            link.users -= 1
+            unused = None if link.users else _links.pop(engine)
+        if unused is not None:
+            unused.close()
 
 
 @contextlib.contextmanager
@@ -370,7 +318,6 @@ class TransferQueueDataPlaneClient(StoreClient):
             ConfigError: a backend that is not installed.
         """
         self._config = config
-        self._is_closed = False
         self._store, self._owns_store = "", False
         # Tickets of blocks that are to be dropped here, and of those that are.
         self._in_hand: set[int] = set()
@@ -391,20 +338,15 @@ class TransferQueueDataPlaneClient(StoreClient):
     def _connect(self, bootstrap: bool) -> None:
         config, deadline = self._config, Deadline(self._config.startup_timeout_s, cluster.STARTUP_KNOB)
         index = cluster.find_index(config.backend)
-        if index is None:
-            if not bootstrap:
-                raise DataPlaneError(
-                    "this Ray cluster has no store to attach to; the driver starts one first with "
-                    "build_data_plane_client(cfg, bootstrap=True)"
-                )
-            self._engine = cluster.start_engine(config)
+        if index is None and bootstrap:
+            index, self._engine = cluster.start_engine(config)
             if self._engine is not None:
                 self._undo.callback(self._engine.stop)
-            index = cluster.find_index(config.backend)
-            if index is None:
-                raise TransportError(
-                    "the process that was starting this cluster's engine has given up; try again"
-                )
+        if index is None:
+            raise DataPlaneError(
+                "this Ray cluster has no store to attach to; the driver starts one first with "
+                "build_data_plane_client(cfg, bootstrap=True)"
+            )
         link = self._undo.enter_context(_linked(index, deadline))
         if not bootstrap:
             what = f"attaching to store '{config.store_name}'"
@@ -444,12 +386,9 @@ class TransferQueueDataPlaneClient(StoreClient):
                 message says that the commit itself went unanswered.
         """
         link = self._open()
-        put, deadline = (
-            checked_put(sample_ids, partition_id, fields, tags),
-            Deadline(self._config.timeout_s, _KNOB),
-        )
-        size = MAX_BLOCK_BYTES if link.blocks.gives_rows else MIN_BLOCK_BYTES
-        packed = pack(put.columns if put.ids else {}, f"{self._prefix}.{next(self._puts)}", size)
+        put, deadline = checked_put(sample_ids, partition_id, fields, tags), self._deadline()
+        columns, key = put.columns if put.ids else {}, f"{self._prefix}.{next(self._puts)}"
+        packed = pack(columns, key, gives_rows=link.blocks.gives_rows)
         announced = Put(partition_id, put.ids, packed.columns, wire_tags(put.tags), put.lengths)
         limit_s = deadline.left + _LEASE_MARGIN_S
         ticket: int = self._ask("begin_put", link.index.owner, announced, limit_s, deadline=deadline)
@@ -476,14 +415,12 @@ class TransferQueueDataPlaneClient(StoreClient):
         """
         ids = texts("sample_ids", sample_ids)
         names = list(dict.fromkeys(texts("select_fields", select_fields)))
-        link, deadline = self._open(), Deadline(self._config.timeout_s, _KNOB)
+        link, deadline = self._open(), self._deadline()
         for attempt in range(_FETCH_ATTEMPTS):
             located: dict[str, Located] = self._ask("locate", partition_id, ids, names, deadline=deadline)
-            reads = [_Read.plan(where, link.blocks.gives_rows) for where in located.values()]
+            reads = [BlockRead.of(*where, gives_rows=link.blocks.gives_rows) for where in located.values()]
             try:
-                chunks = [
-                    read.gather(part) for read, part in zip(reads, self._fetch(reads, len(ids), deadline))
-                ]
+                chunks = self._fetch(reads, deadline)
                 break
             except BlockError:
                 if attempt + 1 == _FETCH_ATTEMPTS:
@@ -492,26 +429,20 @@ class TransferQueueDataPlaneClient(StoreClient):
         leaves = [chunk.leaf(known) for chunk in chunks]
         return wire_tensordict(dict(zip(located, leaves, strict=True)), len(ids))
 
-    def _fetch(self, reads: "Sequence[_Read]", count: int, deadline: Deadline) -> Iterator[list[Chunk]]:
-        """Yield the blocks of each read; none where no rows are asked for."""
-        blocks = [block for read in reads for block in read.blocks] if count else []
+    def _fetch(self, reads: Sequence[BlockRead], deadline: Deadline) -> list[Chunk]:
+        """Return the rows of each read; all blocks come in one call."""
+        blocks = [block for read in reads for block in read.blocks]
         rows = [some for read in reads for some in read.rows]
-        if blocks:
-            data = iter(self._open().blocks.get(self._partition, blocks, rows, deadline))
-        for read in reads:
-            pairs = zip(read.blocks, read.rows) if count else ()
-            yield [unpack(block, next(data), None if some is None else len(some)) for block, some in pairs]
+        data = iter(self._open().blocks.get(self._partition, blocks, rows, deadline) if blocks else ())
+        return [read.gather(data) for read in reads]
 
     def close(self) -> None:
         """Disconnect from the store; the client that opened it drops it, and ends the processes that it started."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         atexit.unregister(self.close)
+        link, self._link = self._link, None
         with self._undo:
-            if self._link is not None and ray.is_initialized():
-                self._leave(self._link)
-        self._link = None
+            if link is not None and ray.is_initialized():
+                self._leave(link)
 
     def _leave(self, link: Link) -> None:
         """Close the store if it is this client's, else hand over what this client has not dropped yet."""
@@ -531,16 +462,19 @@ class TransferQueueDataPlaneClient(StoreClient):
 
     def stored_blocks(self) -> int:
         """Return how many blocks TransferQueue holds for the store; for leak reports."""
-        return len(self._open().blocks.keys(self._partition, Deadline(self._config.timeout_s, _KNOB)))
+        return len(self._open().blocks.keys(self._partition, self._deadline()))
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self._config.timeout_s, _KNOB)
 
     def _open(self) -> Link:
-        if self._is_closed or self._link is None:
+        if self._link is None:
             raise DataPlaneError("this client is closed; build a new one with build_data_plane_client")
         return self._link
 
     def _ask(self, operation: str, *arguments: object, deadline: Deadline | None = None) -> Any:
         """Return what the store's index answers, and drop the blocks that it has done with."""
-        link, deadline = self._open(), deadline or Deadline(self._config.timeout_s, _KNOB)
+        link, deadline = self._open(), deadline or self._deadline()
         what = f"operation '{operation}' of store '{self._config.store_name}'"
         dropped, self._dropped = self._dropped, []
         done = link.index.ask(
@@ -563,37 +497,3 @@ class TransferQueueDataPlaneClient(StoreClient):
     def _note_drop(self, ticket: int) -> None:
         self._in_hand.discard(ticket)
         self._dropped.append(ticket)
-
-
-class _Read(NamedTuple):
-    """How to read rows of a column: of each block all rows, or some; None in `places`: all, in order.
-
-    Row i of the result is row `places[1][i]` of what comes of block `places[0][i]`.
-    """
-
-    form: Form
-    blocks: list[BlockInfo]
-    rows: list[Rows | None]
-    places: tuple[Rows, Rows] | None
-
-    @classmethod
-    def plan(cls, where: Located, gives_rows: bool) -> Self:
-        """Ask for single rows of a block if they are at most half of it, and the store can give them."""
-        rows: list[Rows | None] = [None] * len(where.blocks)
-        if where.places is None:
-            return cls(where.form, where.blocks, rows, None)
-        block_of, row_of = (numbers.astype(np.int64) for numbers in where.places)
-        if gives_rows:
-            order = np.argsort(block_of, kind="stable")
-            ends = np.cumsum(np.bincount(block_of, minlength=len(rows))).tolist()
-            for number, (start, end) in enumerate(pairwise([0, *ends])):
-                if 2 * (end - start) <= where.blocks[number].rows:
-                    mine = order[start:end]
-                    rows[number], row_of[mine] = row_of[mine], np.arange(end - start)
-        return cls(where.form, where.blocks, rows, (block_of, row_of))
-
-    def gather(self, chunks: Sequence[Chunk]) -> Chunk:
-        """Return the rows out of the blocks that came, in fresh memory; none came if no rows are asked for."""
-        if not chunks:
-            return chunk_of_bytes(self.form, 0, torch.empty(0, dtype=torch.uint8), None)
-        return read_rows(chunks, self.places)

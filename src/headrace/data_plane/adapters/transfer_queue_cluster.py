@@ -66,10 +66,6 @@ from headrace.errors import HeadraceError, TransportError
 _log = logging.getLogger(__name__)
 
 BACKENDS = {"simple": "SimpleStorage", "mooncake_cpu": "MooncakeStore"}
-_ANSWERS = {
-    ZMQRequestType.PUT_DATA: ZMQRequestType.PUT_DATA_RESPONSE,
-    ZMQRequestType.GET_DATA: ZMQRequestType.GET_DATA_RESPONSE,
-}
 _UNIT_CLIENT = f"{STORAGE_MANAGER_IDENTITY_PREFIX}headrace"
 STARTUP_KNOB = "data_plane.startup_timeout_s"
 _LASTING: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
@@ -339,7 +335,7 @@ class StorageUnits:
                 wait_for(partial(_poll, socket), self._parts, what, deadline)
                 message = ZMQMessage.deserialize(socket.recv_multipart(copy=False))
                 answered[unit] = message.body
-                if message.request_type != _ANSWERS[kind]:
+                if message.request_type != ZMQRequestType[f"{kind.name}_RESPONSE"]:
                     text = str(message.body.get("message", message.request_type))
                     error = BlockError if KEY_NOT_FOUND_MARKER in text else TransportError
                     raise error(f"{what}: a storage unit refused: {text}")
@@ -451,18 +447,22 @@ def find_index(backend: str) -> ActorHandle[Any] | None:
         return None
 
 
-def start_engine(config: DataPlaneConfig) -> Engine | None:
-    """Start the cluster's engine; None if another process has just begun to. Raises what Engine raises."""
+def start_engine(config: DataPlaneConfig) -> tuple[ActorHandle[Any], Engine | None]:
+    """Start the cluster's engine, and return its index; no engine if another process has just begun to start it.
+
+    Raises:
+        TransportError: that process has given up; or what Engine raises.
+    """
     try:
-        return Engine(config)
+        engine = Engine(config)
+        return engine.index, engine
     except ValueError as error:
-        if isinstance(error, HeadraceError) or find_index(config.backend) is None:
+        if isinstance(error, HeadraceError):
             raise
-        return None
-
-
-def connect_index(connection: Connection, index: ActorHandle[Any], deadline: Deadline) -> IndexClient:
-    return IndexClient(connection.index, [Part("the index of the store", index)], deadline)
+        if (index := find_index(config.backend)) is not None:
+            return index, None
+        given_up = "the process that was starting this cluster's engine has given up; try again"
+        raise TransportError(f"{given_up} ({error})") from error
 
 
 def wait_for_connection(index: ActorHandle[Any], deadline: Deadline) -> Connection:

@@ -128,10 +128,10 @@ class SampleIndex(SampleStore[BlockInfo]):
         return facts._replace(sample_ids=[], tags=wire_tags(facts.tags))
 
     def locate(self, partition_id: str, ids: Sequence[str], names: Sequence[str]) -> dict[str, Located]:
-        """Return where columns of rows lie."""
+        """Return where columns of rows lie; no rows lie in no blocks."""
         selected = self.select(partition_id, ids, names)
         return {
-            name: Located(blocks[0].form, blocks, places and _places(blocks, *places))
+            name: Located(blocks[0].form, blocks if ids else [], places and _places(blocks, *places))
             for name, (blocks, places) in selected.items()
         }
 

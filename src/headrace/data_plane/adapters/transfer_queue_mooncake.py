@@ -29,7 +29,7 @@ from headrace.errors import ConfigError, TransportError
 
 FIELD = "block"
 """The one field of TransferQueue that holds blocks."""
-KEYS_PER_CALL = 4096
+_BLOCKS_PER_CALL = 4096
 _BYTES_PER_CALL = 256 * 1024 * 1024
 _POLL_S = 0.05
 _STOP_TIMEOUT_S = 10.0
@@ -241,7 +241,7 @@ def call_bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Cut blocks into runs of bounded size, one for each call: (first, past last)."""
     runs, first, held = [], 0, 0
     for last, size in enumerate(sizes):
-        if last > first and (last - first == KEYS_PER_CALL or held + size > _BYTES_PER_CALL):
+        if last > first and (last - first == _BLOCKS_PER_CALL or held + size > _BYTES_PER_CALL):
             runs.append((first, last))
             first, held = last, 0
         held += size

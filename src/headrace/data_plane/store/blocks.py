@@ -21,7 +21,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
-from headrace.data_plane.store.columns import Chunk, Form, Rows, chunk_of_bytes
+from headrace.data_plane.store.columns import Chunk, Form, Places, Rows, chunk_of_bytes, read_rows
 from headrace.distributed.ragged import gather_spans, offsets_from_lengths
 from headrace.distributed.ragged_cpu import Bytes, Ints
 from headrace.errors import TransportError
@@ -116,16 +116,16 @@ def placed(columns: Mapping[str, Sequence[BlockInfo]], slots: Sequence[int]) -> 
 
 
 def pack(
-    chunks: Mapping[str, Sequence[Chunk]], key_prefix: str, min_block_bytes: int = MIN_BLOCK_BYTES
+    chunks: Mapping[str, Sequence[Chunk]], key_prefix: str, *, gives_rows: bool = False
 ) -> PackedColumns:
     """Cut columns of a put into blocks; block i gets the key `<key_prefix>.<i>`.
 
-    Blocks of `MAX_BLOCK_BYTES` at least are for a transport that gives single rows of them.
+    Blocks are as large as may be for a transport that gives single rows of them.
     """
     columns: dict[str, list[BlockInfo]] = {name: [] for name in chunks}
     frames: list[Frames] = []
     for name, (chunk,) in chunks.items():
-        for part in _parts(chunk, min_block_bytes):
+        for part in _parts(chunk, MAX_BLOCK_BYTES if gives_rows else MIN_BLOCK_BYTES):
             number = secrets.randbits(64)
             head, values = part.head(number), part.values
             key, size = f"{key_prefix}.{len(frames)}", len(head) + len(values)
@@ -155,6 +155,48 @@ def unpack(block: BlockInfo, data: torch.Tensor | Frames, rows: int | None = Non
             f"block '{block.key}' came back with {len(data.values)} bytes of values; expected {head.value_bytes}"
         )
     return chunk_of_bytes(block.form, head.rows, data.values[: head.value_bytes], head.offsets(data.head))
+
+
+class BlockRead(NamedTuple):
+    """How to read rows of a column: of each block all rows, or some; None in `places`: all, in order.
+
+    Row i of the result is row `places[1][i]` of what comes of block `places[0][i]`.
+    """
+
+    form: Form
+    blocks: list[BlockInfo]
+    rows: list[Rows | None]
+    places: Places
+
+    @classmethod
+    def of(cls, form: Form, blocks: list[BlockInfo], places: Places, *, gives_rows: bool) -> Self:
+        """Ask for single rows of a block if they are at most half of it, and the transport `gives_rows`."""
+        rows: list[Rows | None] = [None] * len(blocks)
+        if places is None:
+            return cls(form, blocks, rows, None)
+        block_of, row_of = (numbers.astype(np.int64) for numbers in places)
+        if gives_rows:
+            order = np.argsort(block_of, kind="stable")
+            ends = np.cumsum(np.bincount(block_of, minlength=len(rows))).tolist()
+            for number, (start, end) in enumerate(pairwise([0, *ends])):
+                if 2 * (end - start) <= blocks[number].rows:
+                    mine = order[start:end]
+                    rows[number], row_of[mine] = row_of[mine], np.arange(end - start)
+        return cls(form, blocks, rows, (block_of, row_of))
+
+    def gather(self, data: Iterator[torch.Tensor | Frames]) -> Chunk:
+        """Return the rows, in fresh memory, out of the next of the blocks that came.
+
+        Raises:
+            BlockError: bytes that are not those of a block.
+        """
+        chunks = [
+            unpack(block, next(data), None if some is None else len(some))
+            for block, some in zip(self.blocks, self.rows, strict=True)
+        ]
+        if not chunks:
+            return chunk_of_bytes(self.form, 0, torch.empty(0, dtype=torch.uint8), None)
+        return read_rows(chunks, self.places)
 
 
 def select_rows(frames: Frames, rows: Ints) -> Frames:
