@@ -83,17 +83,15 @@ def run(victim: str, units: int) -> dict[str, Any]:
         ray.kill(actor)
     while any(Path(f"/proc/{pid}").exists() for pid in doomed):
         time.sleep(0.05)
+    theirs = json.loads(other.communicate("now\n", timeout=100)[0]) if other is not None else {}
     seen = {
         "put": attempt(lambda: client.put_samples(list("efgh"), "p", fields=FIELDS)),
         "get": attempt(lambda: client.get_samples(list("abcd"), "p", ["x", "y"])),
         "claim": attempt(lambda: client.claim_meta("p", "t", ["x"], 1, timeout_s=1)),
         "clear": attempt(lambda: client.clear_samples(list("abcd"), "p")),
+        "close": attempt(client.close),
     }
-    report = {"seen": seen, "pids": pids}
-    if other is not None:
-        report["seen by another job"] = json.loads(other.communicate("now\n", timeout=100)[0])
-    seen["close"] = attempt(client.close)
-    return report
+    return {"seen": seen, "seen by another job": theirs, "pids": pids}
 
 
 def start_too_slowly() -> dict[str, Any]:
