@@ -34,9 +34,17 @@ from headrace.data_plane.adapters import transfer_queue_cluster as cluster
 from headrace.data_plane.adapters import transfer_queue_mooncake as mooncake
 from headrace.data_plane.adapters.transfer_queue_index import Garbage, Located, StoreFacts, wire_tags
 from headrace.data_plane.interfaces import KVBatchMeta
-from headrace.data_plane.store.blocks import BlockError, BlockInfo, BlockRead, Frames, PackedColumns, pack
+from headrace.data_plane.store.blocks import (
+    BlockError,
+    BlockInfo,
+    BlockRead,
+    Frames,
+    PackedColumns,
+    call_bounds,
+    pack,
+)
 from headrace.data_plane.store.client import StoreClient
-from headrace.data_plane.store.columns import Chunk, Known, Put, Rows, checked_put, shown
+from headrace.data_plane.store.columns import Known, Put, Rows, checked_put, shown
 from headrace.data_plane.store.partition import RowFacts
 from headrace.data_plane.store.requests import ClaimRequest
 from headrace.data_plane.wire import wire_tensordict
@@ -74,13 +82,15 @@ class Blocks:
         self._parts = [connection.controller_part, *connection.unit_parts]
         self._client: TransferQueueClient | None = None
         self._units: cluster.StorageUnits | None = None
+        # Whether `get` can give some rows of a block.
+        self.gives_rows = connection.backend == "simple"
         name, kind = f"headrace_{os.getpid()}_{id(self):x}", cluster.BACKENDS[connection.backend]
         client = TransferQueueClient(name, connection.controller, zmq_io_threads=1)
         self._loop = client._loop
         with ExitStack() as undo:
             # The client is not closed while a thread may still shake hands: its sockets are no other thread's.
             undo.callback(self._loop.call_soon_threadsafe, self._loop.stop)
-            if connection.backend == "simple":
+            if self.gives_rows:
                 self._units = cluster.StorageUnits(connection.storage["zmq_info"], self._unit_parts)
                 undo.callback(self._units.close)
             handshake = asyncio.to_thread(client.initialize_storage_manager, kind, dict(connection.storage))
@@ -92,30 +102,25 @@ class Blocks:
     def _has_lost(self) -> bool:
         return any(part.is_lost for part in self._parts)
 
-    @property
-    def gives_rows(self) -> bool:
-        """Whether `get` can give some rows of a block."""
-        return self._units is not None
-
     def put(self, partition: str, packed: PackedColumns, deadline: Deadline) -> list[int]:
         """Store all blocks, and return their slots, in the order of `packed.blocks`.
 
         Raises:
             TransportError: not done by the deadline, or refused; some blocks may be stored.
         """
-        blocks = packed.blocks
-        what = f"putting {len(blocks)} blocks ({packed.nbytes} bytes) into TransferQueue"
+        blocks, sizes = packed.blocks, [block.nbytes for block in packed.blocks]
+        what = f"putting {len(blocks)} blocks ({sum(sizes)} bytes) into TransferQueue"
         slots = self._result(self._reserve(partition, [block.key for block in blocks]), what, deadline)
         if self._units is None:
             self._result(mooncake.put_blocks(self._client, partition, slots, packed), what, deadline)
             return slots
-        for first, last in mooncake.call_bounds([block.nbytes for block in blocks]):
+        for first, last in call_bounds(sizes):
             self._units.put(slots[first:last], packed.frames[first:last], what, deadline)
         return slots
 
     async def _reserve(self, partition: str, keys: list[str]) -> list[int]:
         slots: list[int] = []
-        for first, last in mooncake.call_bounds([0] * len(keys)):
+        for first, last in call_bounds([0] * len(keys)):
             meta = await self._open().async_kv_retrieve_meta(keys[first:last], partition, create=True)
             if meta.size != last - first:
                 raise BlockError(f"TransferQueue made room for {meta.size} of {last - first} blocks")
@@ -136,7 +141,7 @@ class Blocks:
             got = mooncake.get_blocks(self._client, partition, blocks)
             return self._result(got, what, deadline, reads=True)
         frames: list[Frames] = []
-        for first, last in mooncake.call_bounds([block.nbytes for block in blocks]):
+        for first, last in call_bounds([block.nbytes for block in blocks]):
             frames += self._units.get(blocks[first:last], rows[first:last], what, deadline)
         return frames
 
@@ -164,7 +169,7 @@ class Blocks:
             asyncio.run_coroutine_threadsafe(attempt(), self._loop)
 
     async def _drop(self, partition: str, keys: list[str]) -> None:
-        for first, last in mooncake.call_bounds([0] * len(keys)):
+        for first, last in call_bounds([0] * len(keys)):
             known = await self._open().async_kv_retrieve_meta(keys[first:last], partition, create=False)
             if known.size:
                 # Of our own making, since TransferQueue's lists no field of which a notice was lost.
@@ -318,6 +323,7 @@ class TransferQueueDataPlaneClient(StoreClient):
             ConfigError: a backend that is not installed.
         """
         self._config = config
+        self._deadline = partial(Deadline, config.timeout_s, _KNOB)
         self._store, self._owns_store = "", False
         # Tickets of blocks that are to be dropped here, and of those that are.
         self._in_hand: set[int] = set()
@@ -419,8 +425,11 @@ class TransferQueueDataPlaneClient(StoreClient):
         for attempt in range(_FETCH_ATTEMPTS):
             located: dict[str, Located] = self._ask("locate", partition_id, ids, names, deadline=deadline)
             reads = [BlockRead.of(*where, gives_rows=link.blocks.gives_rows) for where in located.values()]
+            blocks = [block for read in reads for block in read.blocks]
+            rows = [some for read in reads for some in read.rows]
             try:
-                chunks = self._fetch(reads, deadline)
+                data = iter(link.blocks.get(self._partition, blocks, rows, deadline) if blocks else ())
+                chunks = [read.gather(data) for read in reads]
                 break
             except BlockError:
                 if attempt + 1 == _FETCH_ATTEMPTS:
@@ -428,13 +437,6 @@ class TransferQueueDataPlaneClient(StoreClient):
         known: Known = []
         leaves = [chunk.leaf(known) for chunk in chunks]
         return wire_tensordict(dict(zip(located, leaves, strict=True)), len(ids))
-
-    def _fetch(self, reads: Sequence[BlockRead], deadline: Deadline) -> list[Chunk]:
-        """Return the rows of each read; all blocks come in one call."""
-        blocks = [block for read in reads for block in read.blocks]
-        rows = [some for read in reads for some in read.rows]
-        data = iter(self._open().blocks.get(self._partition, blocks, rows, deadline) if blocks else ())
-        return [read.gather(data) for read in reads]
 
     def close(self) -> None:
         """Disconnect from the store; the client that opened it drops it, and ends the processes that it started."""
@@ -463,9 +465,6 @@ class TransferQueueDataPlaneClient(StoreClient):
     def stored_blocks(self) -> int:
         """Return how many blocks TransferQueue holds for the store; for leak reports."""
         return len(self._open().blocks.keys(self._partition, self._deadline()))
-
-    def _deadline(self) -> Deadline:
-        return Deadline(self._config.timeout_s, _KNOB)
 
     def _open(self) -> Link:
         if self._link is None:

@@ -23,14 +23,12 @@ from tensordict import TensorDict
 from transfer_queue.metadata import BatchMeta
 
 from headrace.config import DataPlaneConfig
-from headrace.data_plane.store.blocks import BlockError, BlockInfo, PackedColumns
+from headrace.data_plane.store.blocks import BlockError, BlockInfo, PackedColumns, call_bounds
 from headrace.distributed.ragged import nested_from_ragged, ragged_from_nested
 from headrace.errors import ConfigError, TransportError
 
 FIELD = "block"
 """The one field of TransferQueue that holds blocks."""
-_BLOCKS_PER_CALL = 4096
-_BYTES_PER_CALL = 256 * 1024 * 1024
 _POLL_S = 0.05
 _STOP_TIMEOUT_S = 10.0
 # Ends the master when this process ends, however it does: `cat` returns when the pipe closes.
@@ -235,17 +233,6 @@ def batch_meta(partition: str, slots: list[int], sizes: list[int]) -> BatchMeta:
         custom_meta=[{} for _ in slots],
         _custom_backend_meta=[{} for _ in slots],
     )
-
-
-def call_bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut blocks into runs of bounded size, one for each call: (first, past last)."""
-    runs, first, held = [], 0, 0
-    for last, size in enumerate(sizes):
-        if last > first and (last - first == _BLOCKS_PER_CALL or held + size > _BYTES_PER_CALL):
-            runs.append((first, last))
-            first, held = last, 0
-        held += size
-    return [*runs, (first, len(sizes))] if sizes else runs
 
 
 def _executable() -> str:

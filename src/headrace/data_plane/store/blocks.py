@@ -29,6 +29,8 @@ from headrace.errors import TransportError
 MIN_BLOCK_BYTES = 512 * 1024
 MAX_BLOCK_BYTES = 4 * 1024 * 1024
 _BLOCKS_PER_COLUMN = 16
+_BLOCKS_PER_CALL = 4096
+_BYTES_PER_CALL = 256 * 1024 * 1024
 
 _HEADER = struct.Struct("<4sHHqqQq")
 _MAGIC, _VERSION = b"HRPB", 2
@@ -83,15 +85,8 @@ class PackedColumns:
     """The blocks of a put, and the frames of each in the order of `blocks`; values share the columns' memory."""
 
     columns: dict[str, list[BlockInfo]]
+    blocks: list[BlockInfo]
     frames: list[Frames]
-
-    @property
-    def blocks(self) -> list[BlockInfo]:
-        return [block for blocks in self.columns.values() for block in blocks]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
 
     @cached_property
     def bounds(self) -> list[int]:
@@ -123,15 +118,34 @@ def pack(
     Blocks are as large as may be for a transport that gives single rows of them.
     """
     columns: dict[str, list[BlockInfo]] = {name: [] for name in chunks}
+    blocks: list[BlockInfo] = []
     frames: list[Frames] = []
     for name, (chunk,) in chunks.items():
-        for part in _parts(chunk, MAX_BLOCK_BYTES if gives_rows else MIN_BLOCK_BYTES):
-            number = secrets.randbits(64)
-            head, values = part.head(number), part.values
+        data, unit, offsets = chunk.flat_bytes(), chunk.unit, chunk.offsets
+        rows = np.arange(chunk.rows + 1, dtype=np.int64) if offsets is None else offsets.numpy()
+        ends = rows * unit
+        for start, stop in pairwise(
+            _cuts(ends - ends[0], MAX_BLOCK_BYTES if gives_rows else MIN_BLOCK_BYTES)
+        ):
+            number, values = secrets.randbits(64), data[int(ends[start]) : int(ends[stop])]
+            own = None if offsets is None else offsets[start : stop + 1] - offsets[start]
+            head = torch.from_numpy(_head(stop - start, len(values), number, unit, own))
             key, size = f"{key_prefix}.{len(frames)}", len(head) + len(values)
-            columns[name].append(BlockInfo(key, number, chunk.form, part.rows, size))
+            blocks.append(BlockInfo(key, number, chunk.form, stop - start, size))
+            columns[name].append(blocks[-1])
             frames.append(Frames(head, values))
-    return PackedColumns(columns, frames)
+    return PackedColumns(columns, blocks, frames)
+
+
+def call_bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut blocks into runs of bounded size, one for each call of a transport: (first, past last)."""
+    runs, first, held = [], 0, 0
+    for last, size in enumerate(sizes):
+        if last > first and (last - first == _BLOCKS_PER_CALL or held + size > _BYTES_PER_CALL):
+            runs.append((first, last))
+            first, held = last, 0
+        held += size
+    return [*runs, (first, len(sizes))] if sizes else runs
 
 
 def unpack(block: BlockInfo, data: torch.Tensor | Frames, rows: int | None = None) -> Chunk:
@@ -154,7 +168,7 @@ def unpack(block: BlockInfo, data: torch.Tensor | Frames, rows: int | None = Non
         raise BlockError(
             f"block '{block.key}' came back with {len(data.values)} bytes of values; expected {head.value_bytes}"
         )
-    return chunk_of_bytes(block.form, head.rows, data.values[: head.value_bytes], head.offsets(data.head))
+    return chunk_of_bytes(block.form, head.rows, data.values[: head.value_bytes], head.offsets)
 
 
 class BlockRead(NamedTuple):
@@ -207,21 +221,19 @@ def select_rows(frames: Frames, rows: Ints) -> Frames:
     """
     head = _Head.read(frames.head)
     try:
-        taken, offsets = _taken(frames.values, head, head.offsets(frames.head), rows)
+        taken, offsets = _taken(frames.values, head, rows)
     except IndexError as error:
         raise BlockError(f"a block of {head.rows} rows is asked for others: {error}") from error
     new_head = _head(len(rows), len(taken), head.number, head.unit, offsets)
     return Frames(torch.from_numpy(new_head), taken)
 
 
-def _taken(
-    values: torch.Tensor, head: "_Head", offsets: torch.Tensor | None, rows: Ints
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _taken(values: torch.Tensor, head: "_Head", rows: Ints) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the bytes of some rows of a block, and their offsets."""
-    if offsets is None:
+    if head.offsets is None:
         whole = values.numpy()[: head.value_bytes].reshape(head.rows, head.unit)
         return torch.from_numpy(whole[rows].reshape(-1)), None
-    bounds = offsets.numpy()
+    bounds = head.offsets.numpy()
     starts, lengths = (torch.from_numpy(x) for x in (bounds[rows], bounds[rows + 1] - bounds[rows]))
     new_offsets = offsets_from_lengths(lengths)
     if not head.unit or not head.value_bytes:
@@ -233,7 +245,8 @@ def _taken(
 class _Head(NamedTuple):
     """What the head of a block says."""
 
-    has_offsets: bool
+    size: int
+    offsets: torch.Tensor | None
     rows: int
     value_bytes: int
     number: int
@@ -242,18 +255,12 @@ class _Head(NamedTuple):
     @classmethod
     def read(cls, data: torch.Tensor) -> "_Head":
         if len(data) >= _HEADER.size:
-            magic, version, has_offsets, *rest = _HEADER.unpack(data[: _HEADER.size].numpy().tobytes())
-            if (magic, version) == (_MAGIC, _VERSION):
-                return cls(bool(has_offsets), *rest)
+            magic, version, has_offsets, rows, *rest = _HEADER.unpack(data[: _HEADER.size].numpy().tobytes())
+            start, count = _padded(_HEADER.size), 8 * (rows + 1) if has_offsets else 0
+            if (magic, version) == (_MAGIC, _VERSION) and len(data) >= start + count:
+                offsets = data[start : start + count].view(torch.int64) if has_offsets else None
+                return cls(start + _padded(count), offsets, rows, *rest)
         raise BlockError(f"{len(data)} bytes came back that are no block")
-
-    @property
-    def size(self) -> int:
-        return _padded(_HEADER.size) + (_padded(8 * (self.rows + 1)) if self.has_offsets else 0)
-
-    def offsets(self, data: torch.Tensor) -> torch.Tensor | None:
-        start = _padded(_HEADER.size)
-        return data[start : start + 8 * (self.rows + 1)].view(torch.int64) if self.has_offsets else None
 
 
 def _head(rows: int, value_bytes: int, number: int, unit: int, offsets: torch.Tensor | None) -> Bytes:
@@ -264,44 +271,6 @@ def _head(rows: int, value_bytes: int, number: int, unit: int, offsets: torch.Te
     if offsets is not None:
         head[start : start + 8 * (rows + 1)] = offsets.numpy().view(np.uint8)
     return head
-
-
-class _Part(NamedTuple):
-    """Rows start .. stop - 1 of a column, whose values are flat bytes."""
-
-    data: torch.Tensor
-    chunk: Chunk
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def _span(self) -> tuple[int, int]:
-        """The bytes of `data` that are the part's."""
-        offsets, unit = self.chunk.offsets, self.chunk.unit
-        if offsets is None:
-            return self.start * unit, self.stop * unit
-        return int(offsets[self.start]) * unit, int(offsets[self.stop]) * unit
-
-    @property
-    def values(self) -> torch.Tensor:
-        return self.data[slice(*self._span)]
-
-    def head(self, number: int) -> torch.Tensor:
-        offsets, (start, stop) = self.chunk.offsets, self._span
-        if offsets is not None:
-            offsets = offsets[self.start : self.stop + 1] - offsets[self.start]
-        return torch.from_numpy(_head(self.rows, stop - start, number, self.chunk.unit, offsets))
-
-
-def _parts(chunk: Chunk, min_bytes: int) -> Iterator[_Part]:
-    rows = np.arange(chunk.rows + 1, dtype=np.int64) if chunk.offsets is None else chunk.offsets.numpy()
-    data = chunk.flat_bytes()
-    for start, stop in pairwise(_cuts((rows - rows[0]) * chunk.unit, min_bytes)):
-        yield _Part(data, chunk, start, stop)
 
 
 def _cuts(ends: Ints, min_bytes: int) -> Sequence[int]:
