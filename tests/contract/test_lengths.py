@@ -69,7 +69,7 @@ def test_a_dense_column_has_as_many_tokens_as_it_is_wide(client: DataPlaneClient
     ):
         put(client, "ab", prev_logprobs=torch.ones(2, 2))
     with pytest.raises(
-        SchemaError, match=r"'prev_logprobs' has 2 tokens in row 0; .* says 3; pack padded rows"
+        SchemaError, match=r"'prev_logprobs' has 2 tokens for sample 'c'; .* says 3.* pack padded rows"
     ):
         put(client, "cd", input_lengths=torch.tensor([3, 5]), prev_logprobs=torch.ones(2, 2))
     with pytest.raises(

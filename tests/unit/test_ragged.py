@@ -62,10 +62,9 @@ def test_padding_gives_each_row_with_the_pad_value_after_it(
 def test_layouts_of_one_batch_share_the_offsets_that_they_have_on_a_device() -> None:
     layout, device = RowLayout([3, 0, 2]), torch.device("cpu")
     wider, given = layout.with_width(7), torch.tensor([0, 3, 3, 5])
-    assert layout.has(given)
-    assert not layout.has(torch.tensor([0, 3, 4, 5]))
-    layout.keep(given, None)
-    layout.keep(given.clone())
+    assert layout.fits(given)
+    assert not layout.fits(torch.tensor([0, 3, 4, 5]))
+    assert layout.fits(given.clone())
     assert layout.offsets_on(device) is given
     assert wider.offsets_on(device) is given
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, meta_of_checked
 from headrace.data_plane.routes_codec import RouteShape, check_routes, most_experts
 from headrace.data_plane.schema import (
     FIELDS,
@@ -81,7 +81,8 @@ def write_columns(
             router can have chosen.
     """
     wire = pack_columns(fields, lengths=meta.sequence_lengths, rows=meta.size)
-    _check_route_ids(wire, meta, route_shape)
+    if ROUTED_EXPERTS_FIELD in fields:
+        _check_route_ids(wire, meta, route_shape)
     dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=wire)
     meta.add_fields(list(wire.keys()))
     return meta
@@ -125,16 +126,10 @@ def kv_first_write(
         raise SchemaError(f"column '{INPUT_LENGTHS}' holds objects; expected one integer per row")
     ids = texts("sample_ids", sample_ids)
     wire = pack_columns(final_batch_cpu, lengths=lengths.reshape(-1), rows=len(ids))
-    meta = KVBatchMeta(
-        partition_id=partition_id,
-        task_name=task_name,
-        sample_ids=ids,
-        fields=list(wire.keys()),
-        sequence_lengths=lengths.reshape(-1).tolist(),
-        extra_info=info,
-        tags=None if tags is None else checked_tags(tags, len(ids)),
-    )
-    if not routes_checked:
+    own_tags = None if tags is None else checked_tags(tags, len(ids))
+    told = lengths.reshape(-1).tolist()
+    meta = meta_of_checked(partition_id, task_name, ids, list(wire.keys()), told, info, own_tags)
+    if ROUTED_EXPERTS_FIELD in final_batch_cpu and not routes_checked:
         _check_route_ids(wire, meta, route_shape)
     dp_client.put_samples(meta.sample_ids, partition_id, fields=wire, tags=meta.tags)
     return meta
@@ -146,10 +141,7 @@ def _check_route_ids(wire: TensorDict, meta: KVBatchMeta, shape: RouteShape | No
     Without `shape`, layers and k are those of the column, and there may be as many experts as its dtype has room for.
     Then a row that is partly missing passes in an unsigned dtype: [255, 3] in uint8 is a choice of 256 experts.
     """
-    column = wire.get(ROUTED_EXPERTS_FIELD, None)
-    if column is None:
-        return
-    values, _, _ = ragged_from_nested(column)
+    values, _, _ = ragged_from_nested(wire.get(ROUTED_EXPERTS_FIELD))
     if shape is None:
         layers, top_k = values.shape[1:]
         shape = RouteShape(layers, top_k, most_experts(values.dtype, top_k))

@@ -4,7 +4,7 @@ A wire TensorDict holds an object array as NonTensorData around the array; `td[n
 `td[rows]` does not select from it. So it is only a carrier: select rows through the store or a BatchedDataDict.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from headrace.data_plane.object_codec import ObjectArray
-from headrace.data_plane.schema import FIELDS, INPUT_LENGTHS, PER_TOKEN_FIELDS, Kind, Layout
+from headrace.data_plane.schema import FIELDS, PER_TOKEN_FIELDS, Kind, Layout
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
@@ -30,8 +30,6 @@ from headrace.errors import SchemaError
 
 Leaf = torch.Tensor | RaggedParts | ObjectArray
 """One column told apart: dense (N, ...), ragged rows, or objects (N,)."""
-
-_LONGEST = 2**31 - 1
 
 
 def read_wire(wire: TensorDict) -> dict[str, Leaf | PackedTensor]:
@@ -113,8 +111,7 @@ def checked_columns(fields: TensorDict | None, rows: int) -> dict[str, Leaf]:
 
     Raises:
         SchemaError: another number of rows, or a declared column of another kind, dtype or number of dimensions,
-            or without values for its tokens, or whose rows do not have the lengths that the same put declares;
-            lengths that no row can have.
+            or without values for its tokens.
     """
     columns: dict[str, Leaf] = {
         name: object_array([]) if isinstance(leaf, PackedTensor) else leaf
@@ -126,9 +123,6 @@ def checked_columns(fields: TensorDict | None, rows: int) -> dict[str, Leaf]:
             got = "is a single number" if count < 0 else f"has {count} rows"
             raise SchemaError(f"column '{name}' {got}; expected {rows} rows, one per sample id")
         check_declared(name, leaf)
-    declared = columns.get(INPUT_LENGTHS)
-    if isinstance(declared, torch.Tensor):
-        _check_lengths(columns, declared.reshape(-1).cpu().long())
     return columns
 
 
@@ -139,71 +133,41 @@ def leaf_rows(leaf: Leaf) -> int:
     return leaf.shape[0] if leaf.ndim else -1
 
 
-def check_declared(name: str, leaf: Leaf) -> None:
-    """Hold a column to its declaration; an undeclared one passes.
+def check_declared(name: str, leaf: Leaf, per_token: Collection[str] = ()) -> None:
+    """Hold a column to its declaration; an undeclared one passes, but one of the names `per_token` has to have tokens.
 
     Raises:
         SchemaError: another kind, dtype or number of dimensions than declared, or no values for its tokens.
     """
     spec = FIELDS.get(name)
-    if spec is None or (isinstance(leaf, np.ndarray) and spec.kind is Kind.OBJECT):
-        return
     if isinstance(leaf, np.ndarray):
+        if spec is None or spec.kind is Kind.OBJECT:
+            return
         raise SchemaError(f"column '{name}' is an array of objects; it is declared as {spec.kind.value}")
-    values, is_ragged = (leaf.values, True) if isinstance(leaf, RaggedParts) else (leaf, False)
-    if values.dtype not in spec.accepts:
+    if spec is None and name not in per_token:
+        return
+    values, ragged_dim = (leaf.values, leaf.ragged_dim) if isinstance(leaf, RaggedParts) else (leaf, 0)
+    dims = values.dim() + bool(ragged_dim)
+    if spec is not None and values.dtype not in spec.accepts:
         raise spec.refusal(values.dtype)
-    if spec.kind is Kind.PER_SAMPLE:
-        if is_ragged or values.dim() > 2 or (values.dim() == 2 and values.shape[1] != 1):
-            shape = "ragged rows" if is_ragged else f"shape {tuple(values.shape)}"
+    if spec is not None and spec.kind is Kind.PER_SAMPLE:
+        if ragged_dim or dims > 2 or (dims == 2 and values.shape[1] != 1):
+            shape = "ragged rows" if ragged_dim else f"shape {tuple(values.shape)}"
             raise SchemaError(f"column '{name}' has {shape}; it is declared per sample: (N,) or (N, 1)")
-    elif is_ragged or values.dim() > 1 or not spec.broadcast:
-        _check_tokens(name, leaf, 2 + spec.trailing_dims)
-        token = tuple(values.shape[values.dim() - spec.trailing_dims :])
-        if 0 in token and len(values):
-            raise SchemaError(
-                f"column '{name}' has {token} values per token; expected 1 or more along each axis"
-            )
-
-
-def _check_tokens(name: str, leaf: torch.Tensor | RaggedParts, wanted: int | None = None) -> None:
-    """Hold a per-token column to its number of dimensions: rows, tokens, and the `wanted` in all; None: any."""
-    ragged_dim = leaf.ragged_dim if isinstance(leaf, RaggedParts) else 1
-    dims = leaf.values.dim() + 1 if isinstance(leaf, RaggedParts) else leaf.dim()
-    wanted = max(dims, 2) if wanted is None else wanted
+        return
+    if spec is not None and spec.broadcast and dims == 1:
+        return
+    wanted = max(dims, 2) if spec is None else 2 + spec.trailing_dims
     if dims != wanted:
         raise SchemaError(
             f"column '{name}' has {dims} dimensions; a per-token column of this name has {wanted}: "
             f"(N, S{', ...' if wanted > 2 else ''})"
         )
-    if ragged_dim != 1:
+    if ragged_dim > 1:
         raise SchemaError(f"column '{name}' is ragged in dimension {ragged_dim}; tokens are dimension 1")
-
-
-def _check_lengths(columns: Mapping[str, Leaf], lengths: torch.Tensor) -> None:
-    """Hold declared per-token columns to the lengths that their own put declares."""
-    wrong = (lengths < 0) | (lengths > _LONGEST)
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        raise SchemaError(
-            f"column '{INPUT_LENGTHS}' is {int(lengths[row])} in row {row}; expected tokens, 0 to {_LONGEST}"
-        )
-    for name, leaf in columns.items():
-        if name not in PER_TOKEN_FIELDS or isinstance(leaf, np.ndarray):
-            continue
-        if isinstance(leaf, RaggedParts):
-            got, hint = leaf.offsets.diff(), ""
-        elif leaf.dim() > 1:
-            got = torch.full((len(leaf),), leaf.shape[1])
-            hint = "; pack padded rows with kv_first_write or write_columns"
-        else:
-            continue
-        if not torch.equal(got, lengths):
-            row = int((got != lengths).nonzero()[0])
-            raise SchemaError(
-                f"column '{name}' has {int(got[row])} tokens in row {row}; column '{INPUT_LENGTHS}' says "
-                f"{int(lengths[row])}{hint}"
-            )
+    token = () if spec is None else tuple(values.shape[values.dim() - spec.trailing_dims :])
+    if 0 in token and len(values):
+        raise SchemaError(f"column '{name}' has {token} values per token; expected 1 or more along each axis")
 
 
 def stack_or_nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -216,10 +180,11 @@ def stack_or_nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     if not tensors:
         return torch.empty(0)
-    if all(row.shape == tensors[0].shape for row in tensors):
-        _check_same_kind(tensors)
-        return torch.stack(list(tensors))
-    return nest(tensors)
+    shape = tensors[0].shape
+    if any(row.shape != shape for row in tensors):
+        return nest(tensors)
+    joined = joined_rows(tensors if shape else [row.reshape(1) for row in tensors])
+    return joined.values.view(len(tensors), *shape)
 
 
 def nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -234,28 +199,23 @@ def nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def joined_rows(tensors: Sequence[torch.Tensor]) -> RaggedParts:
     """Do what `nest` does, without the nested tensor."""
-    _check_same_kind(tensors)
-    if not tensors[0].dim():
+    first = tensors[0]
+    # Attribute by attribute: a set of tuples takes three times as long.
+    kinds = {row.dtype for row in tensors}, {row.device for row in tensors}, {row.dim() for row in tensors}
+    is_one = all(len(kind) == 1 for kind in kinds)
+    if not is_one or (first.dim() > 1 and len({row.shape[1:] for row in tensors}) > 1):
+        form = first.shape[1:], first.dtype, first.device, first.dim()
+        forms = ((row.shape[1:], row.dtype, row.device, row.dim()) for row in tensors)
+        row = next(number for number, other in enumerate(forms) if other != form)
+        odd = tensors[row]
+        raise SchemaError(
+            f"row {row} has shape {tuple(odd.shape)}, {odd.dtype} on {odd.device}; row 0 has {tuple(first.shape)}, "
+            f"{first.dtype} on {first.device}. Rows may differ in their first dimension only"
+        )
+    if not first.dim():
         raise SchemaError("rows are single numbers; expected rows of shape (L, ...)")
     lengths = torch.tensor([row.shape[0] for row in tensors], dtype=torch.int64)
     return RaggedParts(torch.cat(list(tensors)), offsets_from_lengths(lengths), 1, None)
-
-
-def _check_same_kind(tensors: Sequence[torch.Tensor]) -> None:
-    # Attribute by attribute: a set of tuples takes three times as long.
-    trailing = {row.shape[1:] for row in tensors} if tensors[0].dim() > 1 else set()
-    kinds = {row.dtype for row in tensors}, {row.device for row in tensors}, {row.dim() for row in tensors}
-    if all(len(kind) == 1 for kind in kinds) and len(trailing) <= 1:
-        return
-    first = tensors[0]
-    for row, tensor in enumerate(tensors):
-        same_form = tensor.dim() == first.dim() and tensor.shape[1:] == first.shape[1:]
-        if not same_form or tensor.dtype != first.dtype or tensor.device != first.device:
-            raise SchemaError(
-                f"row {row} has shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; row 0 has "
-                f"{tuple(first.shape)}, {first.dtype} on {first.device}. "
-                "Rows may differ in their first dimension only"
-            )
 
 
 class RowPacker:
@@ -297,13 +257,10 @@ class RowPacker:
         if rows != self.rows:
             got = "no" if rows < 0 else rows
             raise SchemaError(f"column '{name}' has {got} rows; expected {self.rows}, one per sample")
-        check_declared(name, leaf)
+        check_declared(name, leaf, self._per_token)
         if isinstance(leaf, np.ndarray):
             return leaf
-        if name in PER_TOKEN_FIELDS:
-            return self._pack_per_token(name, leaf)
-        if name in self._per_token:
-            _check_tokens(name, leaf)
+        if name in PER_TOKEN_FIELDS or name in self._per_token:
             return self._pack_per_token(name, leaf)
         if isinstance(leaf, torch.Tensor) and name in FIELDS:
             return leaf.reshape(self.rows)
@@ -313,13 +270,12 @@ class RowPacker:
         layout = self._layout
         if isinstance(leaf, RaggedParts):
             values, offsets = leaf.values, leaf.offsets
-            if not layout.has(offsets):
+            if not layout.fits(offsets, leaf.device_offsets):
                 row = int((offsets.diff() != self.lengths).nonzero()[0])
                 raise SchemaError(
                     f"column '{name}' has {int(offsets.diff()[row])} tokens in row {row}; its sequence length is "
                     f"{int(self.lengths[row])}"
                 )
-            layout.keep(offsets, leaf.device_offsets)
         elif leaf.dim() == 1:
             return leaf
         else:
@@ -400,11 +356,12 @@ def _pad(
             return leaf
         lengths = torch.full((leaf.shape[0],), leaf.shape[1], dtype=torch.int64)
         leaf = RaggedParts(leaf.flatten(0, 1), offsets_from_lengths(lengths), 1, None)
-    layout = next((known for known in layouts if known.has(leaf.offsets)), None)
+    offsets, on_device = leaf.offsets, leaf.device_offsets
+    layout = next((known for known in layouts if known.fits(offsets, on_device)), None)
     if layout is None:
-        lengths = leaf.offsets.diff()
+        lengths = offsets.diff()
         layout = RowLayout(lengths, max(int(lengths.numpy().max(initial=0)), target))
+        layout.fits(offsets, on_device)
         layouts.append(layout)
-    layout.keep(leaf.offsets, leaf.device_offsets)
     padded = layout.pad(leaf.values, pad_value)
     return padded if leaf.ragged_dim == 1 else padded.movedim(1, leaf.ragged_dim)

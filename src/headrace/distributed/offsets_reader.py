@@ -1,43 +1,30 @@
-"""Offsets of nested tensors on the CPU: brought there in one copy, and looked at once, for all columns of a call."""
+"""Offsets of nested tensors on the CPU, brought there in one copy for all columns of a call."""
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from headrace.distributed.ragged_cpu import Ints
+_Read = dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]]
 
 
+@dataclass
 class OffsetsReader:
     """Brings offsets of nested tensors to the CPU: those of all `columns` in one copy, when first asked for one."""
 
-    def __init__(self, columns: Iterable[object] = ()) -> None:
-        self._columns = columns
-        self._read: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._whole: tuple[torch.Tensor | None, int] = None, 0
-
-    def are_whole(self, offsets: torch.Tensor, total: int) -> bool:
-        """Return whether rows at `offsets`, on the CPU, lie back to back in all of `total` tokens.
-
-        The offsets of the last column that had such rows are not looked at again.
-        """
-        if self._whole[0] is offsets and self._whole[1] == total:
-            return True
-        bounds: Ints = offsets.numpy()
-        if bounds[0] != 0 or bounds[-1] != total or (bounds[1:] < bounds[:-1]).any():
-            return False
-        self._whole = offsets, total
-        return True
+    columns: Iterable[object] = ()
+    _read: _Read = field(default_factory=dict)
 
     def __call__(self, offsets: torch.Tensor) -> torch.Tensor:
         """Return integers (n,) as int64 on the CPU; the same object for the same memory."""
         if offsets.is_cpu:
-            return offsets if offsets.dtype == torch.int64 else offsets.to(torch.int64)
+            return offsets.to(torch.int64)
         key = _memory(offsets)
         if key not in self._read:
-            self._fetch([offsets, *_index_tensors(self._columns)])
-            self._columns = ()
+            self._fetch([offsets, *_index_tensors(self.columns)])
+            self.columns = ()
         return self._read[key][1]
 
     def _fetch(self, wanted: Iterable[torch.Tensor]) -> None:

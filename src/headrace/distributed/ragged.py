@@ -9,10 +9,9 @@ byte has to move. Lengths are checked on the CPU; make one RowLayout for columns
 """
 
 from collections.abc import Sequence
-from copy import copy
 from functools import cache
 from importlib.util import find_spec
-from math import prod
+from math import copysign, prod
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -25,8 +24,6 @@ from headrace.distributed.ragged_cpu import (
     Ints,
     PadValue,
     byte_view,
-    fill_bytes,
-    fresh,
     join_spans,
     memory_of,
     pad_element,
@@ -37,6 +34,8 @@ from headrace.errors import SchemaError
 
 # A copy of less finds room in the caches of one core.
 _STREAMED_BYTES = 256 * 1024
+# From here on malloc takes a buffer fresh from the system each time, so that huge pages pay.
+_FRESH_BYTES = 32 * 1024 * 1024
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,8 +51,9 @@ def row_lengths(lengths: torch.Tensor | Sequence[int], read: OffsetsReader | Non
             raise SchemaError(
                 f"lengths have shape {tuple(lengths.shape)} and dtype {lengths.dtype}; expected integers (N,)"
             )
-        read = read or OffsetsReader()
-        checked = read(lengths.detach()).contiguous()
+        if not lengths.is_cpu:
+            lengths = (read or OffsetsReader())(lengths.detach())
+        checked = lengths.detach().to(torch.int64).contiguous()
     else:
         checked = torch.tensor(list(lengths), dtype=torch.int64)
     numbers: Ints = checked.numpy()
@@ -111,15 +111,12 @@ class RowLayout:
         self.offsets = offsets_from_lengths(self.lengths)
         self._offsets: Ints = self.offsets.numpy()
         self.total = int(self._offsets[-1])
-        self._on_device: dict[torch.device, torch.Tensor] = {}
-        self._set_width(self.longest if width is None else width)
-
-    def _set_width(self, width: int) -> None:
-        if self.longest > width:
+        self.width = self.longest if width is None else width
+        if self.longest > self.width:
             row = int(self.lengths.numpy().argmax())
             raise SchemaError(f"row {row} has length {self.longest}; the padded width is {width}")
-        self.width = width
-        self.is_full = self.total == self.rows * width
+        self.is_full = self.total == self.rows * self.width
+        self._on_device: dict[torch.device, torch.Tensor] = {}
         self._positions: dict[torch.device, torch.Tensor] = {}
 
     def with_width(self, width: int) -> "RowLayout":
@@ -128,8 +125,8 @@ class RowLayout:
         Raises:
             SchemaError: a row longer than `width`.
         """
-        other = copy(self)
-        other._set_width(width)
+        other = RowLayout(self.lengths, width)
+        other.offsets, other._on_device = self.offsets, self._on_device
         return other
 
     def offsets_on(self, device: torch.device) -> torch.Tensor:
@@ -138,14 +135,17 @@ class RowLayout:
             self._on_device[device] = moved(self.offsets, device)
         return self._on_device[device]
 
-    def has(self, offsets: torch.Tensor) -> bool:
-        return self._on_device.get(offsets.device) is offsets or torch.equal(self.offsets, offsets)
+    def fits(self, offsets: torch.Tensor, device_offsets: torch.Tensor | None = None) -> bool:
+        """Return whether offsets on the CPU are the layout's.
 
-    def keep(self, *equal: torch.Tensor | None) -> None:
-        """Let `offsets_on` return these equal offsets where they lie, unless it has returned others there."""
-        for offsets in equal:
-            if offsets is not None:
-                self._on_device.setdefault(offsets.device, offsets)
+        If so, `offsets_on` returns them, and the same ones on a device, unless it has returned others there.
+        """
+        if self._on_device.get(offsets.device) is not offsets and not torch.equal(self.offsets, offsets):
+            return False
+        self._on_device.setdefault(offsets.device, offsets)
+        if device_offsets is not None:
+            self._on_device.setdefault(device_offsets.device, device_offsets)
+        return True
 
     def pad(self, values: torch.Tensor, pad_value: PadValue = 0) -> torch.Tensor:
         """Return values (total, ...) as (N, width, ...), `pad_value` after each row's end.
@@ -162,7 +162,7 @@ class RowLayout:
             return moved(pad_element(pad_value, values.dtype), values.device).expand(shape).clone()
         if _is_for_torch(values):
             return self._pad_by_index(values, shape, pad_value)
-        element = fill_bytes(pad_value, values.dtype)
+        element = _fill_bytes(pad_value, values.dtype)
         if not values.is_cpu:
             padded: torch.Tensor = _device_kernels(values).pad(
                 values, self.offsets_on(values.device), shape, element
@@ -170,7 +170,7 @@ class RowLayout:
             return padded
         step = prod(values.shape[1:]) * values.element_size()
         filler = element * (self.width * step // len(element)) if element else None
-        source, out = values.contiguous(), fresh(shape, values.dtype)
+        source, out = values.contiguous(), _fresh(shape, values.dtype)
         if kernel := load_kernel():
             offsets, span = self.offsets.data_ptr(), self.width * step
             kernel.pad(source.data_ptr(), offsets, self.rows, step, span, filler, out.data_ptr())
@@ -201,7 +201,7 @@ class RowLayout:
             return values
         # Rows may lie apart, if each is one piece of memory.
         source = padded if padded.is_contiguous() or padded[0].is_contiguous() else padded.contiguous()
-        out = fresh(shape, padded.dtype)
+        out = _fresh(shape, padded.dtype)
         row_step, step = source.stride(0) * source.itemsize, prod(padded.shape[2:]) * source.itemsize
         if kernel := load_kernel():
             offsets = self.offsets.data_ptr()
@@ -278,7 +278,7 @@ def gather_spans(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tens
             values, first, offsets, int(lengths.max()), shape[0]
         )
         return gathered
-    source, out = values.contiguous(), fresh(shape, values.dtype)
+    source, out = values.contiguous(), _fresh(shape, values.dtype)
     step = prod(values.shape[1:]) * values.element_size()
     if kernel := load_kernel():
         starts, lengths = starts.contiguous(), lengths.contiguous()
@@ -330,20 +330,8 @@ def wants_grad(tensor: torch.Tensor) -> bool:
         return tensor.requires_grad
 
 
+# Columns of a call share their offsets: the last, and its longest row as torch keeps it, are remembered.
 _longest_known: tuple[ReferenceType[torch.Tensor] | None, torch.Tensor] = None, torch.empty(0, 0)
-
-
-def _longest_row(offsets: torch.Tensor) -> torch.Tensor:
-    """Return the longest row's length as torch keeps it with a nested tensor: the first size of an empty tensor."""
-    global _longest_known
-    known, length = _longest_known
-    if (
-        known is None or known() is not offsets
-    ):  # Columns of a call share their offsets: the last is remembered.
-        bounds: Ints = offsets.numpy()
-        length = torch.empty(int((bounds[1:] - bounds[:-1]).max(initial=0)), 0)
-        _longest_known = ref(offsets), length
-    return length
 
 
 def nested_from_ragged(
@@ -359,18 +347,23 @@ def nested_from_ragged(
     offsets given lie on a device: `host_offsets` are the same on the CPU. `torch.nested.to_padded_tensor` without a
     size pads to that row, and to the tokens of all rows where it is not known.
     """
+    global _longest_known
     host_offsets = offsets if host_offsets is None else host_offsets
-    longest = _longest_row(host_offsets) if host_offsets.is_cpu else None
+    known, longest = _longest_known
+    if host_offsets.is_cpu and (known is None or known() is not host_offsets):
+        bounds: Ints = host_offsets.numpy()
+        longest = torch.empty(int((bounds[1:] - bounds[:-1]).max(initial=0)), 0)
+        _longest_known = ref(host_offsets), longest
     if offsets.device != values.device:
         offsets = moved(offsets, values.device)
     if ragged_dim != 1:
         values = values.movedim(0, ragged_dim - 1)
     if values.requires_grad:
-        most = None if longest is None else longest.shape[0]
+        most = longest.shape[0] if host_offsets.is_cpu else None
         return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged_dim, max_seqlen=most)
     # The public constructor logs a warning about tracing, once per process, and takes three times as long.
     nested = NestedTensor(values, offsets=offsets, _ragged_idx=ragged_dim)
-    if longest is not None:
+    if host_offsets.is_cpu:
         # Not by the constructor, which imports torch's compiler then.
         nested._metadata_cache["max_seqlen"] = longest
     return nested
@@ -407,14 +400,32 @@ def take_apart(nested: torch.Tensor, read: OffsetsReader) -> RaggedParts:
     if ragged_dim != 1:
         values = values.movedim(ragged_dim - 1, 0)
     held, lengths = jagged._offsets, jagged._lengths
-    offsets = read(held)
-    if lengths is None and read.are_whole(offsets, values.shape[0]):
+    offsets: torch.Tensor = held if held.is_cpu and held.dtype == torch.int64 else read(held)
+    bounds: Ints = offsets.numpy()
+    is_whole = bounds[0] == 0 and bounds[-1] == values.shape[0] and bool((bounds[1:] >= bounds[:-1]).all())
+    if lengths is None and is_whole:
         shared = None if held.is_cpu or held.dtype != torch.int64 else held
         return RaggedParts(values, offsets, ragged_dim, shared)
     # torch takes any offsets, and copies by address would follow them out of the values: this checks them.
     sizes = offsets.diff() if lengths is None else read(lengths)
     gathered = gather_spans(values, offsets[: len(sizes)], sizes)
     return RaggedParts(gathered, offsets_from_lengths(sizes), ragged_dim, None)
+
+
+def _fill_bytes(pad_value: PadValue, dtype: torch.dtype) -> bytes | None:
+    """Return the bytes of one padding element, None if they are zeros."""
+    if pad_value == 0 and copysign(1, pad_value) > 0:
+        return None
+    fill = bytes(byte_view(pad_element(pad_value, dtype)))
+    return fill if any(fill) else None
+
+
+def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return memory of arbitrary content; where it is large, NumPy's, which asks for huge pages as torch does not."""
+    size = prod(shape) * dtype.itemsize
+    if size < _FRESH_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)
 
 
 @cache
@@ -456,7 +467,7 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
         return detached.cpu().contiguous()
     if detached.nbytes < _STREAMED_BYTES or not detached.is_contiguous():
         return detached.clone(memory_format=torch.contiguous_format)
-    out = fresh(tuple(detached.shape), detached.dtype)
+    out = _fresh(tuple(detached.shape), detached.dtype)
     if kernel := load_kernel():
         kernel.copy(detached.data_ptr(), detached.nbytes, out.data_ptr())
     else:

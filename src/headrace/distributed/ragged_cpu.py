@@ -1,7 +1,6 @@
 """Memory of the CPU as bytes, and copies of ragged rows there where the C extension was not built."""
 
 from itertools import pairwise
-from math import copysign, prod
 
 import numpy as np
 import torch
@@ -12,9 +11,6 @@ from headrace.errors import SchemaError
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 PadValue = int | float | bool
-
-# From here on malloc takes a buffer fresh from the system each time, so that huge pages pay.
-_FRESH_BYTES = 32 * 1024 * 1024
 
 
 def byte_view(tensor: torch.Tensor) -> Bytes:
@@ -33,14 +29,6 @@ def memory_of(tensor: torch.Tensor) -> Bytes:
     return byte_view(tensor.as_strided((reach,), (1,)))
 
 
-def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of arbitrary content; where it is large, NumPy's, which asks for huge pages as torch does not."""
-    size = prod(shape) * dtype.itemsize
-    if size < _FRESH_BYTES:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(shape)
-
-
 def pad_element(pad_value: PadValue, dtype: torch.dtype) -> torch.Tensor:
     """Return the pad value as a 0-D tensor on the CPU."""
     inexact = dtype.is_floating_point or dtype.is_complex
@@ -51,14 +39,6 @@ def pad_element(pad_value: PadValue, dtype: torch.dtype) -> torch.Tensor:
     if not inexact and element.item() != pad_value:
         raise SchemaError(f"pad value {pad_value} does not fit in {dtype}")
     return element
-
-
-def fill_bytes(pad_value: PadValue, dtype: torch.dtype) -> bytes | None:
-    """Return the bytes of one padding element, None if they are zeros."""
-    if pad_value == 0 and copysign(1, pad_value) > 0:
-        return None
-    fill = bytes(byte_view(pad_element(pad_value, dtype)))
-    return fill if any(fill) else None
 
 
 # Row by row: a row costs about 0.3 us beside its bytes, so that short rows lose most.

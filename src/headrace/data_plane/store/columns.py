@@ -5,7 +5,7 @@ Chunks never change, so readers need no lock.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
@@ -36,6 +36,7 @@ Lengths = NDArray[np.int32]
 Known = list[tuple[torch.Tensor, torch.Tensor]]
 """Offsets that a call has met, each with the store's or the caller's own copy."""
 
+_LONGEST = 2**31 - 1
 _SHOWN = 8
 _NOWHERE = -1
 _NO_ROWS: Rows = np.empty(0, np.int64)
@@ -270,7 +271,8 @@ def checked_put(
     """Return a put with one chunk per column, which shares the memory of its values.
 
     Raises:
-        SchemaError: an id that appears twice (all such are named), or what `checked_columns` and `checked_tags` refuse.
+        SchemaError: an id that appears twice (all such are named), or what `checked_columns`, `checked_tags` and
+            `said_lengths` refuse.
     """
     ids = texts("sample_ids", sample_ids)
     if len(set(ids)) != len(ids):
@@ -302,13 +304,24 @@ def checked_tags(tags: Sequence[Mapping[str, Any]], rows: int) -> list[dict[str,
 def said_lengths(chunks: Mapping[str, Chunk]) -> dict[str, Lengths]:
     """Return how many tokens each row has by the columns that say so: `input_lengths`, and declared per-token ones.
 
-    One value per sample, which holds for all its tokens, says nothing.
+    One value per sample, which holds for all its tokens, says nothing. `input_lengths` speak first.
+
+    Raises:
+        SchemaError: lengths that no row can have.
     """
     said: dict[str, Lengths] = {}
     by_offsets: dict[int, Lengths] = {}
-    for name, (form, values, offsets) in ((n, (c.form, c.values, c.offsets)) for n, c in chunks.items()):
+    for name in sorted(chunks, key=INPUT_LENGTHS.__ne__):
+        form, values, offsets = chunks[name].form, chunks[name].values, chunks[name].offsets
         if name == INPUT_LENGTHS and form.kind == "dense":
-            found = values.detach().cpu().reshape(-1).numpy().astype(np.int32)
+            numbers = values.detach().cpu().reshape(-1).numpy()
+            wrong = np.flatnonzero((numbers < 0) | (numbers > _LONGEST))
+            if len(wrong):
+                row = wrong[0]
+                raise SchemaError(
+                    f"column '{name}' is {numbers[row]} in row {row}; expected tokens, 0 to {_LONGEST}"
+                )
+            found = numbers.astype(np.int32)
         elif name not in PER_TOKEN_FIELDS or form.dtype is None or form.ragged_dim != 1:
             continue
         elif offsets is not None:
@@ -340,13 +353,11 @@ Places = tuple[Rows, Rows] | None
 """Row i is row `places[1][i]` of block `places[0][i]`; None: they are all rows of all blocks, in order."""
 
 
-class Selection(NamedTuple, Generic[Block]):
-    """Rows of a column, fixed at one moment; one block at least."""
-
-    blocks: list[Block]
-    places: Places
+Selection = tuple[list[Block], Places]
+"""Rows of a column, fixed at one moment: the blocks, one at least, and where the rows are in them."""
 
 
+@dataclass
 class Column(Generic[Block]):
     """Which block holds each row of one column of a partition.
 
@@ -354,12 +365,12 @@ class Column(Generic[Block]):
     row; `_version` is that of the slots it was written for.
     """
 
-    def __init__(self) -> None:
-        self._blocks: dict[int, Block] = {}
-        self._in_use: dict[int, int] = {}
-        self._next = 0
-        self._version = _NOWHERE
-        self._block_of = self._row_of = _NO_ROWS
+    _blocks: dict[int, Block] = field(default_factory=dict)
+    _in_use: dict[int, int] = field(default_factory=dict)
+    _next: int = 0
+    _version: int = _NOWHERE
+    _block_of: Rows = field(default_factory=_NO_ROWS.copy)
+    _row_of: Rows = field(default_factory=_NO_ROWS.copy)
 
     @property
     def form(self) -> Form | None:
@@ -418,15 +429,15 @@ class Column(Generic[Block]):
     def select(self, slots: Slots) -> Selection[Block]:
         """Return how to read rows, all of which it holds; valid whatever is written later."""
         if slots.version == self._version:
-            return Selection(list(self._blocks.values()), None)
+            return list(self._blocks.values()), None
         self._spread()
         if not len(slots.at):
-            return Selection([next(iter(self._blocks.values()))], (_NO_ROWS, _NO_ROWS))
+            return [next(iter(self._blocks.values()))], (_NO_ROWS, _NO_ROWS)
         block_of, row_of = self._block_of[slots.at], self._row_of[slots.at]
         if (block_of == block_of[0]).all():
-            return Selection([self._blocks[int(block_of[0])]], (np.zeros_like(block_of), row_of))
+            return [self._blocks[int(block_of[0])]], (np.zeros_like(block_of), row_of)
         numbers, local = np.unique(block_of, return_inverse=True)
-        return Selection([self._blocks[number] for number in numbers.tolist()], (local, row_of))
+        return [self._blocks[number] for number in numbers.tolist()], (local, row_of)
 
     def renumber(self, slots: Rows) -> None:
         """Let what is slot `slots[i]` now be slot i; all other slots are free."""

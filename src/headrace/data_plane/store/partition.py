@@ -298,6 +298,6 @@ class Partition(Generic[Block]):
 def _two_lengths(name: str, sample: str, got: int, other: str, held: int, where: str) -> SchemaError:
     return SchemaError(
         f"column '{name}' has {got} tokens for sample '{sample}'; column '{other}' {where} says {held}. Write "
-        "all columns of a sample that have one value per token with one length; to change it, overwrite them, and "
-        f"'{INPUT_LENGTHS}', in one put"
+        "all columns of a sample that have one value per token with one length (kv_first_write and write_columns pack "
+        f"padded rows); to change it, overwrite them, and '{INPUT_LENGTHS}', in one put"
     )
