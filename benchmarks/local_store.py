@@ -20,7 +20,7 @@ from tensordict import TensorDict
 
 from headrace.data_plane import pack_jagged_fields
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
-from headrace.data_plane.wire import checked_columns
+from headrace.data_plane.wire import check_declared, read_wire
 from headrace.distributed.ragged import nested_from_ragged, own_copy
 
 PUT_GET_COPIES, PUT_GET_US_PER_ROW, EIGHTH_SHARE, EIGHTH_CONSTANT_MS = 3.0, 3.0, 1.5, 5.0
@@ -86,17 +86,18 @@ def where_the_time_goes(bench: Bench, case: str, store: Store, evict: Callable[[
     """Time the parts of a put and a get that no store could do without, with caches as cold.
 
     Two copies, made as the store makes them; the jagged tensors of the result, which torch's constructor makes one by
-    one; the columns of the put taken out of its TensorDict, counted and held to their declarations; the ids, each read
+    one; the columns of the put taken out of its TensorDict and held to their declarations; the ids, each read
     once to refuse a repeated one. The rest is the books: what is where, how long each row is, and the meta of a put.
     """
     got = store.get()
     parts = [(got[name].values(), got[name].offsets()) for name in store.names]
-    rows = len(store.ids)
     wholes = {
         "one copy": store.copy,
         "one copy, past the caches": lambda: [own_copy(value) for value in store.values],
         "jagged tensors around what is there": lambda: [nested_from_ragged(*part) for part in parts],
-        "columns taken out and checked": lambda: checked_columns(store.wire, rows),
+        "columns taken out and checked": lambda: [
+            check_declared(*column) for column in read_wire(store.wire).items()
+        ],
         "ids checked": lambda: len(set(store.ids)),
         "get": store.get,
     }

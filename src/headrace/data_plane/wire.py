@@ -106,26 +106,6 @@ def unwrap_wire_stripped_payload(item: object) -> object:
     return None if not item.batch_dims and not item.keys() else item
 
 
-def checked_columns(fields: TensorDict | None, rows: int) -> dict[str, Leaf]:
-    """Return the columns of a put by name.
-
-    Raises:
-        SchemaError: another number of rows, or a declared column of another kind, dtype or number of dimensions,
-            or without values for its tokens.
-    """
-    columns: dict[str, Leaf] = {
-        name: object_array([]) if isinstance(leaf, PackedTensor) else leaf
-        for name, leaf in (read_wire(fields) if fields is not None else {}).items()
-    }
-    for name, leaf in columns.items():
-        count = leaf_rows(leaf)
-        if count != rows:
-            got = "is a single number" if count < 0 else f"has {count} rows"
-            raise SchemaError(f"column '{name}' {got}; expected {rows} rows, one per sample id")
-        check_declared(name, leaf)
-    return columns
-
-
 def leaf_rows(leaf: Leaf) -> int:
     """Return how many rows a column has; -1: it is a single number."""
     if isinstance(leaf, RaggedParts):
@@ -289,8 +269,9 @@ class RowPacker:
             if width != layout.width:
                 layout = self._layout = layout.with_width(width)
             values = layout.strip(leaf)
-        shared = layout.offsets_on(values.device)
-        return RaggedParts(values, layout.offsets, 1, None if shared.is_cpu else shared)
+        return RaggedParts(
+            values, layout.offsets, 1, None if values.is_cpu else layout.offsets_on(values.device)
+        )
 
 
 def materialize(

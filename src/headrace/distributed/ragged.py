@@ -162,7 +162,8 @@ class RowLayout:
             return moved(pad_element(pad_value, values.dtype), values.device).expand(shape).clone()
         if _is_for_torch(values):
             return self._pad_by_index(values, shape, pad_value)
-        element = _fill_bytes(pad_value, values.dtype)
+        is_zero = pad_value == 0 and copysign(1, pad_value) > 0
+        element = None if is_zero else bytes(byte_view(pad_element(pad_value, values.dtype)))
         if not values.is_cpu:
             padded: torch.Tensor = _device_kernels(values).pad(
                 values, self.offsets_on(values.device), shape, element
@@ -410,14 +411,6 @@ def take_apart(nested: torch.Tensor, read: OffsetsReader) -> RaggedParts:
     sizes = offsets.diff() if lengths is None else read(lengths)
     gathered = gather_spans(values, offsets[: len(sizes)], sizes)
     return RaggedParts(gathered, offsets_from_lengths(sizes), ragged_dim, None)
-
-
-def _fill_bytes(pad_value: PadValue, dtype: torch.dtype) -> bytes | None:
-    """Return the bytes of one padding element, None if they are zeros."""
-    if pad_value == 0 and copysign(1, pad_value) > 0:
-        return None
-    fill = bytes(byte_view(pad_element(pad_value, dtype)))
-    return fill if any(fill) else None
 
 
 def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -26,9 +26,8 @@ import torch
 from headrace.data_plane.object_codec import SCALARS, from_ext, to_wire
 from headrace.data_plane.store.blocks import BlockInfo, placed
 from headrace.data_plane.store.columns import Form, Places, Put, Rows
-from headrace.data_plane.store.partition import RowFacts
 from headrace.data_plane.store.requests import ClaimRequest, Registration
-from headrace.data_plane.store.sample_store import SampleStore
+from headrace.data_plane.store.sample_store import RowFacts, SampleStore
 from headrace.errors import DataPlaneError, HeadraceError, SchemaError, TransportError
 
 _log = logging.getLogger(__name__)

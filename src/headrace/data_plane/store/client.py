@@ -7,8 +7,8 @@ from typing import Any
 from tensordict import TensorDict
 
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from headrace.data_plane.store.partition import RowFacts
 from headrace.data_plane.store.requests import ClaimRequest, Registration, waiting_time
+from headrace.data_plane.store.sample_store import RowFacts
 from headrace.utils.arguments import texts
 
 

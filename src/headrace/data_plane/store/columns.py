@@ -17,7 +17,8 @@ from tensordict import TensorDict
 
 from headrace.data_plane.object_codec import copied_tag, decode_column, encode_column
 from headrace.data_plane.schema import INPUT_LENGTHS, PER_TOKEN_FIELDS
-from headrace.data_plane.wire import Leaf, checked_columns
+from headrace.data_plane.wire import Leaf, check_declared, leaf_rows, read_wire
+from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.ragged import (
     RaggedParts,
@@ -271,8 +272,8 @@ def checked_put(
     """Return a put with one chunk per column, which shares the memory of its values.
 
     Raises:
-        SchemaError: an id that appears twice (all such are named), or what `checked_columns`, `checked_tags` and
-            `said_lengths` refuse.
+        SchemaError: an id that appears twice (all such are named), another number of rows, or what `check_declared`,
+            `checked_tags` and `said_lengths` refuse.
     """
     ids = texts("sample_ids", sample_ids)
     if len(set(ids)) != len(ids):
@@ -280,8 +281,15 @@ def checked_put(
         raise SchemaError(f"a put needs every sample id once; repeated: {shown(repeated)}")
     own_tags = None if tags is None else checked_tags(tags, len(ids))
     known: Known = []
-    columns = checked_columns(fields, len(ids))
-    chunks = {name: chunk_of_leaf(name, leaf, ids, known) for name, leaf in columns.items()}
+    chunks: dict[str, Chunk] = {}
+    for name, column in (read_wire(fields) if fields is not None else {}).items():
+        leaf = object_array([]) if isinstance(column, PackedTensor) else column
+        count = leaf_rows(leaf)
+        if count != len(ids):
+            got = "is a single number" if count < 0 else f"has {count} rows"
+            raise SchemaError(f"column '{name}' {got}; expected {len(ids)} rows, one per sample id")
+        check_declared(name, leaf)
+        chunks[name] = chunk_of_leaf(name, leaf, ids, known)
     return Put(partition_id, ids, {n: [c] for n, c in chunks.items()}, own_tags, said_lengths(chunks))
 
 
