@@ -86,7 +86,6 @@ UNITS = {
     ),
     "books": Unit(
         (
-            "data_plane/store/partition.py",
             "data_plane/store/sample_store.py",
             "data_plane/store/columns.py",
             "data_plane/store/claims.py",
