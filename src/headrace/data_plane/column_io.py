@@ -233,9 +233,11 @@ def _from_rows(name: str, rows: Sequence[Any]) -> Leaf:
         tensors = [_as_row(name, value) for value in rows]
     else:
         return object_array(rows)
-    tensors = [row.detach() for row in tensors] if any(row.requires_grad for row in tensors) else tensors
     try:
-        return stack_or_nest(tensors) if not any(row.dim() for row in tensors) else joined_rows(tensors)
+        if not any(row.dim() for row in tensors):
+            return stack_or_nest(tensors).detach()
+        joined = joined_rows(tensors)
+        return joined._replace(values=joined.values.detach())
     except SchemaError as error:
         raise SchemaError(f"column '{name}': {error}") from error
 
