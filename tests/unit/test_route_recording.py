@@ -152,11 +152,11 @@ def test_a_generator_that_says_it_records_and_does_not_is_refused(routes: Any, m
 def test_the_column_holds_every_route_and_marks_tokens_without_one() -> None:
     rollouts = [rollout("a", [1, 2, 3], random_rows(2)), rollout("b", [4, 5], random_rows(2, seed=5))]
     flat = flatten(rollouts, route_shape=SHAPE)
-    column = flat.per_token["routed_experts"]
+    column = flat["routed_experts"].values()
     assert torch.equal(column[:2], random_rows(2))
     assert torch.equal(column[3:], random_rows(2, seed=5))
     assert missing_rows(column)[:, 0].tolist() == [False, False, True, False, False]
-    assert "routed_experts" not in flatten(rollouts).per_token
+    assert "routed_experts" not in flatten(rollouts)
 
 
 def faulty(change: Any) -> torch.Tensor:

@@ -137,6 +137,16 @@ def test_a_recipes_sections_batches_and_metas_come_back_with_all_that_they_hold(
     assert back[4].model_fields_set == {"lr"}
 
 
+def test_names_that_rows_share_are_sent_once() -> None:
+    rows = [{"truncated": i % 2 == 0, "reward": float(i), "tag": {"x": i}} for i in range(1000)]
+    payload = encode(rows)
+    assert decode(payload) == rows
+    assert payload.head.count(b"truncated") == 1
+    mixed = [{"a": 1}, {"b": 2}, {}, {"a": 1, "b": 2}, {"b": 2, "a": 1}]
+    assert [list(row.items()) for row in decode(encode(mixed))] == [list(row.items()) for row in mixed]
+    assert decode(encode([{}, {}])) == [{}, {}]
+
+
 @pytest.mark.parametrize(
     "value",
     [lambda: None, Stranger(), Stranger, os.system, 2**70],

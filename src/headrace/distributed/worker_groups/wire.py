@@ -141,6 +141,9 @@ class _Packer:
         kind = type(value)
         if kind in _PLAIN:
             return value
+        if kind is list and (names := _shared_keys(value)):
+            # Tags of rows, above all: each name goes once.
+            return ["records", self.pack(names), [self.pack([row[n] for row in value]) for n in names]]
         if kind in _COLLECTIONS:
             if _is_plain(value):
                 return [_COLLECTIONS[kind], True, list(value)]
@@ -218,6 +221,10 @@ class _Unpacker:
     def _dict(self, keys: Any, values: Any) -> Any:
         return dict(zip(self.unpack(keys), self.unpack(values)))
 
+    def _records(self, names: Any, columns: Any) -> Any:
+        keys = self.unpack(names)
+        return [dict(zip(keys, row)) for row in zip(*map(self.unpack, columns), strict=True)]
+
     def _path(self, text: str) -> Any:
         return Path(text)
 
@@ -275,6 +282,14 @@ def _is_plain(items: Collection[Any]) -> bool:
     """Return whether there are but plain values and lists of such, which msgpack takes as they are."""
     kinds = set(map(type, items)) - _PLAIN
     return not kinds or (kinds == {list} and _is_plain([x for i in items if type(i) is list for x in i]))
+
+
+def _shared_keys(items: list[Any]) -> list[Any]:
+    """Return the keys of two dicts or more that have the same ones in the same order; none if others are there."""
+    if len(items) < 2 or any(type(item) is not dict for item in items):
+        return []
+    keys = list(items[0])
+    return keys if all(list(item) == keys for item in items) else []
 
 
 def _may_be_named(value: Any) -> bool:
