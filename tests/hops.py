@@ -3,10 +3,11 @@
     python tests/hops.py [--transfer-queue]
 
 A *function* is one that has a name, in a file of the package. A *file between* two places is one that has a
-function on the call stack from the first to the second, both left out. A *form* of the input ids is a kind of
-thing that holds them as an argument or a result: a named type, or a bare list or tensor; dicts, lists and
-tuples of a form are that form. A *hop* of the advantages is a function that is given them or returns them, up
-to the surrogate, outside the store and the batch that holds them; a put and a get are one hop each.
+function on the call stack from the first to the second, the files of both left out; the optimizer's is the
+one that calls it. A *form* of the input ids is a kind of thing that holds them as an argument or a result: a
+named type, or a bare list or tensor; dicts, lists and tuples of a form are that form. A *hop* of the
+advantages is a function that is given them or returns them, up to the surrogate, outside the store and the
+batch that holds them; a put and a get are one hop each.
 """
 
 import dataclasses
@@ -135,7 +136,8 @@ class Step:
         file, name = file_of(frame), frame.f_code.co_name
         if file is None:
             if event == "call" and name == "step" and "torch/optim/" in frame.f_code.co_filename:
-                self._way("optimizer", frame, "run_step")
+                caller = next(f for f in stack(frame) if file_of(f) is not None)
+                self._way("optimizer", caller, "run_step")
             return
         if file == "models/generation/hf.py":
             if event == "call" and name == "generate":
@@ -150,9 +152,7 @@ class Step:
         things = _arguments(frame) if event == "call" else {"return": arg}
         if self._marker:
             for kind in {kind for thing in things.values() for kind in self._kinds(thing)}:
-                self.forms.setdefault(
-                    kind, f"{file}:{frame.f_code.co_firstlineno} {frame.f_code.co_qualname}"
-                )
+                self.forms.setdefault(kind, f"{file} {frame.f_code.co_qualname}")
         if file != BATCH and any(_holds_advantages(key, thing) for key, thing in things.items()):
             self._hop(file, frame)
 

@@ -164,7 +164,7 @@ class _Packer:
         if isinstance(value, partial):
             return ["partial", self.pack(value.func), self.pack(value.args), self.pack(value.keywords)]
         if _may_be_named(value):
-            return ["named", f"{value.__module__}:{value.__qualname__}"]
+            return ["named", _name_of(value)]
         kind = type(value)
         if not _is_data(kind):
             name = getattr(value, "__qualname__", None)
@@ -173,7 +173,7 @@ class _Packer:
                 "or decorate the function or class with headrace.distributed.worker_groups.registered"
             )
         state = value.value if isinstance(value, Enum) else value.__getstate__()
-        return ["object", f"{kind.__module__}:{kind.__qualname__}", self.pack(state)]
+        return ["object", _name_of(kind), self.pack(state)]
 
     def _tensor(self, value: torch.Tensor) -> Any:
         """Return a tensor's node; one that appears twice has one."""
@@ -235,12 +235,12 @@ class _Unpacker:
         return partial(self.unpack(function), *self.unpack(args), **self.unpack(keywords))
 
     def _named(self, name: str) -> Any:
-        if not _may_be_named(found := resolve_name(name)):
+        if not _may_be_named(found := _look_up(name)):
             raise TypeError(f"'{name}' came from another process and is not registered here")
         return found
 
     def _object(self, name: str, state: Any) -> Any:
-        if not _is_data(kind := resolve_name(name)):
+        if not _is_data(kind := _look_up(name)):
             raise TypeError(
                 f"an object of '{name}' came from another process; the class is not registered here"
             )
@@ -282,6 +282,14 @@ def _is_plain(items: Collection[Any]) -> bool:
     """Return whether there are but plain values and lists of such, which msgpack takes as they are."""
     kinds = set(map(type, items)) - _PLAIN
     return not kinds or (kinds == {list} and _is_plain([x for i in items if type(i) is list for x in i]))
+
+
+def _name_of(value: Any) -> str:
+    return f"{value.__module__}:{value.__qualname__}".removeprefix("headrace")
+
+
+def _look_up(name: str) -> Any:
+    return resolve_name(f"headrace{name}" if name.startswith(".") else name)
 
 
 def _shared_keys(items: list[Any]) -> list[Any]:
