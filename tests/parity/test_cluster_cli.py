@@ -159,7 +159,7 @@ def test_a_gpu_for_the_rollouts_that_the_cluster_lacks_is_one_line_before_any_wo
 
 
 DEATHS = {
-    "SimpleStorageUnit": r"storage unit 0 of 1 at [\d.]+ has died\. What only it held is lost",
+    "SimpleStorageUnit": r"storage unit 0 of 1 at [\d.]+ has died, or .* closed it\. What only it held is lost",
     # The last to start.
     "RankActor": r"the rollout actor has died: pid \d+ on [\d.]+ was killed or crashed, perhaps for memory \(in \w+\)$",
 }

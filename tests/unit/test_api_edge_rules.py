@@ -36,6 +36,7 @@ from headrace.data_plane.schema import (
     GLOBAL_FORWARD_PAD_SEQLEN,
     MICRO_BATCH_INDICES,
     MICRO_BATCH_LENGTHS,
+    PER_TOKEN_FIELDS,
 )
 from headrace.data_plane.worker_mixin import TQWorkerMixin
 from headrace.distributed.batched_data_dict import BatchedDataDict
@@ -588,6 +589,7 @@ def test_a_loss_gets_the_declared_column_that_it_asks_for(make_policy: Any, piec
         assert trained["all_mb_metrics"]["hints"] == sum(length - 1 for length in LENGTHS) / 2
     finally:
         del FIELDS["hint_weights"]
+        PER_TOKEN_FIELDS.discard("hint_weights")
 
 
 def test_a_meta_that_does_not_say_its_columns_can_be_scored(make_policy: Any) -> None:

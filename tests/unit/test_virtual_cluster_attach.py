@@ -172,7 +172,9 @@ def test_a_checkout_on_the_path_that_is_not_installed_attaches_like_any_other(
     for entry in Path(torch.__file__).parents[1].iterdir():
         if "headrace" not in entry.name:
             (tmp_path / entry.name).symlink_to(entry)
-    path = f"{tmp_path}:{Path(headrace.__file__).parents[1]}"
+    # The package alone: an installation leaves its metadata beside it.
+    (tmp_path / "headrace").symlink_to(Path(headrace.__file__).parent)
+    path = str(tmp_path)
     script = "import importlib.metadata as m\nassert not [*m.distributions(name='headrace')]\n"
     # Without the site's packages, where headrace is installed.
     found = answer(script + ROOM_ONLY, two_nodes, "-S", PYTHONPATH=path)
