@@ -295,6 +295,14 @@ def test_undeclared_columns_are_never_guessed_at() -> None:
     assert RowPacker([3, 1]).pack("class_scores", scores) is scores
 
 
+def test_a_column_that_shares_the_offsets_already_is_not_wrapped_again() -> None:
+    packer = RowPacker([2, 1])
+    packed = wired(packer.pack("input_ids", torch.ones(2, 2, dtype=torch.int64)))
+    assert packer.pack("input_ids", packed) is packed
+    column = nest([torch.tensor([1, 2]), torch.tensor([3])])
+    assert RowPacker([2, 1]).pack("input_ids", column) is column
+
+
 def test_a_jagged_column_is_not_copied() -> None:
     column = nest([torch.tensor([1, 2]), torch.tensor([3])])
     packed = wired(RowPacker([2, 1]).pack("input_ids", column))

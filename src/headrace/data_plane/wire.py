@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from headrace.data_plane.object_codec import ObjectArray
 from headrace.data_plane.schema import FIELDS, PER_TOKEN_FIELDS, Kind, Layout
@@ -241,7 +242,9 @@ class RowPacker:
         if isinstance(leaf, np.ndarray):
             return leaf
         if name in PER_TOKEN_FIELDS or name in self._per_token:
-            return self._pack_per_token(name, leaf)
+            packed = self._pack_per_token(name, leaf)
+            # Another nested tensor around the same would take as long as all that is done here.
+            return column if leaf is not column and _holds(column, packed) else packed
         if isinstance(leaf, torch.Tensor) and name in FIELDS:
             return leaf.reshape(self.rows)
         return column
@@ -269,9 +272,18 @@ class RowPacker:
             if width != layout.width:
                 layout = self._layout = layout.with_width(width)
             values = layout.strip(leaf)
+            layout.fits(layout.offsets)  # they are in use: those of a later column do not take their place
         return RaggedParts(
             values, layout.offsets, 1, None if values.is_cpu else layout.offsets_on(values.device)
         )
+
+
+def _holds(column: Leaf, packed: Leaf) -> bool:
+    """Return whether a column is a nested tensor around the same values and offsets objects as `packed`."""
+    if not isinstance(column, NestedTensor) or not isinstance(packed, RaggedParts):
+        return False
+    offsets = packed.offsets if packed.device_offsets is None else packed.device_offsets
+    return column._values is packed.values and column._offsets is offsets
 
 
 def materialize(

@@ -138,11 +138,11 @@ class RowLayout:
     def fits(self, offsets: torch.Tensor, device_offsets: torch.Tensor | None = None) -> bool:
         """Return whether offsets on the CPU are the layout's.
 
-        If so, `offsets_on` returns them, and the same ones on a device, unless it has returned others there.
+        If so, the first ones become its own, and `offsets_on` returns those on a device, unless others are in use.
         """
-        if self._on_device.get(offsets.device) is not offsets and not torch.equal(self.offsets, offsets):
+        if self.offsets is not offsets and not torch.equal(self.offsets, offsets):
             return False
-        self._on_device.setdefault(offsets.device, offsets)
+        self.offsets = self._on_device.setdefault(offsets.device, offsets)
         if device_offsets is not None:
             self._on_device.setdefault(device_offsets.device, device_offsets)
         return True

@@ -119,7 +119,8 @@ class VLLMGenerator:
     ) -> GenerationOutput:
         """Complete every prompt (token ids, at least one each), in order.
 
-        Metrics: `generated_tokens`, `generate_s`, `tokens_per_s`, `cached_prompt_fraction`, `preemptions`.
+        Metrics: `generated_tokens`, `generate_s`, `tokens_per_s`, `truncated_fraction`, `cached_prompt_fraction`,
+        `preemptions`.
 
         Raises:
             ConfigError: a prompt without room for a completion, or params that cannot be used.
@@ -130,12 +131,10 @@ class VLLMGenerator:
         self._check_open()
         check_request(self._model, prompts, params)
         self._wake("weights", "kv_cache")
-        stop = build_stop_rule(self._model, self._tokenizer, params)
+        stop_ids = build_stop_rule(self._model, self._tokenizer, params).token_ids.tolist()
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         sampling = [
-            self._sampling(
-                params, params.limit(len(prompt)), stop.token_ids.tolist(), derive_seed(seed, "row", row)
-            )
+            self._sampling(params, params.limit(len(prompt)), stop_ids, derive_seed(seed, "row", row))
             for row, prompt in enumerate(prompts)
         ]
         counters = self._counters()
@@ -147,7 +146,7 @@ class VLLMGenerator:
             token_ids=[list(c.token_ids) for c in completions],
             logprobs=[_sampled(c.logprobs, c.token_ids) for c in completions],
             truncated=[c.finish_reason != "stop" for c in completions],
-            stop_token_ids=tuple(stop.token_ids.tolist()),
+            stop_token_ids=tuple(stop_ids),
         )
         if self._routers is not None and params.record_routes:
             output.routes = [
