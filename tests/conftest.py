@@ -14,3 +14,4 @@ settings.register_profile("headrace", deadline=None)
 settings.load_profile("headrace")
 
 from ray_session import mooncake_engine, ray_cluster, transfer_queue_engine  # noqa: E402, F401  (fixtures; need the path)
+from wheel_session import installed_wheel  # noqa: E402, F401  (a fixture; needs the path)
