@@ -92,6 +92,8 @@ class GenerationConfig(Section):
     """Tokens of a turn at most; `policy.max_total_sequence_length` bounds all turns and the prompt together."""
     batch_size: PositiveInt = 256
     """Sequences that decode together."""
+    static_cache: bool | None = None
+    """`hf`: decode in a cache of fixed size, on a GPU as CUDA graphs; None: on a GPU, if the model can."""
     temperature: PositiveFloat = 1.0
     """The logits are divided by this before a token is drawn."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

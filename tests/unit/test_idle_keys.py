@@ -63,6 +63,7 @@ SAID = {
     "policy.router_replay.trace=true": ("", "policy.router_replay.enabled=true"),
     "generation.vllm.args={'max_model_len': 99}": ("", "generation.backend=vllm"),
     "generation.vllm.sleep_level=1": ("", "generation.backend=vllm"),
+    "generation.static_cache=true": ("generation.backend=vllm", ""),
     "grpo.advantage.leave_one_out=true": ("grpo.advantage.estimator=rloo", ""),
     "grpo.advantage.normalize_std=false": ("grpo.advantage.estimator=rloo", ""),
     "grpo.advantage.epsilon=0.1": ("grpo.advantage.normalize_std=false", ""),

@@ -139,6 +139,7 @@ EFFECTS: tuple[Effect, ...] = (
     _when(_GGUF, "policy.model", "cache_dir"),
     _when_enabled("policy.router_replay", "max_missing_fraction min_exact_fraction on_excess trace"),
     _when(_is("generation.backend", "vllm"), "generation.vllm", "args sleep_level"),
+    _when(_is("generation.backend", "hf"), "generation", "static_cache"),
     _when(_is("grpo.advantage.estimator", "grpo"), "grpo.advantage", "leave_one_out"),
     _when(_DIVIDES, "grpo.advantage", "normalize_std"),
     _when(_is("grpo.advantage.normalize_std", True) & _DIVIDES, "grpo.advantage", "epsilon"),

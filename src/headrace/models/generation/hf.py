@@ -1,26 +1,29 @@
 """Completions from a Hugging Face causal LM: a decode loop over its own forward pass and key-value cache.
 
-Prompts are sorted by length and decoded in left-padded batches. Equal prompts of a batch are prefilled once;
-a row that ends leaves its batch and costs nothing further. Sampling takes one random number per prompt and
-token, all drawn at once from one seeded generator. So a completion depends on the weights, its prompt, the
-params, the seed and its place in the call. Its neighbours and the batch size reach it only through rounding:
-padding and matrix shapes change the last bits of a logit.
+Prompts are sorted by length and decoded in left-padded batches. Equal prompts of a batch are prefilled once; a row
+that ends leaves its batch, in a static cache once half of the batch has ended. Sampling takes one random number per
+prompt and token, all drawn at once from one seeded generator. So a completion depends on the weights, its prompt, the
+params, the seed and its place in the call. Its neighbours and the batch size reach it only through rounding: padding
+and matrix shapes change the last bits of a logit.
 """
 
+import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from itertools import chain
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from headrace.config import GenerationConfig
 from headrace.errors import ConfigError, GenerationError
 from headrace.models.generation.decode_check import check_decoding
+from headrace.models.generation.decode_steps import Forward, GrowingSteps, PaddedPrompts, StaticSteps
 from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
 from headrace.models.generation.route_recording import RouteRecording
 from headrace.models.generation.stopping import StopRule, build_stop_rule
@@ -29,6 +32,8 @@ from headrace.models.router_replay import Routes, install
 from headrace.models.sampling import filter_logits, gather_logprobs, sample_at
 from headrace.models.tokenizers import unknown_ids, vocabulary_of
 
+_LOGGER = logging.getLogger(__name__)
+_WORTH_A_GRAPH = 16  # new tokens; a capture takes as long as a few steps
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -89,11 +94,14 @@ class HFGenerator:
         self._cache_keyword = "cache" if "cache" in keywords else "past_key_values"
         # In float32, where rounding is small, if the attention has it.
         half_only = model.config._attn_implementation == "flash_attention_2"
+        self._static_from: float = 0 if cfg.static_cache else math.inf
         if not half_only:
             self._check_decoding()
         cast_parameters(model, _DTYPES[cfg.precision])
         if half_only:
             self._check_decoding()
+        if cfg.static_cache is None and model.device.type == "cuda":
+            self._try_static()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
@@ -171,11 +179,12 @@ class HFGenerator:
         completions = _Completions.empty(limits, self._model.device)
         live = torch.arange(len(prompts), device=self._model.device)
         cache = DynamicCache(config=self._model.config)
-        logits, routes = self._forward(inputs, cache, records=recording is not None)
+        forward = partial(self._forward, records=recording is not None)
+        logits, routes = forward(inputs, cache)
         if recording is not None:
             recording.add_prefill(routes)
         logits = logits[batch.source]
-        cache.reorder_cache(batch.source)
+        steps = self._steps(forward, cache, batch, max(limits))
         for step in range(max(limits)):
             noise = None if uniforms is None else uniforms[live, step]
             ids, logprobs = _choose(logits, params, noise, self._unknown_ids)
@@ -189,15 +198,32 @@ class HFGenerator:
                 if len(going) == 0:
                     break
                 live, ids = live[going], ids[going]
-                cache.reorder_cache(going)
-            inputs = batch.decode_inputs(live, ids, step)
-            logits, routes = self._forward(inputs, cache, records=recording is not None)
+                steps.keep(going)
+            logits, routes = steps.step(ids)
             if recording is not None:
                 recording.add_step(live, routes)
         return completions, recording
 
-    def _check_decoding(self) -> None:
-        params = SamplingParams(max_new_tokens=3, greedy=True, record_routes=False)
+    def _steps(
+        self, forward: Forward, cache: DynamicCache, batch: PaddedPrompts, new_tokens: int
+    ) -> GrowingSteps | StaticSteps:
+        if new_tokens >= self._static_from and StaticSteps.fits(cache, self._model.config):
+            return StaticSteps(forward, cache, batch, self._model.config, new_tokens)
+        return GrowingSteps(forward, cache, batch)
+
+    def _try_static(self) -> None:
+        """Decode in a static cache from now on, if this model can."""
+        self._static_from = _WORTH_A_GRAPH
+        try:
+            self._check_decoding(new_tokens=_WORTH_A_GRAPH)
+        except ConfigError as error:
+            self._static_from = math.inf
+            _LOGGER.warning("generation.static_cache is off, so that decoding is slower: %s", error)
+
+    def _check_decoding(self, new_tokens: int = 3) -> None:
+        params = SamplingParams(
+            max_new_tokens=new_tokens, greedy=True, record_routes=self.route_shape is not None
+        )
         never = StopRule(torch.empty(0, dtype=torch.int64, device=self._model.device), (), self._tokenizer)
 
         def decode(prompts: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
@@ -208,39 +234,19 @@ class HFGenerator:
         check_decoding(self._model, decode, self._unknown_ids)
 
     def _forward(
-        self, inputs: dict[str, Any], cache: DynamicCache, *, records: bool
-    ) -> tuple[torch.Tensor, Routes]:
+        self, inputs: dict[str, Any], cache: Any, *, records: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run prefill or one decode step, grow the cache; return the last position's logits (b, V), and routes."""
         routes = Routes.record()
         extra = {"routes": routes} if records else {}
         output = self._model(**inputs, **{self._cache_keyword: cache}, **self._options, **extra)
         logits: torch.Tensor = output.logits
-        return logits[:, -1], routes
-
-
-@dataclass
-class _PaddedPrompts:
-    """Where the U distinct prompts of a batch of B lie, which are padded on the left to a common width W.
-
-    `mask` (U, W), or None when no row has padding; `lengths` (U); `source` (B) says which of them each row of the
-    batch is.
-    """
-
-    mask: torch.Tensor | None
-    lengths: torch.Tensor
-    source: torch.Tensor
-
-    def decode_inputs(self, live: torch.Tensor, ids: torch.Tensor, step: int) -> dict[str, Any]:
-        """Return the inputs that feed `ids` (b), sampled at `step` (0: the first), to the `live` rows (b)."""
-        rows = self.source[live]
-        mask = None if self.mask is None else pad(self.mask[rows], (0, step + 1), value=1)
-        positions = (self.lengths[rows] + step).unsqueeze(1)
-        return {"input_ids": ids.unsqueeze(1), "attention_mask": mask, "position_ids": positions}
+        return logits[:, -1], routes.ids if records else None
 
 
 def _pad(
     prompts: Sequence[Sequence[int]], vocabulary: int, device: torch.device
-) -> tuple[dict[str, Any], _PaddedPrompts]:
+) -> tuple[dict[str, Any], PaddedPrompts]:
     """Return the inputs of the prefill, (U, W) each, and where the prompts lie in them."""
     keys = [tuple(prompt) for prompt in prompts]
     place = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -261,7 +267,7 @@ def _pad(
     padding = None if mask.all() else mask.long().to(device)
     inputs = {"input_ids": ids, "position_ids": positions.clamp_(min=0)}
     inputs = {name: value.to(device) for name, value in inputs.items()}
-    batch = _PaddedPrompts(padding, lengths.to(device), source.to(device))
+    batch = PaddedPrompts(padding, width, lengths.to(device), source.to(device))
     return {**inputs, "attention_mask": padding}, batch
 
 

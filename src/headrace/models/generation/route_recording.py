@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 import torch
 
 from headrace.data_plane.routes_codec import RouteShape, missing_mark
-from headrace.models.router_replay import Routes
 
 
 @dataclass
@@ -22,13 +21,15 @@ class RouteRecording:
     _prefill: torch.Tensor | None = None
     _steps: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
-    def add_prefill(self, routes: Routes) -> None:
-        """Take the routes of the prefill, (U x width) rows, padding included."""
-        self._prefill = routes.ids.view(len(self.lengths), -1, self.shape.num_layers, self.shape.top_k)
+    def add_prefill(self, routes: torch.Tensor | None) -> None:
+        """Take the routes of the prefill, (U x width, layers, k), padding included."""
+        assert routes is not None
+        self._prefill = routes.view(len(self.lengths), -1, self.shape.num_layers, self.shape.top_k)
 
-    def add_step(self, live: torch.Tensor, routes: Routes) -> None:
-        """Take the routes of a decode step that fed one token to each of the rows `live` (b)."""
-        self._steps.append((live, routes.ids))
+    def add_step(self, live: torch.Tensor, routes: torch.Tensor | None) -> None:
+        """Take the routes, (b, layers, k), of a decode step that fed one token to each of the rows `live` (b)."""
+        assert routes is not None
+        self._steps.append((live, routes))
 
     def rows(self, counts: torch.Tensor) -> list[torch.Tensor]:
         """Return each row's routes on the CPU, (prompt + count - 1, layers, k), after `counts` (B) new tokens."""

@@ -1,0 +1,77 @@
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from headrace.config import GenerationConfig
+from headrace.models.generation import decode_steps
+from headrace.models.generation.decode_steps import StaticSteps
+from headrace.models.generation.hf import HFGenerator
+from headrace.models.generation.interfaces import SamplingParams
+from reference_generation import FAMILIES, PROMPTS, TOKENIZER, generator_of, model_of
+
+MANY = [[3 + (i * j) % 11 for j in range(1, 2 + i % 6)] for i in range(12)]
+
+
+@pytest.fixture
+def tight(monkeypatch):
+    """A static cache of little room, so that it grows every few steps."""
+    monkeypatch.setattr(decode_steps, "_SPARE", 3)
+    monkeypatch.setattr(decode_steps, "_GROWTH", 1.0)
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """The rows and places of every static cache that is made."""
+    made = []
+    prepare = StaticSteps._prepare
+
+    def noting(self, rows):
+        prepare(self, rows)
+        made.append((len(rows), self._capacity))
+
+    monkeypatch.setattr(StaticSteps, "_prepare", noting)
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prompts", [PROMPTS, MANY], ids=["few", "many"])
+def test_a_static_cache_gives_the_answers_of_a_growing_one(family, prompts, tight):
+    params = SamplingParams(20, temperature=1.3, top_k=9)
+    growing = generator_of(family).generate(prompts, params, seed=3)
+    static = generator_of(family, static_cache=True).generate(prompts, params, seed=3)
+    assert static.token_ids == growing.token_ids
+    assert static.truncated == growing.truncated
+    for one, other in zip(static.logprobs, growing.logprobs, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_a_static_cache_grows_by_its_spare_places_and_shrinks_to_the_rows_that_go_on(tight, sizes):
+    output = generator_of("moe", static_cache=True).generate(MANY, SamplingParams(20), seed=3)
+    assert len({len(ids) for ids in output.token_ids}) > 3, "rows end at different steps"
+    rows = [n for n, _ in sizes[1:]]  # the first is of the check at the start
+    assert max(rows) == len(MANY)
+    assert min(rows) <= len(MANY) // 2
+    assert max(places for _, places in sizes) <= max(map(len, MANY)) + 20
+
+
+def test_routes_of_a_static_cache_are_those_of_a_growing_one(tight):
+    outputs = [
+        HFGenerator(
+            model_of("moe"), TOKENIZER, GenerationConfig(static_cache=static), record_routes=True
+        ).generate(MANY, SamplingParams(16), seed=5)
+        for static in (True, False)
+    ]
+    for one, other in zip(outputs[0].routes, outputs[1].routes, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_layers_that_drop_keys_take_no_static_cache():
+    config = copy.deepcopy(model_of("moe").config)
+    cache = DynamicCache(config=config)
+    assert StaticSteps.fits(cache, config)
+    config._attn_implementation = "flash_attention_2"
+    assert not StaticSteps.fits(cache, config)
+    sliding = model_of("sliding").config
+    assert not StaticSteps.fits(DynamicCache(config=sliding), sliding)
