@@ -56,7 +56,6 @@ class DemoLoop:
             recipe,
             self.session.policy,
             self.session.rollouts,
-            self.session.rows,
             self.session.prompts,
             PolicyGradientLoss(recipe.loss),
             on_stage=lambda _step, _stage: None,

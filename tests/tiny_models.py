@@ -1,5 +1,6 @@
 """Real models and tokenizers of a few thousand weights, and policies over them; all from seeds."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config import GenerationConfig, PolicyConfig
 from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.models.policy.lm_policy import Policy
 from headrace.models.tokenizers import build_character_tokenizer
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,;:!?-+*/=()[]<>#&%$@_"
@@ -86,6 +88,16 @@ def tiny_policy_config(name: str = "qwen3_moe", **changes: Any) -> PolicyConfig:
         **changes,
     }
     return PolicyConfig.model_validate(values)
+
+
+@cache
+def tiny_policy(pad_token: str | None = None, **changes: Any) -> Policy:
+    """Return a policy of one worker in this process, the same for the same arguments; `changes` as above."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = pad_token or tokenizer.pad_token
+    return Policy(
+        tiny_policy_config("llama", **changes), tiny_generation_config(), tokenizer=tokenizer, seed=0
+    )
 
 
 def tiny_generation_config(**changes: Any) -> GenerationConfig:

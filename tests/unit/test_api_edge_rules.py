@@ -643,19 +643,19 @@ def session(tmp_path: Path) -> Iterator[Session]:
 
 def rollout(session: Session, prompts: list[Prompt]) -> KVBatchMeta:
     """Put four samples of each prompt into the open partition."""
-    method, arguments = session.rows.rollout_call
+    method, arguments = session.policy.rollout_call
     request = {"prompts": prompts, "tag": "1", "seed": 0}
     meta: KVBatchMeta = session.rollouts.run_all(method, request, group_size=4, **arguments)[0][0]
     return meta
 
 
 def test_an_error_in_mid_step_leaves_no_row_in_the_store(session: Session) -> None:
-    rows: Any = session.rows
+    policy: Any = session.policy
     prompts = session.environment.prompts("train")[:4]
-    client = rows._policy.dp_client
+    client = policy.dp_client
 
     def step() -> None:
-        with rows.opened(16, 4):
+        with policy.step_rows(16, 4):
             rollout(session, prompts)
             assert len(client.sample_ids("train")) == 16
             raise RuntimeError("mid-step")
@@ -666,13 +666,18 @@ def test_an_error_in_mid_step_leaves_no_row_in_the_store(session: Session) -> No
 
 
 def test_filtering_half_of_the_groups_leaves_the_keys_of_the_others_only(session: Session) -> None:
-    rows: Any = session.rows
-    client = rows._policy.dp_client
+    policy: Any = session.policy
+    client = policy.dp_client
     prompts = session.environment.prompts("train")[:4]
-    with rows.opened(16, 4):
-        meta = rollout(session, prompts)
-        kept = rows.keep(meta, range(8))
-        assert client.sample_ids("train") == kept.sample_ids == meta.sample_ids[:8]
-        client.put_samples(["leaked"], "train", tags=[{}])
-        with pytest.raises(DataPlaneError, match=r"1 rows are left .*'leaked'"):
-            rows.finish(kept)
+
+    def step() -> None:
+        with policy.step_rows(16, 4):
+            meta = rollout(session, prompts)
+            kept = policy.keep_rows(meta, range(8))
+            assert client.sample_ids("train") == kept.sample_ids == meta.sample_ids[:8]
+            client.put_samples(["leaked"], "train", tags=[{}])
+            policy.finish_step(kept)
+
+    with pytest.raises(DataPlaneError, match=r"1 rows are left .*'leaked'"):
+        step()
+    assert client.sample_ids("train") == []

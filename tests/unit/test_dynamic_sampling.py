@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headrace.algorithms.grpo import Collected, StepContext, collect, score
+from headrace.algorithms.loss import NLLLoss
 from headrace.algorithms.prompt_loader import PromptLoader
-from headrace.algorithms.rows_in_memory import InMemoryRows
 from headrace.config import RecipeConfig
 from headrace.distributed.worker_groups import LocalWorkerGroup
 from headrace.environments.interfaces import StepResult
@@ -19,6 +19,7 @@ from headrace.experience.sync_rollout_actor import SyncRolloutActor
 from headrace.experience.types import Message, Prompt
 from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
 from reference_experience import LETTERS, BigramGenerator, character_tokenizer
+from tiny_models import tiny_policy
 from tiny_recipe import tiny_recipe
 
 GROUP = 4
@@ -77,14 +78,13 @@ def collected(
     recipe = tiny_recipe(tmp_path, grpo={"dynamic_sampling": sampling, **grpo}, data={"shuffle": False})
     judge, generator = Judge(rewards), Counting()
     settings = RolloutSettings.from_recipe(recipe)
-    no_policy: Any = None
     actor = SyncRolloutActor(generator, character_tokenizer(), judge, settings)
-    rows = InMemoryRows(actor)
+    policy = tiny_policy()
     prompts = PromptLoader(judge.prompts("train"), seed=0, shuffle=False)
     ctx = StepContext(
-        recipe, no_policy, LocalWorkerGroup(actor), rows, prompts, loss_fn=no_policy, on_stage=lambda *_: None
+        recipe, policy, LocalWorkerGroup(actor), prompts, loss_fn=NLLLoss(), on_stage=lambda *_: None
     )
-    with rows.opened(32, GROUP):
+    with policy.step_rows(32, GROUP):
         return recipe, collect(ctx, 1), judge, generator
 
 

@@ -3,7 +3,6 @@
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,14 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.algorithms.rows_in_memory import InMemoryRows
 from headrace.data_plane.schema import FIELDS, ROLLOUT_FIELDS
+from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.errors import SchemaError
 from headrace.experience.flatten import PER_SAMPLE_KEYS, flatten, per_sample_values
-from headrace.experience.rollouts import RolloutSettings
 from headrace.experience.types import Message, Prompt, Rollout
-from headrace.models.generation.interfaces import SamplingParams
 from reference_experience import naive_padded
+from tiny_models import tiny_policy
 
 
 def sample(number: int, prompt_tokens: int, response_tokens: int, **changes: Any) -> Rollout:
@@ -68,13 +66,11 @@ def test_every_row_of_every_column_is_the_samples_own(lengths: list[tuple[int, i
 def test_padding_afterwards_equals_padding_row_by_row(lengths: list[tuple[int, int]], multiple: int) -> None:
     rollouts = samples(*lengths)
     width = -(-max(p + r for p, r in lengths) // multiple) * multiple
-    side: Any = SimpleNamespace(
-        generator=SimpleNamespace(route_shape=None),
-        settings=RolloutSettings(SamplingParams(1), 64, pad_to_multiple=multiple),
-        tokenizer=SimpleNamespace(pad_token_id=99),
-    )
-    batch = InMemoryRows(side).batch(rollouts)
-    assert batch["input_ids"].tolist() == naive_padded([r.token_ids for r in rollouts], width, 99)
+    policy = tiny_policy(pad_token="z", make_sequence_length_divisible_by=multiple)
+    batch = policy.padded(BatchedDataDict(flatten(rollouts)))
+    pad = policy.tokenizer.pad_token_id
+    assert pad != 0
+    assert batch["input_ids"].tolist() == naive_padded([r.token_ids for r in rollouts], width, pad)
     assert batch["token_mask"].tolist() == naive_padded([r.token_mask for r in rollouts], width, 0)
     logprobs = [np.float32(r.logprobs).tolist() for r in rollouts]
     assert batch["generation_logprobs"].tolist() == naive_padded(logprobs, width, 0.0)

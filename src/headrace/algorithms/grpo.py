@@ -1,9 +1,9 @@
-"""One GRPO step, the same code wherever its rows live: in memory (`rows_in_memory.py`) or in the store.
+"""One GRPO step, the same code wherever its rows live: in memory (`Policy`) or in the store (`TQPolicy`).
 
     rollout -> (drop zero-variance groups, refill) -> previous and reference logprobs -> advantages -> train
 
-A *batch* is what the policy takes: padded columns in memory, or the KVBatchMeta of rows in the store
-(`rows_in_store.py`). Both give the same numbers bit for bit.
+Rows are what the policy takes: columns in memory, or the KVBatchMeta of rows in the store. Both give the same numbers
+bit for bit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -55,78 +55,6 @@ class StepInterrupted(HeadraceError):
     """The user asked to stop, and the step ended at a point where no weight has changed."""
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that rows cost.
-
-    `by_column` went through the store, puts and gets together. `driver_bytes` went to and from the driver's process:
-    calls to workers and their results, and what the driver itself puts and gets; 0 where no worker is in another
-    process.
-    """
-
-    by_column: Mapping[str, int] = field(default_factory=dict)
-    driver_bytes: int = 0
-
-    def __sub__(self, before: "Traffic") -> "Traffic":
-        columns = {name: n - before.by_column.get(name, 0) for name, n in self.by_column.items()}
-        return Traffic(columns, self.driver_bytes - before.driver_bytes)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the driver's part as metrics, where it is told from the whole."""
-        total = sum(self.by_column.values())
-        if not self.driver_bytes or not total:
-            return {}
-        return {
-            "data_plane/driver_bytes": float(self.driver_bytes),
-            "data_plane/driver_fraction": self.driver_bytes / total,
-        }
-
-
-class Rows(Protocol):
-    """Where a step's rows live; `rollout_call` is the method of `SyncRolloutActor` that makes them, with arguments.
-
-    `rows` are what that method returns first, `batch` is what `batch()` makes of them.
-    """
-
-    rollout_call: tuple[str, dict[str, Any]]
-
-    def opened(self, num_samples: int, group_size: int) -> AbstractContextManager[None]:
-        """Return a context in which rows may be made; when it ends, also by an exception, none is left."""
-        ...
-
-    def keep(self, rows: Any, indices: Sequence[int]) -> Any:
-        """Return the rows at `indices`, in that order, and clear the others."""
-        ...
-
-    def join(self, parts: Sequence[Any]) -> Any: ...
-
-    def batch(self, rows: Any) -> Any: ...
-
-    def reduce(
-        self, batch: Any, reduce_fn: Callable[..., Mapping[str, torch.Tensor]], fields: Sequence[str]
-    ) -> Mapping[str, torch.Tensor]:
-        """Return what `reduce_fn` makes of the columns, {name: (N,)}."""
-        ...
-
-    def write(self, batch: Any, columns: Mapping[str, torch.Tensor]) -> None: ...
-
-    def derive(
-        self, batch: Any, make: Callable[..., Mapping[str, torch.Tensor]], fields: Sequence[str]
-    ) -> None:
-        """Add the columns that `make` makes of others."""
-        ...
-
-    def read(self, batch: Any, names: Sequence[str], count: int | None = None) -> Mapping[str, Any]:
-        """Return columns of the first `count` rows, or of all."""
-        ...
-
-    def finish(self, batch: Any) -> None: ...
-
-    def traffic(self) -> Traffic:
-        """Return what went through the data plane since the last call; nothing in memory."""
-        ...
-
-
 @dataclass
 class StepResult:
     """What one step reports."""
@@ -144,7 +72,6 @@ class StepContext:
     recipe: RecipeConfig
     policy: Policy
     rollouts: WorkerGroup
-    rows: Rows
     prompts: PromptLoader
     loss_fn: LossFn
     on_stage: Callable[[int, str], None]
@@ -162,48 +89,47 @@ def run_step(ctx: StepContext, step: int, timer: Timer) -> StepResult:
         HeadraceError: an update whose loss or gradient is not finite, with `loss.on_non_finite=stop`.
         ReplayError: router replay without effect, with rows used twice or changed on the way, or over its budget.
     """
-    recipe, policy, rows = ctx.recipe, ctx.policy, ctx.rows
+    recipe, policy = ctx.recipe, ctx.policy
     stage = partial(_stage, ctx, step, timer, ctx.prompts.position)
-    with rows.opened(_expected_rows(recipe), recipe.grpo.num_generations_per_prompt):
+    with policy.step_rows(_expected_rows(recipe), recipe.grpo.num_generations_per_prompt):
         with stage("rollout"):
             collected = collect(ctx, step)
-        table = collected.table
-        batch = rows.batch(collected.rows)
-        replay = _watch_replay(ctx, step, batch, table)
+        table, rows = collected.table, policy.padded(collected.rows)
+        replay = _watch_replay(ctx, step, rows, table)
         recorded = replay.budget()
         if needs_prev_logprobs(recipe):
             with stage("prev_logprobs"):
                 # The KL of the reward is of both policies without the generation's filters.
                 filters = recipe.generation.filters and recipe.grpo.reward.kl_coefficient > 0
-                policy.prev_logprobs(batch, unfiltered=filters)
+                policy.prev_logprobs(rows, unfiltered=filters)
                 replay.check(policy.take_replay_stats(), "prev_logprobs")
         if recipe.needs_reference:
             with stage("reference_logprobs"):
-                policy.reference_logprobs(batch)
+                policy.reference_logprobs(rows)
         with stage("advantages"):
-            scored = score(recipe, table, _stats(recipe, rows, batch), collected.weights * recorded)
+            scored = score(recipe, table, _stats(recipe, policy, rows), collected.weights * recorded)
             name = MEAN_ADVANTAGES if recipe.has_token_kl else "advantages"
-            rows.write(batch, {name: scored.advantages, "sample_mask": scored.sample_mask})
+            policy.write_columns(rows, {name: scored.advantages, "sample_mask": scored.sample_mask})
             if recipe.has_token_kl:
                 kl_kind = recipe.grpo.reward.kl_kind
                 make = partial(token_advantages, kl_kind=kl_kind, kl_scale=scored.kl_scale)
-                rows.derive(batch, make, (MEAN_ADVANTAGES, *stats_columns(reference=True)))
+                policy.derive_columns(rows, make, (MEAN_ADVANTAGES, *stats_columns(reference=True)))
         with stage("train"):
             # Without a sample that counts, an update would only apply momentum and weight decay.
-            trained = policy.train(batch, _loss(ctx)) if scored.sample_mask.any() else None
+            trained = policy.train(rows, _loss(ctx)) if scored.sample_mask.any() else None
             if trained is not None:
                 check_finite(trained, recipe.loss.on_non_finite, f"step {step}")
                 replay.check(policy.take_replay_stats(), "train")
-        samples = _samples(rows, batch, table, scored, recipe.logging.samples_per_step)
-        rows.finish(batch)
-    traffic = rows.traffic()
+        samples = _samples(policy, rows, table, scored, recipe.logging.samples_per_step)
+        policy.finish_step(rows)
+    traffic = policy.traffic(ctx.rollouts)
     updates = update_metrics(trained, recipe.samples_per_step // recipe.policy.train_global_batch_size)
     metrics = {**collected.metrics, **scored.metrics, **updates, **replay.metrics}
     tokens = int(table.total_tokens.sum())
     return StepResult({**metrics, **traffic.metrics()}, tokens, dict(traffic.by_column), samples)
 
 
-def _watch_replay(ctx: StepContext, step: int, batch: Any, table: RolloutTable) -> ReplayWatch:
+def _watch_replay(ctx: StepContext, step: int, rows: Any, table: RolloutTable) -> ReplayWatch:
     return ReplayWatch(
         ctx.recipe.policy.router_replay,
         step=step,
@@ -211,7 +137,7 @@ def _watch_replay(ctx: StepContext, step: int, batch: Any, table: RolloutTable) 
         total_tokens=table.total_tokens,
         missing=table.routes_missing,
         digests=table.routes_digest,
-        read=partial(ctx.rows.read, batch),
+        read=partial(ctx.policy.read_columns, rows),
         trace_dir=ctx.trace_dir,
     )
 
@@ -277,7 +203,7 @@ def collect(ctx: StepContext, step: int) -> Collected:
 def _round(
     ctx: StepContext, step: int, number: int, prompts: int
 ) -> tuple[Any, RolloutTable, dict[str, float]]:
-    method, arguments = ctx.rows.rollout_call
+    method, arguments = ctx.policy.rollout_call
     request = {
         "prompts": ctx.prompts.take(prompts),
         "seed": derive_seed(ctx.recipe.seed, "rollout", step, number),
@@ -305,12 +231,12 @@ def _collect_filtered(ctx: StepContext, step: int) -> Collected:
         if not chosen.missing_groups or len(drawn) == grpo.dynamic_sampling.max_refills:
             break
         held = sorted([*chosen.keep, *chosen.spare])
-        rows, table = ctx.rows.keep(rows, held), table.select(held)
+        rows, table = ctx.policy.keep_rows(rows, held), table.select(held)
         # Those held fill one batch at most, and the partition has room for another.
         more = refill_groups(chosen.missing_groups, most=needed, **_counted(ctx.recipe, drawn))
         new_rows, new_table, calls = _round(ctx, step, len(drawn), more)
         drawn, all_calls = [*drawn, new_table], [*all_calls, calls]
-        rows, table = ctx.rows.join([rows, new_rows]), RolloutTable.join([table, new_table])
+        rows, table = ctx.policy.join_rows([rows, new_rows]), RolloutTable.join([table, new_table])
     trained, weights = complete_batch(chosen.keep, chosen.spare, table.uids, needed=needed)
     counts = _counted(ctx.recipe, drawn)
     metrics = {
@@ -320,7 +246,9 @@ def _collect_filtered(ctx: StepContext, step: int) -> Collected:
         "dynamic_sampling/varied_fraction": counts["useful"] / counts["drawn"],
         "dynamic_sampling/useful_fraction": (needed - chosen.missing_groups) / counts["drawn"],
     }
-    return Collected(ctx.rows.keep(rows, trained), table.select(trained), torch.tensor(weights), metrics)
+    return Collected(
+        ctx.policy.keep_rows(rows, trained), table.select(trained), torch.tensor(weights), metrics
+    )
 
 
 def _compared(recipe: RecipeConfig, table: RolloutTable) -> dict[str, Any]:
@@ -395,11 +323,11 @@ def _token_kl(recipe: RecipeConfig, stats: Mapping[str, torch.Tensor]) -> TokenK
     return TokenKL(recipe.grpo.reward.kl_coefficient, stats["kl_to_go_sum"], stats["kl_to_go_squares"])
 
 
-def _stats(recipe: RecipeConfig, rows: Rows, batch: Any) -> Mapping[str, torch.Tensor]:
+def _stats(recipe: RecipeConfig, policy: Policy, rows: Any) -> Mapping[str, torch.Tensor]:
     if not needs_prev_logprobs(recipe):
         return {}
     reduce_fn = partial(_row_stats, kl_kind=recipe.grpo.reward.kl_kind, by_token=recipe.has_token_kl)
-    return rows.reduce(batch, reduce_fn, stats_columns(reference=recipe.needs_reference))
+    return policy.reduce_rows(rows, reduce_fn, stats_columns(reference=recipe.needs_reference))
 
 
 @registered
@@ -409,9 +337,11 @@ def _row_stats(data: Mapping[str, Any], *, kl_kind: KLKind, by_token: bool) -> d
     return {**sample_stats(data, kl_kind=kl_kind), **token_kl, **gaps}
 
 
-def _samples(rows: Rows, batch: Any, table: RolloutTable, scored: Scored, count: int) -> list[dict[str, Any]]:
+def _samples(
+    policy: Policy, rows: Any, table: RolloutTable, scored: Scored, count: int
+) -> list[dict[str, Any]]:
     count = min(count, len(table))
-    messages = rows.read(batch, ["message_log"], count)["message_log"] if count else []
+    messages = policy.read_columns(rows, ["message_log"], count)["message_log"] if count else []
     return [
         {
             "sample_id": table.sample_ids[i],

@@ -12,14 +12,12 @@ from typing import Any, Protocol
 import torch
 from transformers.utils import logging as hf_logging
 
-from headrace.algorithms.grpo import Rows, StepContext
+from headrace.algorithms.grpo import StepContext
 from headrace.algorithms.loop import Loop, save_checkpoint, update_weights
 from headrace.algorithms.loss import PolicyGradientLoss
 from headrace.algorithms.observer import BEST_BY, RunObserver
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.algorithms.resume import keep_reference, prompts_state, restore, warming_up
-from headrace.algorithms.rows_in_memory import InMemoryRows
-from headrace.algorithms.rows_in_store import DataPlaneRows
 from headrace.algorithms.warm_start import check_demonstrations, warm_start, warm_start_optimizer
 from headrace.config import DataPlaneConfig, ObservabilityConfig, RecipeConfig
 from headrace.data_plane.schema import added_fields
@@ -63,7 +61,6 @@ class Session:
     """A group of one `SyncRolloutActor`."""
     environment: Environment
     prompts: PromptLoader
-    rows: Rows
 
     def update_weights(self) -> None:
         update_weights(self.policy, self.rollouts)
@@ -106,20 +103,13 @@ def build_session(recipe: RecipeConfig) -> Session:
     policy = _build_policy(recipe, tokenizer, in_actor)
     with ExitStack() as undo:
         undo.callback(policy.shutdown)
-        rollouts: WorkerGroup
-        rows: Rows
-        if not isinstance(policy, TQPolicy):
-            actor = SyncRolloutActor.from_recipe(recipe, tokenizer, environment)
-            rollouts, rows = LocalWorkerGroup(actor), InMemoryRows(actor)
+        if in_actor and isinstance(policy, TQPolicy):
+            rollouts = _start_rollout_actor(recipe, policy.dp_cfg)
         else:
-            if in_actor:
-                rollouts = _start_rollout_actor(recipe, policy.dp_cfg)
-            else:
-                actor = SyncRolloutActor.from_recipe(recipe, tokenizer, environment, policy.dp_client)
-                rollouts = LocalWorkerGroup(actor)
-            rows = DataPlaneRows(policy, rollouts)
+            store = policy.dp_client if isinstance(policy, TQPolicy) else None
+            rollouts = LocalWorkerGroup(SyncRolloutActor.from_recipe(recipe, tokenizer, environment, store))
         undo.pop_all()
-    return Session(recipe, policy, rollouts, environment, prompts, rows)
+    return Session(recipe, policy, rollouts, environment, prompts)
 
 
 def _start_rollout_actor(recipe: RecipeConfig, dp_cfg: DataPlaneConfig | Mapping[str, Any]) -> WorkerGroup:
@@ -259,7 +249,6 @@ def start_loop(
         recipe,
         session.policy,
         session.rollouts,
-        session.rows,
         session.prompts,
         PolicyGradientLoss(recipe.loss, filtered=recipe.generation.filters),
         on_stage=observer.on_stage,

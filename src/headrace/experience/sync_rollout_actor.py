@@ -17,8 +17,10 @@ from headrace.config import DataPlaneConfig, RecipeConfig, ValidationConfig
 from headrace.data_plane.column_io import kv_first_write
 from headrace.data_plane.factory import build_data_plane_client
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from headrace.data_plane.schema import FieldSpec, declare
+from headrace.data_plane.schema import SAMPLE_ID, FieldSpec, declare
 from headrace.data_plane.worker_mixin import bytes_moved
+from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.columns import object_array
 from headrace.environments.interfaces import Environment, StepResult
 from headrace.errors import ConfigError, DataPlaneError
 from headrace.experience.chat import ChatTokenizer
@@ -180,14 +182,17 @@ class SyncRolloutActor:
 
     def rollout_in_memory(
         self, input_batch: Mapping[str, Any], *, group_size: int
-    ) -> tuple[list[Rollout], DriverCarry, dict[str, float], dict[str, float]]:
-        """Do the same without a store: the samples themselves come back."""
+    ) -> tuple[BatchedDataDict, DriverCarry, dict[str, float], dict[str, float]]:
+        """Do the same without a store: the rows themselves come back, with their ids, tokens jagged."""
         try:
             rollouts, calls = self._roll_out(input_batch, group_size, None)
         finally:
             self.generator.release()
         values = per_sample_values(rollouts)
-        return rollouts, values, rollout_metrics(values), calls
+        columns = flatten(rollouts, route_shape=self.generator.route_shape)
+        rows: BatchedDataDict = BatchedDataDict(columns)
+        rows[SAMPLE_ID] = object_array([rollout.sample_id for rollout in rollouts])
+        return rows, values, rollout_metrics(values), calls
 
     def validate(self, seed: int) -> dict[str, float]:
         """Return accuracy and mean reward of greedy completions and, if configured, of sampled ones, by metric name.

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from headrace.config import ClusterConfig, GenerationConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
+from headrace.data_plane.route_binding import sample_salts
 from headrace.data_plane.schema import (
     INPUT_IDS,
     INPUT_LENGTHS,
@@ -19,21 +20,27 @@ from headrace.data_plane.schema import (
     PER_TOKEN_FIELDS,
     PREV_UNFILTERED_LOGPROBS,
     ROUTE_SALTS,
+    ROUTED_EXPERTS_FIELD,
+    SAMPLE_ID,
     UNFILTERED_LOGPROBS,
     fields_with_optional_routed_experts,
+    pad_values,
 )
+from headrace.data_plane.wire import materialize, wire_tensordict
 from headrace.distributed.batched_data_dict import BatchedDataDict, DynamicBatchingArgs, SequencePackingArgs
 from headrace.distributed.worker_groups import WorkerGroup
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.launch import Launcher, build_worker_group
-from headrace.models.policy.results import aggregate_train_results, merge_rows
+from headrace.models.policy.results import Traffic, aggregate_train_results, merge_rows
 from headrace.models.router_replay.stats import ReplayStats
 from headrace.utils.arguments import names_list
 from headrace.utils.config_errors import validated
+from headrace.utils.rounding import round_up
 from headrace.utils.timer import Timer
 
 TokenBudget = Literal["train_mb_tokens", "logprob_mb_tokens"]
 Batch = BatchedDataDict
+RowReducer = Callable[[Batch], Mapping[str, torch.Tensor]]
 
 
 class Policy:
@@ -73,6 +80,58 @@ class Policy:
             cluster=cluster or ClusterConfig(),
             auto_launcher=auto_launcher,
         )
+
+    # A step's rows: columns in memory, jagged until `padded`. `TQPolicy` has them in the store.
+
+    @property
+    def rollout_call(self) -> tuple[str, dict[str, Any]]:
+        """The method of `SyncRolloutActor` that makes rows, and its arguments."""
+        return "rollout_in_memory", {}
+
+    @contextmanager
+    def step_rows(self, num_samples: int, group_size: int) -> Iterator[None]:
+        """Return a context in which rows may be made; when it ends, also by an exception, none is left."""
+        yield
+
+    def keep_rows(self, rows: Any, indices: Sequence[int]) -> Any:
+        """Return the rows at `indices`, in that order, and clear the others."""
+        return rows.select_indices(indices)
+
+    def join_rows(self, parts: Sequence[Any]) -> Any:
+        return BatchedDataDict.from_batches(parts)
+
+    def padded(self, rows: Any) -> Any:
+        """Return the rows with tokens padded on the right, as workers get those of the store."""
+        width = round_up(int(rows[INPUT_LENGTHS].max()), self.cfg.make_sequence_length_divisible_by)
+        wire = wire_tensordict(dict(rows), rows.size)
+        batch = materialize(wire, pad_value_dict=pad_values(self._pad_token_id), pad_to_seqlen=width)
+        if ROUTED_EXPERTS_FIELD in batch:
+            batch[ROUTE_SALTS] = sample_salts(batch[SAMPLE_ID].tolist())
+        return batch
+
+    def reduce_rows(
+        self, rows: Any, reduce_fn: RowReducer, select_fields: Sequence[str]
+    ) -> Mapping[str, torch.Tensor]:
+        """Return what `reduce_fn` makes of the columns: {name: (N,)} in the rows' order."""
+        return reduce_fn(BatchedDataDict({name: rows[name] for name in select_fields if name in rows}))
+
+    def derive_columns(self, rows: Any, make: RowReducer, select_fields: Sequence[str]) -> None:
+        """Add the columns that `make` makes of others."""
+        rows.update(self.reduce_rows(rows, make, select_fields))
+
+    def write_columns(self, rows: Any, columns: Mapping[str, Any]) -> None:
+        rows.update(columns)
+
+    def read_columns(self, rows: Any, names: Sequence[str], count: int | None = None) -> Mapping[str, Any]:
+        """Return columns of the first `count` rows, or of all."""
+        return {name: rows[name][:count] for name in names}
+
+    def finish_step(self, rows: Any) -> None:
+        """Clear the step's rows; in memory they go with the batch."""
+
+    def traffic(self, rollouts: WorkerGroup) -> Traffic:
+        """Return what went through the data plane since the last call, by `rollouts` too; nothing in memory."""
+        return Traffic()
 
     # Batches.
 
@@ -183,6 +242,10 @@ class Policy:
             )
         return None, None
 
+    @property
+    def _pad_token_id(self) -> int:
+        return int(self.tokenizer.pad_token_id)
+
     @cached_property
     def _attention_ratio(self) -> float:
         ratio: float = self.workers.run_all("attention_ratio")[0]
@@ -251,6 +314,3 @@ def logprob_options(micro_batch_size: int | None, *, unfiltered: bool) -> dict[s
 def timed(timer: Timer | None, label: str) -> AbstractContextManager[None]:
     """Time a block if there is a timer."""
     return timer.time(label) if timer else nullcontext()
-
-
-RowReducer = Callable[[Batch], Mapping[str, torch.Tensor]]

@@ -56,6 +56,33 @@ class NonFinite:
     is_exact: bool
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that rows cost.
+
+    `by_column` went through the store, puts and gets together. `driver_bytes` went to and from the driver's process:
+    calls to workers and their results, and what the driver itself puts and gets; 0 where no worker is in another
+    process.
+    """
+
+    by_column: Mapping[str, int] = field(default_factory=dict)
+    driver_bytes: int = 0
+
+    def __sub__(self, before: "Traffic") -> "Traffic":
+        columns = {name: n - before.by_column.get(name, 0) for name, n in self.by_column.items()}
+        return Traffic(columns, self.driver_bytes - before.driver_bytes)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the driver's part as metrics, where it is told from the whole."""
+        total = sum(self.by_column.values())
+        if not self.driver_bytes or not total:
+            return {}
+        return {
+            "data_plane/driver_bytes": float(self.driver_bytes),
+            "data_plane/driver_fraction": self.driver_bytes / total,
+        }
+
+
 def collect_steps(steps: Sequence[StepResult]) -> dict[str, Any]:
     """Return the results of one rank's global batches as columns, which `aggregate_train_results` takes."""
     return {

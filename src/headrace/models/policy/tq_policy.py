@@ -5,8 +5,8 @@ the driver, and no key is made here: ids come from the rollout's first write and
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -27,12 +27,12 @@ from headrace.data_plane.schema import (
 )
 from headrace.data_plane.worker_mixin import bytes_moved, plan_fields
 from headrace.distributed.batched_data_dict import BatchedDataDict
-from headrace.distributed.worker_groups import registered
-from headrace.errors import SchemaError
+from headrace.distributed.worker_groups import WorkerGroup, registered
+from headrace.errors import DataPlaneError, HeadraceError, SchemaError
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.launch import Launcher
 from headrace.models.policy.lm_policy import Policy, RowReducer, TokenBudget, logprob_options, timed
-from headrace.models.policy.results import collect_steps, merge_rows
+from headrace.models.policy.results import Traffic, collect_steps, merge_rows
 from headrace.utils.timer import Timer
 
 
@@ -50,6 +50,7 @@ class TQPolicy(Policy):
         self.tq_partition_id = tq_partition_id
         self.dp_client = build_data_plane_client(dp_cfg, bootstrap=True)
         self._open_lengths: list[int] = []
+        self._moved_before = Traffic()
         with ExitStack() as undo:
             undo.callback(self.dp_client.close)
             super().__init__(*args, auto_launcher=launcher_for(dp_cfg), **kwargs)
@@ -58,6 +59,34 @@ class TQPolicy(Policy):
             undo.pop_all()
 
     # A step's rows.
+
+    @property
+    def rollout_call(self) -> tuple[str, dict[str, Any]]:
+        return "rollout_to_tq", {"partition_id": self.tq_partition_id}
+
+    @contextmanager
+    def step_rows(self, num_samples: int, group_size: int) -> Iterator[None]:
+        """Open the step's partition; whatever ends the context, the partition is empty afterwards.
+
+        Raises:
+            DataPlaneError: a step that ended well has left rows (a leak), named.
+        """
+        self.prepare_step(num_samples, group_size)
+        left: list[str] = []
+        finished = False
+        try:
+            yield
+            left = self.dp_client.sample_ids(self.tq_partition_id)
+            finished = True
+        finally:
+            # The error that ended the step is the one to tell: a store that is lost would add another here.
+            with nullcontext() if finished else suppress(HeadraceError):
+                self.dp_client.clear_samples(None, self.tq_partition_id)
+        if left:
+            raise DataPlaneError(
+                f"{len(left)} rows are left in partition '{self.tq_partition_id}' after the step, for example "
+                f"{left[:3]}; each row of a step must be trained on or discarded"
+            )
 
     def prepare_step(self, num_samples: int, group_size: int | None = None) -> None:
         """Open the step's partition, empty, for every column that a stage of the step reads."""
@@ -77,8 +106,22 @@ class TQPolicy(Policy):
         """Remove rows in mid-step (filtered groups, a failed step)."""
         self.dp_client.clear_samples(sample_ids, partition_id)
 
-    def finish_step(self, meta: KVBatchMeta) -> None:
-        self.discard_samples(meta.sample_ids, meta.partition_id)
+    def finish_step(self, rows: KVBatchMeta) -> None:
+        self.discard_samples(rows.sample_ids, rows.partition_id)
+
+    def keep_rows(self, rows: KVBatchMeta, indices: Sequence[int]) -> KVBatchMeta:
+        kept = rows.subset(indices)
+        gone = sorted(set(rows.sample_ids) - set(kept.sample_ids))
+        if gone:
+            self.discard_samples(gone, rows.partition_id)
+        return kept
+
+    def join_rows(self, parts: Sequence[KVBatchMeta]) -> KVBatchMeta:
+        return parts[0].concat(*parts[1:])
+
+    def padded(self, rows: KVBatchMeta) -> KVBatchMeta:
+        """Return the rows as they are: workers pad what they fetch."""
+        return rows
 
     def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
         """Set the batch-wide pad target in `meta.extra_info`; a target grows if a longer row has joined."""
@@ -98,13 +141,31 @@ class TQPolicy(Policy):
         pads = {**pad_values(self._pad_token_id), **(pad_value_dict or {})}
         return read_columns(self.dp_client, meta, select_fields, pad_value_dict=pads)
 
+    def read_columns(
+        self, rows: KVBatchMeta, names: Sequence[str], count: int | None = None
+    ) -> BatchedDataDict:
+        some = rows if count is None else rows.slice(0, count)
+        return self.read_from_dataplane(some, select_fields=names)
+
+    def write_columns(self, rows: KVBatchMeta, columns: Mapping[str, Any]) -> None:
+        """Write columns that the driver computed and add them to `rows.fields`."""
+        write_columns(self.dp_client, rows, columns)
+
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
-        """Write columns that the driver computed and add them to `meta.fields`."""
-        write_columns(self.dp_client, meta, fields)
+        self.write_columns(meta, fields)
 
     def moved_bytes(self) -> dict[str, int]:
         parts = [bytes_moved(self.dp_client), *self.workers.run_all("moved_bytes")]
         return dict(sum((Counter(part) for part in parts), Counter()))
+
+    def traffic(self, rollouts: WorkerGroup) -> Traffic:
+        moved = Counter(self.moved_bytes()) + Counter(rollouts.run_all("moved_bytes")[0])
+        driver = self.workers.transferred_bytes + rollouts.transferred_bytes
+        if driver:
+            driver += sum(bytes_moved(self.dp_client).values())
+        now = Traffic(moved, driver)
+        since, self._moved_before = now - self._moved_before, now
+        return since
 
     # Stages: by the names that `Policy` has, and, below, by those that say `meta`.
 
@@ -201,7 +262,7 @@ class TQPolicy(Policy):
 
     def begin_train_step(self, meta: KVBatchMeta) -> None:
         """Open a step over the global batch of `meta`: its valid sequences and tokens are counted."""
-        counts = self.reduce_rows_from_meta(meta, valid_counts, select_fields=LP_SEED_FIELDS)
+        counts = self.reduce_rows(meta, valid_counts, LP_SEED_FIELDS)
         seqs, toks = counts["seqs"].sum(), counts["toks"].sum()
         self._open_lengths = []
         self.workers.run_all("begin_train_step", seqs, toks)
@@ -224,21 +285,19 @@ class TQPolicy(Policy):
         """Drop the open step and its gradients; without an open step, do nothing."""
         self.workers.run_all("abort_train_step")
 
-    def reduce_rows_from_meta(
-        self, meta: KVBatchMeta, reduce_fn: RowReducer, *, select_fields: Sequence[str]
+    def reduce_rows(
+        self, rows: KVBatchMeta, reduce_fn: RowReducer, select_fields: Sequence[str]
     ) -> dict[str, torch.Tensor]:
         """Return `reduce_fn` of the rows, computed by the workers: {name: (N,)} in the caller's row order."""
-        shards, inverse = self._shard_meta(meta, select_fields, None, None, "train")
+        shards, inverse = self._shard_meta(rows, select_fields, None, None, "train")
         results = self.workers.run_sharded("reduce_rows_presharded", shards, reduce_fn=reduce_fn)
         return dict(merge_rows(results, inverse))
 
-    def derive_columns_from_meta(
-        self, meta: KVBatchMeta, make: RowReducer, *, select_fields: Sequence[str]
-    ) -> None:
-        """Have the workers write the columns that `make` gives of their rows, and add them to `meta.fields`."""
-        shards, _ = self._shard_meta(meta, select_fields, None, None, "train")
+    def derive_columns(self, rows: KVBatchMeta, make: RowReducer, select_fields: Sequence[str]) -> None:
+        """Have the workers write the columns that `make` gives of their rows, and add them to `rows.fields`."""
+        shards, _ = self._shard_meta(rows, select_fields, None, None, "train")
         names = self.workers.run_sharded("derive_columns_presharded", shards, make=make)
-        meta.add_fields(names[0])
+        rows.add_fields(names[0])
 
     def _train_columns(self, loss_fn: LossFn, train_fields: Sequence[str]) -> list[str]:
         standard = fields_with_optional_routed_experts(train_fields, enabled=True)
@@ -266,10 +325,6 @@ class TQPolicy(Policy):
             sequence_packing_args=packing,
             dynamic_batching_args=dynamic,
         )
-
-    @property
-    def _pad_token_id(self) -> int:
-        return int(self.tokenizer.pad_token_id)
 
     def shutdown(self) -> bool:
         """End the workers, then the store, also when the workers are dead already; may be called twice."""
