@@ -10,7 +10,7 @@ IntArray = npt.NDArray[np.int64]
 DEFAULT_ATTENTION_RATIO = 2e-5
 """That of a dense model of 7 billion weights with 32 layers, 4,096 wide: half the work of a row of 50,000 tokens."""
 
-_ONE_BY_ONE = 131_072
+_ONE_BY_ONE = 32_768
 _ADAPTIVE_ROUNDS = 4096
 _EXCHANGED_ROWS = 1024
 _TOLERANCE = 0.005

@@ -163,8 +163,11 @@ def _first_fit(lengths: Sequence[int], capacity: int) -> list[int]:
     room: list[int] = []
     bin_of = []
     for length in lengths:
-        bin_ = next((b for b, left in enumerate(room) if left >= length), len(room))
-        if bin_ == len(room):
+        for bin_, left in enumerate(room):
+            if left >= length:
+                break
+        else:
+            bin_ = len(room)
             room.append(capacity)
         room[bin_] -= length
         bin_of.append(bin_)
@@ -201,13 +204,14 @@ def _modified_first_fit(lengths: Sequence[int], capacity: int) -> list[int]:
 
     Source: Johnson and Garey, "A 71/60 theorem for bin packing", Journal of Complexity 1 (1985).
     """
-    large, medium, small = (sum(parts * n > capacity for n in lengths) for parts in (2, 3, 6))
-    bin_of = [*range(large), *([-1] * (len(lengths) - large))]
-    room = [capacity - n for n in lengths[:large]]
 
     def longest(rows: Sequence[int], most: int) -> int:
         """Return the place in `rows`, longest first, of the first that has at most `most` tokens."""
         return bisect_left(rows, -most, key=lambda row: -lengths[row])
+
+    large, medium, small = (longest(range(len(lengths)), capacity // parts) for parts in (2, 3, 6))
+    bin_of = [*range(large), *([-1] * (len(lengths) - large))]
+    room = [capacity - n for n in lengths[:large]]
 
     def place(rows: list[int], index: int, bin_: int) -> None:
         row = rows.pop(index)

@@ -27,7 +27,7 @@ from headrace.errors import ConfigError
 from headrace.utils.arguments import whole_number
 from headrace.utils.rounding import round_up
 
-_ROWS_PACKED_TOGETHER = 8192
+_ROWS_PACKED_TOGETHER = 2048
 MICROBATCH_ORDERS = ("planned", "longest_first")
 
 
@@ -233,7 +233,7 @@ def _pack(lengths: IntArray, ranks: int, args: _Arguments) -> _Shares:
     counts = counts[order].reshape(ranks, -1)
     tokens = sum_by(bin_of, lengths, bins)[order].reshape(ranks, -1)
     return _Shares(
-        rows=np.argsort(slot_of_bin[bin_of], kind="stable"),
+        rows=descending_order(bins - 1 - slot_of_bin[bin_of]),
         rows_of_rank=counts.sum(axis=1),
         stops=np.cumsum(counts, axis=1),
         lengths=np.where(counts > 0, tokens, args.multiple),

@@ -402,9 +402,7 @@ def take_apart(nested: torch.Tensor, read: OffsetsReader) -> RaggedParts:
         values = values.movedim(ragged_dim - 1, 0)
     held, lengths = jagged._offsets, jagged._lengths
     offsets: torch.Tensor = held if held.is_cpu and held.dtype == torch.int64 else read(held)
-    bounds: Ints = offsets.numpy()
-    is_whole = bounds[0] == 0 and bounds[-1] == values.shape[0] and bool((bounds[1:] >= bounds[:-1]).all())
-    if lengths is None and is_whole:
+    if lengths is None and read.are_whole(offsets, values.shape[0]):
         shared = None if held.is_cpu or held.dtype != torch.int64 else held
         return RaggedParts(values, offsets, ragged_dim, shared)
     # torch takes any offsets, and copies by address would follow them out of the values: this checks them.
