@@ -14,8 +14,6 @@ from headrace.data_plane.observability import MetricsDataPlaneClient
 from headrace.distributed.columns import object_array
 from reference import rows_of
 
-# Six rows at most, of three columns; a block may keep half of its rows for nothing.
-MOST_BYTES = 2000
 IDS = "abcdef"
 SOME = st.lists(st.sampled_from(IDS), min_size=1, max_size=6, unique=True)
 # Whole partitions in their order are common in a run, and have a way of their own through the books.
@@ -43,13 +41,37 @@ def plain_rows(column: Any) -> list[Any]:
     return list(column.tolist())
 
 
-def held_bytes(held: dict[str, dict[str, Any]]) -> int:
-    def size(name: str, value: Any) -> int:
-        if name == "log":
-            return len(encode(value))
-        return 4 if name == "x" else 8 * len(value)
+class Blocks:
+    """The blocks of one column, counted plainly: a put makes one, which shrinks when less than half is in use."""
 
-    return sum(size(name, value) for row in held.values() for name, value in row.items())
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.blocks: list[dict[str, int]] = []
+        self.in_use: list[set[str]] = []
+
+    def write(self, ids: list[str], values: list[Any]) -> None:
+        self.drop(ids)
+        self.blocks.append({row: self._bytes(value) for row, value in zip(ids, values)})
+        self.in_use.append(set(ids))
+
+    def drop(self, ids: list[str]) -> None:
+        kept = [(block, rows.difference(ids)) for block, rows in zip(self.blocks, self.in_use)]
+        self.in_use = [rows for _, rows in kept if rows]
+        self.blocks = [
+            {row: size for row, size in block.items() if row in rows or 2 * len(rows) >= len(block)}
+            for block, rows in kept
+            if rows
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        offsets = sum(8 * (len(block) + 1) for block in self.blocks) if self.name == "input_ids" else 0
+        return offsets + sum(sum(block.values()) for block in self.blocks)
+
+    def _bytes(self, value: Any) -> int:
+        if self.name == "log":
+            return len(encode(value))
+        return 4 if self.name == "x" else 8 * len(value)
 
 
 @settings(deadline=None)
@@ -57,11 +79,13 @@ def held_bytes(held: dict[str, dict[str, Any]]) -> int:
 def test_every_row_is_what_was_put_last_and_every_byte_is_counted(steps: list[Any]) -> None:
     client = MetricsDataPlaneClient(LocalDataPlaneClient(), lambda _: None)
     held: dict[str, dict[str, Any]] = {}
+    blocks = {name: Blocks(name) for name in ("x", "input_ids", "log")}
     for number, (kind, ids, names) in enumerate(steps):
         if kind == "put":
             fields = columns(ids, names, number)
             meta = client.put_samples(ids, "p", fields=fields)
             for name in names:
+                blocks[name].write(ids, plain_rows(fields[name]))
                 for row, value in zip(ids, plain_rows(fields[name])):
                     held.setdefault(row, {})[name] = value
             whole = all("input_ids" in held[row] for row in ids)
@@ -74,9 +98,11 @@ def test_every_row_is_what_was_put_last_and_every_byte_is_counted(steps: list[An
                     assert plain_rows(got[name]) == [held[row][name] for row in there]
         else:
             client.clear_samples(ids if kind == "clear" else None, "p")
-            held = {} if kind == "clear all" else {r: c for r, c in held.items() if r not in ids}
-        least = held_bytes(held)
-        assert least <= client.snapshot()["bytes_held"] <= MOST_BYTES * (least > 0)
+            gone = ids if kind == "clear" else list(held)
+            held = {r: c for r, c in held.items() if r not in gone}
+            for column in blocks.values():
+                column.drop(gone)
+        assert client.snapshot()["bytes_held"] == sum(column.nbytes for column in blocks.values())
         known = client.inner.sample_ids("p") if steps else []
         assert sorted(known) == sorted(held)
     client.close()

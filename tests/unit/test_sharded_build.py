@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from headrace.errors import ConfigError
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
-from moe_families import tiny_moe
+from moe_families import tiny_moe, tiny_sizes
 from tiny_models import CONFIGS, tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
 
 WORLD = 2
@@ -26,9 +26,11 @@ LARGE = {
     "num_hidden_layers": 6,
     "head_dim": 192,
 }
+THREE = {"num_attention_heads": 3, "num_key_value_heads": 3}
 HEADS = {
-    "odd": {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3},
-    "one_key": {"num_key_value_heads": 1},
+    "odd": {**CONFIGS["llama"], "hidden_size": 24, **THREE},
+    "one_key": {**CONFIGS["llama"], "num_key_value_heads": 1},
+    "latent": {"model_type": "deepseek_v3", **tiny_sizes("deepseek_v3", **THREE)},
 }
 
 
@@ -76,7 +78,8 @@ def _build_all(folder: Path) -> dict[str, Any]:
     results["grown"], results["bytes"] = _peak_bytes() - before, 4 * worker.num_parameters()
     results["damaged"] = _refusal(_model("damaged", folder))
     for name, heads in HEADS.items():
-        results[name] = _refusal({"config": {**CONFIGS["llama"], **heads}}, parallel={"context": WORLD})
+        results[name] = _refusal({"config": heads}, parallel={"context": WORLD})
+    results["by_layer"] = _refusal(_model("by_layer", folder), parallel={"context": WORLD})
     return results
 
 
@@ -93,6 +96,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = Path(tmp_path_factory.mktemp("build"))
     # Its selection biases are buffers, drawn here, and zero in a model that is built anew.
     tiny_moe("deepseek_v3").save_pretrained(folder / "deepseek")
+    layers = {"1": {"num_key_value_heads": 3}}
+    tiny_moe("gemma4_text", num_attention_heads=6, per_layer_config=layers).save_pretrained(
+        folder / "by_layer"
+    )
     values = dict(CONFIGS["llama"])
     AutoConfig.for_model(values.pop("model_type"), **values).save_pretrained(folder / "damaged")
     (folder / "damaged" / "model.safetensors").write_bytes(b"not weights")
@@ -137,6 +144,7 @@ def test_files_that_the_first_rank_cannot_read_end_all_ranks_with_one_message(ra
 
 def test_heads_that_the_context_ranks_cannot_share_out_end_all_ranks_at_the_start(ranks: Any) -> None:
     for rank in ranks:
-        assert re.search(r"policy\.parallel\.context=2 and 3 query heads", rank["odd"])
-        assert rank["odd"] == ranks[0]["odd"]
+        for name, heads in (("odd", "query"), ("latent", "query"), ("by_layer", "key-value")):
+            assert re.search(rf"policy\.parallel\.context=2 and 3 {heads} heads", rank[name]), name
+            assert rank[name] == ranks[0][name]
         assert rank["one_key"] == ""

@@ -165,11 +165,11 @@ def _first_fit(lengths: Sequence[int], capacity: int) -> list[int]:
     for length in lengths:
         for bin_, left in enumerate(room):
             if left >= length:
+                room[bin_] = left - length
                 break
         else:
             bin_ = len(room)
-            room.append(capacity)
-        room[bin_] -= length
+            room.append(capacity - length)
         bin_of.append(bin_)
     return bin_of
 
