@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.algorithms.loss import read_column
+from headrace.algorithms.loss import read_inputs
 from headrace.algorithms.run import Session, build_session
 from headrace.data_plane import (
     DP_TRAIN_FIELDS,
@@ -563,7 +563,7 @@ class HintedLoss(PolicyGradient):
     required_columns = frozenset({"advantages", "hint_weights"})
 
     def __call__(self, logprobs: torch.Tensor, data: Any, **counts: torch.Tensor) -> Any:
-        hints = read_column(data, "hint_weights", logprobs)
+        hints = read_inputs(logprobs, data, {"hint_weights"}, **counts)["hint_weights"]
         loss, metrics = super().__call__(logprobs, data, **counts)
         return loss, {**metrics, "hints": hints.sum()}
 

@@ -63,7 +63,7 @@ def measured(data: dict[str, torch.Tensor], cuts: list[int]) -> dict[str, float]
         rows = {name: column[start:stop] for name, column in data.items()}
         if start == stop:
             rows = {name: torch.zeros_like(column[:1]) for name, column in data.items()}
-        totals = mismatch_totals(rows["prev_logprobs"], rows)
+        totals = mismatch_totals(rows["prev_logprobs"], rows, **counts(rows))
         parts.append({f"mismatch/{name}": float(value) for name, value in totals.items()})
     return split_mismatch(combine_metrics(parts))[1]
 
@@ -121,7 +121,7 @@ class Waits(TorchDispatchMode):
 def test_a_microbatch_waits_for_nothing() -> None:
     data = batch()
     with Waits() as waits:
-        mismatch_totals(data["prev_logprobs"], data)
+        mismatch_totals(data["prev_logprobs"], data, **counts(data))
     assert waits.seen == []
     with Waits() as waits:
         mismatch(data)
@@ -133,4 +133,4 @@ def test_a_missing_column_is_refused_by_name() -> None:
     logprobs = data.pop("prev_logprobs")
     del data["generation_logprobs"]
     with pytest.raises(SchemaError, match=r"'generation_logprobs'.*gap is measured"):
-        mismatch_totals(logprobs, data)
+        mismatch_totals(logprobs, data, **counts(data))

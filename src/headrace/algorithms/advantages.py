@@ -16,7 +16,7 @@ from headrace.errors import SchemaError
 
 @dataclass(frozen=True)
 class AdvantageResult:
-    """Advantages of N samples, and what they were measured against; each (N,) float32.
+    """Advantages of N samples, and what they were measured against; each (N,) float32, float64 from an estimator.
 
     All tokens of a sample have its advantage, or, where a `TokenKL` was given, have it on average: a token's own is
     `advantages` - `kl_scale` x (its KL to go - the sample's mean KL to go).
@@ -55,6 +55,16 @@ class Groups:
         factor = torch.where(self.count > 1, self.count / (self.count - 1).clamp(min=1), 0.0)
         return self.centred * factor[self.index]
 
+    def metrics(self) -> dict[str, torch.Tensor]:
+        """Return means over groups that have a valid row, 0-D each."""
+        filled = self.count > 0
+        number = filled.sum().clamp(min=1)
+        equal = (self.std == 0) & filled
+        return {
+            "group/std_mean": self.std.sum() / number,
+            "group/zero_variance_fraction": equal.sum() / number,
+        }
+
 
 def compute_advantages(
     rewards: torch.Tensor,
@@ -92,7 +102,19 @@ def compute_advantages(
     """
     _check(rewards=rewards, group_ids=group_ids, valid=valid, tokens=tokens)
     groups = _group(rewards, group_ids, valid)
-    return ESTIMATORS[cfg.estimator](rewards, groups, tokens, cfg, kl)
+    result = ESTIMATORS[cfg.estimator](rewards, groups, tokens, cfg, kl)
+    exact, samples = result.advantages, groups.valid.sum().clamp(min=1)
+    mean = exact.sum() / samples
+    spread = torch.where(groups.valid, exact - mean, 0.0)
+    metrics = {
+        "advantage/mean": mean,
+        "advantage/std": ((spread**2).sum() / samples).sqrt(),
+        "advantage/abs_max": torch.nn.functional.pad(exact.abs(), (0, 1)).amax(),
+        **groups.metrics(),
+    }
+    numbers = torch.stack([value.to(torch.float64) for value in metrics.values()]).tolist()
+    advantages, baseline, std = (v.to(torch.float32) for v in (exact, result.baseline, result.std))
+    return AdvantageResult(advantages, baseline, std, dict(zip(metrics, numbers)), result.kl_scale)
 
 
 def group_relative(
@@ -105,7 +127,7 @@ def group_relative(
     baseline = _baseline(rewards, groups, advantages)
     if cfg.normalize_std and not rloo:
         advantages = advantages / (std + cfg.epsilon)
-    return _result(advantages, baseline, std, groups)
+    return AdvantageResult(advantages, baseline, std)
 
 
 def over_tokens(
@@ -129,7 +151,7 @@ def over_tokens(
     scale = 1 / (std + cfg.epsilon) if cfg.normalize_std else torch.ones_like(std)
     kl_scale = 0.0 if kl is None else kl.coefficient * float(scale)
     baseline = _baseline(rewards, batch, centred)
-    return _result(centred * scale, baseline, std.expand(len(rewards)), groups, kl_scale)
+    return AdvantageResult(centred * scale, baseline, std.expand(len(rewards)), kl_scale=kl_scale)
 
 
 class AdvantageEstimator(Protocol):
@@ -151,13 +173,6 @@ ESTIMATORS: dict[str, AdvantageEstimator] = {
     "reinforce_plus_plus": over_tokens,
 }
 """By `grpo.advantage.estimator`."""
-
-
-def _result(
-    advantages: torch.Tensor, baseline: torch.Tensor, std: torch.Tensor, groups: Groups, kl_scale: float = 0.0
-) -> AdvantageResult:
-    single, baseline, std = (values.to(torch.float32) for values in (advantages, baseline, std))
-    return AdvantageResult(single, baseline, std, _metrics(advantages, groups), kl_scale)
 
 
 def _baseline(rewards: torch.Tensor, groups: Groups, distance: torch.Tensor) -> torch.Tensor:
@@ -184,23 +199,6 @@ def _group(rewards: torch.Tensor, group_ids: torch.Tensor, valid_mask: torch.Ten
     centred = torch.where(valid, shifted - mean[index], 0.0)
     std = (total(centred**2) / (count - 1).clamp(min=1)).sqrt()
     return Groups(index=index, valid=valid, count=count, centred=centred, mean=lowest + mean, std=std)
-
-
-def _metrics(advantages: torch.Tensor, groups: Groups) -> dict[str, float]:
-    """Return means over valid samples, and over groups that have one."""
-    samples = groups.valid.sum().clamp(min=1)
-    filled = groups.count > 0
-    filled_groups = filled.sum().clamp(min=1)
-    mean = advantages.sum() / samples
-    spread = torch.where(groups.valid, advantages - mean, 0.0)
-    values = {
-        "advantage/mean": mean,
-        "advantage/std": ((spread**2).sum() / samples).sqrt(),
-        "advantage/abs_max": torch.nn.functional.pad(advantages.abs(), (0, 1)).amax(),
-        "group/std_mean": groups.std.sum() / filled_groups,
-        "group/zero_variance_fraction": ((groups.std == 0) & filled).sum() / filled_groups,
-    }
-    return dict(zip(values, torch.stack([v.to(torch.float64) for v in values.values()]).tolist()))
 
 
 def _check(**inputs: torch.Tensor) -> None:

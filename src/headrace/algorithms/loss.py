@@ -62,56 +62,37 @@ def read_inputs(
     global_valid_seqs: torch.Tensor,
     global_valid_toks: torch.Tensor,
 ) -> LossInputs:
-    """Return the inputs of a loss that reads `columns`; `LossFn` has the other arguments.
+    """Return the inputs of a loss that reads the per-token `columns`; `LossFn` has the other arguments.
+
+    Columns are in the dtype of `logprobs`. Where the field table allows it, one value per sample, (b,) or (b, 1), holds
+    for the row's tokens.
 
     Raises:
         SchemaError: a mask or column is missing, or has another shape than `logprobs`.
     """
-    loss_mask, sample_mask = read_masks(data, logprobs)
-    return LossInputs(
-        logprobs=logprobs[:, 1:],
-        loss_mask=loss_mask,
-        sample_mask=sample_mask,
-        columns={name: read_column(data, name, logprobs) for name in sorted(columns - _MASKS)},
-        valid_seqs=global_valid_seqs,
-        valid_toks=global_valid_toks,
-    )
-
-
-def read_masks(data: Mapping[str, Any], logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `loss_mask` and `sample_mask` of `LossInputs`; raises as `read_inputs`."""
-    tokens = read_column(data, "token_mask", logprobs)
+    rows, read = len(logprobs), {}
+    for name in ("token_mask", *sorted(columns - _MASKS)):
+        column = data.get(name)
+        if column is None:
+            raise SchemaError(
+                f"the loss needs column '{name}'{_REASONS.get(name, '')}; got {', '.join(sorted(data))}"
+            )
+        if name in FIELDS and FIELDS[name].broadcast and column.shape in ((rows,), (rows, 1)):
+            column = column.reshape(rows, 1).expand_as(logprobs)
+        if column.shape != logprobs.shape:
+            raise SchemaError(
+                f"column '{name}' has shape {tuple(column.shape)}; expected that of the logprobs, "
+                f"{tuple(logprobs.shape)} (rows, padded length)"
+            )
+        values = torch.as_tensor(column)[:, 1:].to(logprobs.dtype)
+        read[name] = values if name == UNFILTERED_LOGPROBS else values.detach()
     samples = data.get("sample_mask")
     if samples is None or samples.shape != logprobs.shape[:1]:
         got = "nothing" if samples is None else f"shape {tuple(samples.shape)}"
-        raise SchemaError(f"the loss needs column 'sample_mask' of shape ({len(logprobs)},); got {got}")
+        raise SchemaError(f"the loss needs column 'sample_mask' of shape ({rows},); got {got}")
     samples = samples.to(logprobs.dtype)
-    return (tokens > 0) & (samples > 0)[:, None], samples
-
-
-def read_column(data: Mapping[str, Any], name: str, logprobs: torch.Tensor) -> torch.Tensor:
-    """Return tokens 1..S-1 of a per-token column, (b, S-1), in the dtype of `logprobs`.
-
-    Where the field table allows it, one value per sample, (b,) or (b, 1), holds for the row's tokens.
-
-    Raises:
-        SchemaError: the column is missing or has another shape.
-    """
-    column = data.get(name)
-    if column is None:
-        raise SchemaError(
-            f"the loss needs column '{name}'{_REASONS.get(name, '')}; got {', '.join(sorted(data))}"
-        )
-    rows = logprobs.shape[0]
-    if name in FIELDS and FIELDS[name].broadcast and column.shape in ((rows,), (rows, 1)):
-        column = column.reshape(rows, 1).expand_as(logprobs)
-    if column.shape != logprobs.shape:
-        raise SchemaError(
-            f"column '{name}' has shape {tuple(column.shape)}; expected that of the logprobs, "
-            f"{tuple(logprobs.shape)} (rows, padded length)"
-        )
-    values = torch.as_tensor(column)[:, 1:].to(logprobs.dtype)
-    return values if name == UNFILTERED_LOGPROBS else values.detach()
+    loss_mask = (read.pop("token_mask") > 0) & (samples > 0)[:, None]
+    return LossInputs(logprobs[:, 1:], loss_mask, samples, read, global_valid_seqs, global_valid_toks)
 
 
 _REASONS = {

@@ -21,8 +21,7 @@ from headrace.algorithms.loss import (
     kl_estimate,
     masked_max,
     probability_error,
-    read_column,
-    read_masks,
+    read_inputs,
 )
 from headrace.data_plane.schema import MEAN_ADVANTAGES, PREV_UNFILTERED_LOGPROBS
 from headrace.distributed.worker_groups import registered
@@ -174,22 +173,26 @@ class MismatchLoss:
         self, logprobs: torch.Tensor, data: Mapping[str, Any], **counts: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor | float]]:
         loss, metrics = self.inner(logprobs, data, **counts)
-        totals = mismatch_totals(logprobs.detach(), data)
+        totals = mismatch_totals(logprobs.detach(), data, **counts)
         return loss, {**metrics, **{f"{MISMATCH}{name}": value for name, value in totals.items()}}
 
 
-def mismatch_totals(logprobs: torch.Tensor, data: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def mismatch_totals(
+    logprobs: torch.Tensor, data: Mapping[str, Any], **counts: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Return sums (maxima where the name ends in `_max`) over the tokens that count, 0-D, without waiting for a device.
 
     Args:
         logprobs: (b, S) of the trainer; -inf where its top-k or top-p excludes a token, which then does not count.
         data: Columns `token_mask`, `sample_mask` and `generation_logprobs` of the same rows.
+        counts: Those of a loss, which do not matter here.
 
     Raises:
         SchemaError: one of them is missing or has another shape.
     """
-    generation, prev = read_column(data, "generation_logprobs", logprobs), logprobs[:, 1:]
-    loss_mask = read_masks(data, logprobs)[0] & ~prev.isneginf()
+    inputs = read_inputs(logprobs, data, {"generation_logprobs"}, **counts)
+    generation, prev = inputs["generation_logprobs"], inputs.logprobs
+    loss_mask = inputs.loss_mask & ~prev.isneginf()
     gaps = _token_gaps(*(torch.where(loss_mask, column, 0.0).double() for column in (prev, generation)))
     gap = gaps.pop("gap")
     tokens = loss_mask.sum(-1)

@@ -132,13 +132,17 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         Raises:
             ConfigError: rows that do not divide into global batches or microbatches.
         """
-        mbs = mbs or self.cfg.train_micro_batch_size
-        batches, local_size = self._global_batches(data, gbs or self.cfg.train_global_batch_size)
-        results = []
-        for index in range(batches):
-            counted = process_global_batch(
-                data, loss_fn, self.dp_group, batch_idx=index, batch_size=local_size
+        gbs = gbs or self.cfg.train_global_batch_size
+        rows = gbs // self.dp_size
+        planned = data.elem_counts_per_gb
+        if planned is None and (gbs % self.dp_size or data.size == 0 or data.size % rows):
+            raise ConfigError(
+                f"{data.size} rows on each of {self.dp_size} data-parallel ranks do not make whole global batches; "
+                f"choose policy.train_global_batch_size={gbs} so that the ranks divide it and it divides all rows"
             )
+        results = []
+        for index in range(data.size // rows if planned is None else len(planned)):
+            counted = process_global_batch(data, loss_fn, self.dp_group, batch_idx=index, batch_size=rows)
             self.begin_train_step(counted["global_valid_seqs"], counted["global_valid_toks"])
             try:
                 self.train_microbatches(counted["batch"], loss_fn, mbs=mbs, backward=not eval_mode)
@@ -166,7 +170,8 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         """
         step = self._open_step()
         step.tokens += int(data[INPUT_LENGTHS].sum())
-        self._begin_replay(TRAIN, data)
+        if self._scorer.replayer is not None:
+            self._scorer.replayer.begin(TRAIN, data)
         microbatches, _ = get_microbatch_iterator(
             data.to(self.device),
             self.cfg,
@@ -219,23 +224,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         self._step = None
         return result
 
-    def _global_batches(self, data: Batch, gbs: int) -> tuple[int, int]:
-        """Return how many global batches the rows hold, and this rank's rows in each (a plan may override)."""
-        if data.elem_counts_per_gb is not None:
-            return len(data.elem_counts_per_gb), 0
-        local_size, rest = divmod(gbs, self.dp_size)
-        if rest or data.size == 0 or data.size % local_size:
-            raise ConfigError(
-                f"{data.size} rows on each of {self.dp_size} data-parallel ranks do not make whole global batches; "
-                f"choose policy.train_global_batch_size={gbs} so that the ranks divide it and it divides all rows"
-            )
-        return data.size // local_size, local_size
-
     # Scoring.
-
-    def _begin_replay(self, stage: str, data: Batch) -> None:
-        if self._scorer.replayer is not None:
-            self._scorer.replayer.begin(stage, data)
 
     def get_logprobs(
         self, data: Batch, micro_batch_size: int | None = None, *, unfiltered: bool = False
@@ -244,7 +233,8 @@ class AutomodelPolicyWorker(TQWorkerMixin):
 
         With `unfiltered`, also `unfiltered_logprobs`: those at the same temperature without top-k and top-p.
         """
-        self._begin_replay(PREV_LOGPROBS, data)
+        if self._scorer.replayer is not None:
+            self._scorer.replayer.begin(PREV_LOGPROBS, data)
         scored = self._score(self._scorer, data, micro_batch_size, unfiltered=unfiltered)
         return BatchedDataDict(dict(zip(("logprobs", UNFILTERED_LOGPROBS), scored)))
 
