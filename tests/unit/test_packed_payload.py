@@ -26,8 +26,8 @@ from headrace.data_plane.adapters.transfer_queue_index import (
 )
 from headrace.data_plane.codec import nest
 from headrace.data_plane.store.blocks import BlockError, PackedColumns, pack, select_rows, unpack
+from headrace.data_plane.store.claims import ClaimRequest, Registration
 from headrace.data_plane.store.columns import Chunk, Put, checked_put, read_rows
-from headrace.data_plane.store.requests import ClaimRequest, Registration
 from headrace.data_plane.wire import wire_tensordict
 from headrace.distributed.columns import object_array
 from headrace.errors import CapacityExceeded, DataPlaneError, SampleNotFound, SchemaError, TransportError
@@ -161,7 +161,7 @@ def test_blocks_become_garbage_when_their_last_row_goes() -> None:
 def test_blocks_of_a_registered_again_partition_are_garbage() -> None:
     index = SampleIndex(16)
     put(index, "p", ["a"], numbers("k"))
-    index.register(Registration.of("p", [], 1, []))
+    index.register(Registration("p", 1, ()))
     assert garbage(index) == ["k.0"]
 
 
@@ -293,12 +293,12 @@ def test_what_the_index_is_told_and_says_is_the_same_after_the_way_through_messa
     put = checked_put(ids, "p", wire, tags)
     packed = pack(put.columns, "k")
     told = put._replace(columns=packed.columns, tags=wire_tags(tags))
-    registration = Registration.of("p", [], 2, ["train"], 1, {"n": [1, "x"]})  # type: ignore[list-item]
+    registration = Registration("p", 2, ("train",), enums={"n": (1, "x")})
     ask(indexes, "register", registration, store=store)
     ticket = ask(indexes, "begin_put", b"me", told, 60.0, store=store)
     facts = ask(indexes, "commit", ticket, [4, 7], store=store)
     assert (facts.sample_ids, facts.sequence_lengths) == ([], [3, 5])
-    claimed = ask(indexes, "claim", ClaimRequest.of("p", "train", ["x"], 2, False), 0.0, store=store)
+    claimed = ask(indexes, "claim", ClaimRequest("p", "train", ["x"], 2), 0.0, store=store)
     for got in (facts.tags, claimed.tags):
         assert (got[0], got[1]["none"], got[1]["mask"].tolist()) == (tags[0], None, [1, 2])
         got[1]["mask"][0] = 5

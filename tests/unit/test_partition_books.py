@@ -9,19 +9,19 @@ import torch
 from tensordict import TensorDict
 
 from headrace.data_plane.codec import nest
+from headrace.data_plane.store.claims import ClaimRequest, Registration
 from headrace.data_plane.store.columns import Chunk, Put, chunk_of_leaf
-from headrace.data_plane.store.requests import ClaimRequest, Registration
 from headrace.data_plane.store.sample_store import Partition, SampleStore
 from headrace.data_plane.wire import read_wire
 from headrace.errors import DataPlaneError, SchemaError
 
 
-def registration(name: str, rows: int, group_size: int | None = None) -> Registration:
-    return Registration.of(name, [], rows, ["train"], group_size)
+def registration(name: str, rows: int, group_size: int = 1) -> Registration:
+    return Registration(name, rows, ("train",), group_size)
 
 
 def claim(name: str, rows: int) -> ClaimRequest:
-    return ClaimRequest.of(name, "train", [], rows)
+    return ClaimRequest(name, "train", [], rows)
 
 
 def fill_and_end(store: SampleStore[Chunk], first: int, count: int) -> float:
@@ -78,8 +78,8 @@ def test_the_writer_says_which_columns_say_lengths_also_those_that_the_books_do_
     put("other", nest([torch.ones(3), torch.ones(4)]), other=[3, 4])
 
 
-@pytest.mark.parametrize("group_size", [None, 4])
-def test_a_claim_costs_what_it_hands_out(group_size: int | None) -> None:
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_a_claim_costs_what_it_hands_out(group_size: int) -> None:
     def claims(rows: int) -> float:
         partition = Partition[Chunk]("p", registration("p", rows, group_size))
         put = Put[Chunk]("p", [f"u{i // 4}_g{i % 4}" for i in range(rows)], {}, None, {})

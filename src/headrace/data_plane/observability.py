@@ -4,11 +4,11 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import update_wrapper
-from typing import Any, Literal, TypedDict, TypeVar
+from inspect import signature
+from typing import Any, Literal, TypedDict
 
 import torch
 from tensordict import TensorDict
@@ -21,9 +21,6 @@ from headrace.distributed.ragged import RaggedParts
 from headrace.errors import ClaimTimeout
 
 Status = Literal["ok", "error", "timeout"]
-
-Wrapper = TypeVar("Wrapper", bound=DataPlaneClient)
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 _log = logging.getLogger("headrace.data_plane")
 
@@ -83,30 +80,22 @@ def print_event(event: DataPlaneEvent) -> None:
     )
 
 
-def _as_in_the_contract(method: Method) -> Method:
-    """Give a method the signature and the docstring of DataPlaneClient's."""
-    update_wrapper(method, getattr(DataPlaneClient, method.__name__))
-    method.__isabstractmethod__ = False  # type: ignore[attr-defined]
-    return method
+def _passed_on(name: str, *, measured: bool = False) -> Callable[..., Any]:
+    """Return a method of the contract's signature and docstring that calls the store's of that name."""
+    contract = getattr(DataPlaneClient, name)
+    arguments_of = signature(contract).bind
 
-
-def _passing_on(name: str) -> Callable[..., Any]:
     def call(self: "MetricsDataPlaneClient", *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.inner, name)(*args, **kwargs)
+        method = getattr(self.inner, name)
+        if not measured:
+            return method(*args, **kwargs)
+        return self._measure(name, arguments_of(self, *args, **kwargs).arguments, method)
 
-    call.__name__ = name
-    return _as_in_the_contract(call)
-
-
-def _hiding_nothing(wrapper: type[Wrapper]) -> type[Wrapper]:
-    """Have a class pass on every public method of DataPlaneClient that it does not measure itself."""
-    for name, member in vars(DataPlaneClient).items():
-        if not name.startswith("_") and callable(member) and name not in vars(wrapper):
-            setattr(wrapper, name, _passing_on(name))
-    return wrapper
+    update_wrapper(call, contract)
+    call.__isabstractmethod__ = False  # type: ignore[attr-defined]
+    return call
 
 
-@_hiding_nothing
 class MetricsDataPlaneClient(DataPlaneClient):
     """Passes every call on to `inner`, and gives `on_event` one DataPlaneEvent for each, failed ones too.
 
@@ -114,6 +103,18 @@ class MetricsDataPlaneClient(DataPlaneClient):
 
     Object columns are encoded once more to know their size. What `on_event` raises reaches the caller.
     """
+
+    register_partition = _passed_on("register_partition", measured=True)
+    claim_meta = _passed_on("claim_meta", measured=True)
+    get_data = _passed_on("get_data", measured=True)
+    check_consumption_status = _passed_on("check_consumption_status", measured=True)
+    put_samples = _passed_on("put_samples", measured=True)
+    get_samples = _passed_on("get_samples", measured=True)
+    clear_samples = _passed_on("clear_samples", measured=True)
+    partition_ids = _passed_on("partition_ids")
+    sample_ids = _passed_on("sample_ids")
+    stored_bytes = _passed_on("stored_bytes")
+    close = _passed_on("close")
 
     def __init__(
         self, inner: DataPlaneClient, on_event: Callable[[DataPlaneEvent], None] = print_event
@@ -139,82 +140,30 @@ class MetricsDataPlaneClient(DataPlaneClient):
         with self._lock:
             return dict(sum(self._moved.values(), Counter()))
 
-    @_as_in_the_contract
-    def register_partition(
-        self, partition_id: str, fields: Sequence[str], num_samples: int, *args: Any, **kwargs: Any
-    ) -> None:
-        with self._measure("register_partition", partition_id) as record:
-            self.inner.register_partition(partition_id, fields, num_samples, *args, **kwargs)
-            record.rows = int(num_samples)
-
-    @_as_in_the_contract
-    def claim_meta(self, partition_id: str, *args: Any, **kwargs: Any) -> KVBatchMeta | None:
-        with self._measure("claim_meta", partition_id) as record:
-            meta = self.inner.claim_meta(partition_id, *args, **kwargs)
-            record.rows = 0 if meta is None else meta.size
-            return meta
-
-    @_as_in_the_contract
-    def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
-        with self._measure("get_data", meta.partition_id, meta.size) as record:
-            wire = self.inner.get_data(meta, select_fields)
-            record.columns = _column_bytes(wire)
-            return wire
-
-    @_as_in_the_contract
-    def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
-        with self._measure("check_consumption_status", partition_id):
-            return self.inner.check_consumption_status(partition_id, task_names)
-
-    @_as_in_the_contract
-    def put_samples(
-        self,
-        sample_ids: Sequence[str],
-        partition_id: str,
-        fields: TensorDict | None = None,
-        tags: Sequence[Mapping[str, Any]] | None = None,
-    ) -> KVBatchMeta:
-        with self._measure("put_samples", partition_id, len(sample_ids)) as record:
-            meta = self.inner.put_samples(sample_ids, partition_id, fields, tags)
-            record.columns = _column_bytes(fields)
-            return meta
-
-    @_as_in_the_contract
-    def get_samples(
-        self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]
-    ) -> TensorDict:
-        with self._measure("get_samples", partition_id, len(sample_ids)) as record:
-            wire = self.inner.get_samples(sample_ids, partition_id, select_fields)
-            record.columns = _column_bytes(wire)
-            return wire
-
-    @_as_in_the_contract
-    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        with self._measure("clear_samples", partition_id, len(sample_ids or ())):
-            self.inner.clear_samples(sample_ids, partition_id)
-
-    def close(self) -> None:
-        self.inner.close()
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "inner" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
         return getattr(self.inner, name)
 
-    @contextmanager
-    def _measure(self, op: str, partition: str, rows: int = 0) -> "Iterator[_Record]":
-        record = _Record(rows)
+    def _measure(self, op: str, given: Mapping[str, Any], method: Callable[..., Any]) -> Any:
+        meta: KVBatchMeta | None = given.get("meta")
+        partition = given["partition_id"] if meta is None else meta.partition_id
+        rows, columns = len(given.get("sample_ids") or ()) if meta is None else meta.size, dict[str, int]()
         status: Status = "error"
         start = time.perf_counter()
         try:
-            yield record
+            result = method(**{name: value for name, value in given.items() if name != "self"})
+            if op in ("put_samples", "get_samples", "get_data"):
+                columns = _column_bytes(given.get("fields") if op == "put_samples" else result)
+            elif op in ("register_partition", "claim_meta"):
+                rows = int(given["num_samples"]) if op == "register_partition" else len(result or ())
             status = "ok"
+            return result
         except ClaimTimeout:
             status = "timeout"
             raise
         finally:
-            seconds = time.perf_counter() - start
-            event = DataPlaneEvent(op, partition, record.rows, record.columns, seconds, status)
+            event = DataPlaneEvent(op, partition, rows, columns, time.perf_counter() - start, status)
             self._count(event)
             self._on_event(event)
 
@@ -228,14 +177,6 @@ class MetricsDataPlaneClient(DataPlaneClient):
             totals["errors"] += event.status != "ok"
             if event.columns:
                 self._moved["put" if event.op == "put_samples" else "get"].update(event.columns)
-
-
-@dataclass
-class _Record:
-    """What an operation turned out to move."""
-
-    rows: int
-    columns: dict[str, int] = field(default_factory=dict)
 
 
 def _column_bytes(wire: TensorDict | None) -> dict[str, int]:

@@ -13,9 +13,9 @@ from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.interfaces import KVBatchMeta
+from headrace.data_plane.store.claims import ClaimRequest
 from headrace.data_plane.store.client import StoreClient
 from headrace.data_plane.store.columns import Chunk, Known, checked_put, read_rows
-from headrace.data_plane.store.requests import ClaimRequest
 from headrace.data_plane.store.sample_store import RowFacts, SampleStore
 from headrace.data_plane.wire import wire_tensordict
 from headrace.errors import DataPlaneError

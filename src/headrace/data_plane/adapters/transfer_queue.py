@@ -43,9 +43,9 @@ from headrace.data_plane.store.blocks import (
     call_bounds,
     pack,
 )
+from headrace.data_plane.store.claims import ClaimRequest
 from headrace.data_plane.store.client import StoreClient
 from headrace.data_plane.store.columns import Known, Put, Rows, checked_put, shown
-from headrace.data_plane.store.requests import ClaimRequest
 from headrace.data_plane.store.sample_store import RowFacts
 from headrace.data_plane.wire import wire_tensordict
 from headrace.distributed.ray_connection import Deadline, Part, check_parts, connect, wait_for

@@ -25,8 +25,8 @@ import torch
 
 from headrace.data_plane.object_codec import SCALARS, from_ext, to_wire
 from headrace.data_plane.store.blocks import BlockInfo, placed
+from headrace.data_plane.store.claims import ClaimRequest, Registration
 from headrace.data_plane.store.columns import Form, Places, Put, Rows
-from headrace.data_plane.store.requests import ClaimRequest, Registration
 from headrace.data_plane.store.sample_store import RowFacts, SampleStore
 from headrace.errors import DataPlaneError, HeadraceError, SchemaError, TransportError
 

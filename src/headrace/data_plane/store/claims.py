@@ -1,13 +1,13 @@
 """What each task of a partition has claimed, and which samples it may claim next."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data_plane.store.columns import Rows, shown
 from headrace.data_plane.store.groups import Groups
-from headrace.data_plane.store.requests import ClaimRequest, Registration
 from headrace.errors import DataPlaneError
 
 Mask = NDArray[np.bool_]
@@ -16,6 +16,27 @@ Held = Callable[[Rows], Mask]
 
 _WINDOW = 1024
 """Places that a claim looks at, at least."""
+
+
+class Registration(NamedTuple):
+    """How a partition is opened; see `DataPlaneClient.register_partition`."""
+
+    partition_id: str
+    num_samples: int
+    tasks: tuple[str, ...]
+    group_size: int = 1
+    group_tag: str | None = None
+    enums: Mapping[str, tuple[Any, ...]] = {}
+
+
+class ClaimRequest(NamedTuple):
+    """Which rows a claim takes; see `DataPlaneClient.claim_meta`."""
+
+    partition_id: str
+    task: str
+    fields: list[str]
+    rows: int
+    allow_partial: bool = False
 
 
 class _Cursor:

@@ -1,15 +1,18 @@
 """What clients of all stores have in common: requests that only ask the store which rows there are."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from tensordict import TensorDict
 
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
-from headrace.data_plane.store.requests import ClaimRequest, Registration, waiting_time
+from headrace.data_plane.store.claims import ClaimRequest, Registration
 from headrace.data_plane.store.sample_store import RowFacts
-from headrace.utils.arguments import texts
+from headrace.errors import DataPlaneError
+from headrace.utils.arguments import names_list, texts, whole_number
 
 
 class StoreClient(DataPlaneClient):
@@ -38,8 +41,19 @@ class StoreClient(DataPlaneClient):
         *,
         group_tag: str | None = None,
     ) -> None:
-        asked = (partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums)
-        self._ask("register", Registration.of(*asked, group_tag=group_tag))
+        names_list("fields", fields)
+        samples = whole_number("num_samples", num_samples, 0, DataPlaneError)
+        size = 1
+        if grpo_group_size is not None:
+            size = whole_number("grpo_group_size", grpo_group_size, 1, DataPlaneError)
+        if samples % size:
+            raise DataPlaneError(
+                f"partition '{partition_id}' expects {samples} samples, which are no whole groups of "
+                f"grpo_group_size={size}"
+            )
+        tasks = tuple(texts("consumer_tasks", consumer_tasks))
+        values = {tag: tuple(names_list(f"enums['{tag}']", given)) for tag, given in (enums or {}).items()}
+        self._ask("register", Registration(partition_id, samples, tasks, size, group_tag, values))
 
     def claim_meta(
         self,
@@ -53,12 +67,17 @@ class StoreClient(DataPlaneClient):
         *,
         allow_partial: bool = False,
     ) -> KVBatchMeta | None:
-        request = ClaimRequest.of(partition_id, task_name, required_fields, batch_size, allow_partial)
-        wait_s = waiting_time(blocking, timeout_s)
-        facts = self._claim(request, wait_s if blocking else -1.0)
+        rows = whole_number("batch_size", batch_size, 1, DataPlaneError)
+        names = texts("required_fields", required_fields)
+        if not isinstance(timeout_s, Real) or math.isnan(timeout_s):
+            raise DataPlaneError(
+                f"timeout_s={timeout_s!r}; expected a number of seconds, or math.inf to wait for ever"
+            )
+        request = ClaimRequest(partition_id, task_name, names, rows, allow_partial)
+        facts = self._claim(request, max(float(timeout_s), 0.0) if blocking else -1.0)
         if facts is None or not facts.sample_ids:
             return None
-        return facts.meta(partition_id, task_name, request.fields)
+        return facts.meta(partition_id, task_name, names)
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         names = select_fields if select_fields is not None else meta.fields

@@ -14,9 +14,8 @@ import numpy as np
 from headrace.data_plane.interfaces import KVBatchMeta, meta_of_checked
 from headrace.data_plane.object_codec import copied_tag
 from headrace.data_plane.schema import FIELDS, INPUT_IDS, INPUT_LENGTHS
-from headrace.data_plane.store.claims import Claims, Held
+from headrace.data_plane.store.claims import ClaimRequest, Claims, Held, Registration
 from headrace.data_plane.store.columns import Block, Column, Lengths, Put, Rows, Selection, Slots, shown
-from headrace.data_plane.store.requests import ClaimRequest, Registration
 from headrace.errors import CapacityExceeded, ClaimTimeout, DataPlaneError, SampleNotFound, SchemaError
 
 _REMEMBERED = 1000
