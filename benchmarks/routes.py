@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from run import Bench, main
 
-from headrace.data_plane.routes_codec import check_routes, pack_routes, signed_routes, unpack_routes
+from headrace.data_plane.routes_codec import check_routes, pack_routes, signed_routes
 from headrace.models.router_replay import align_jagged, row_digests
 
 LAYERS, TOP_K, EXPERTS = 48, 8, 128
@@ -29,7 +29,7 @@ def make_samples(rows: int) -> list[torch.Tensor]:
 
 def round_trip(samples: Sequence[torch.Tensor], lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """Pack samples into a wire column and cut the column into samples again."""
-    return unpack_routes(pack_routes(samples, num_experts=EXPERTS), lengths)
+    return torch.split(pack_routes(samples, num_experts=EXPERTS), list(lengths))
 
 
 def measure(bench: Bench) -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
+from headrace.distributed.ragged import RowLayout
+
 DTYPES = (
     torch.bool,
     torch.uint8,
@@ -60,3 +62,9 @@ def ragged_cases(draw: st.DrawFn, min_rows: int = 1) -> RaggedCase:
     width = max(lengths, default=0) + spare
     padded = arbitrary((len(lengths), width, *trailing), dtype, seed=draw(st.integers(0, 2**20)))
     return RaggedCase(padded, lengths)
+
+
+def strip_padding(padded: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (values, offsets) of padded (N, S, ...) rows; offsets are on the device of `padded`."""
+    layout = RowLayout(lengths, padded.shape[1])
+    return layout.strip(padded), layout.offsets_on(padded.device)

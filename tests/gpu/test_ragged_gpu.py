@@ -20,10 +20,9 @@ from headrace.distributed.ragged import (
     nested_from_ragged,
     offsets_from_lengths,
     ragged_from_nested,
-    strip_padding,
     take_apart,
 )
-from ragged_cases import DTYPES, arbitrary
+from ragged_cases import DTYPES, arbitrary, strip_padding
 
 pytestmark = [
     pytest.mark.gpu,

@@ -259,8 +259,3 @@ def test_concat_of_one_part_is_that_part() -> None:
 
 def test_metas_pickle() -> None:
     assert pickle.loads(pickle.dumps(meta(extra_info=PLAN))) == meta(extra_info=PLAN)
-
-
-def test_the_longest_row_is_rounded_up_to_the_multiple() -> None:
-    assert meta(extra_info={PAD_TO_MULTIPLE: 4}).longest_padded() == 8
-    assert meta(sequence_lengths=None).longest_padded() == 0

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference_packing as reference
-from headrace.distributed.bin_packing import ALGORITHMS, pack_rows
+from headrace.compat.packing_algorithms import pack_rows
+from headrace.distributed.bin_packing import ALGORITHMS
 from headrace.errors import ConfigError, SchemaError
 
 FIRST_FIT = ("first_fit_decreasing", "modified_first_fit_decreasing")

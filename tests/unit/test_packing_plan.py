@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference_packing as reference
-from headrace.distributed.bin_packing import ALGORITHMS, pack_rows
+from headrace.compat.packing_algorithms import pack_rows
+from headrace.distributed.bin_packing import ALGORITHMS
 from headrace.distributed.plan_report import describe_plan
 from headrace.distributed.planner import plan_microbatches
 from headrace.errors import ConfigError, SchemaError

@@ -18,11 +18,10 @@ from headrace.distributed.ragged import (
     ragged_from_nested,
     ragged_indices,
     row_lengths,
-    strip_padding,
 )
 from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
-from ragged_cases import DTYPES, RaggedCase, arbitrary, ragged_cases
+from ragged_cases import DTYPES, RaggedCase, arbitrary, ragged_cases, strip_padding
 from reference import pad, rows_of, same_bits, same_rows, unpad
 
 

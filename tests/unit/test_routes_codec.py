@@ -17,7 +17,6 @@ from headrace.data_plane.routes_codec import (
     route_digest,
     row_digests,
     signed_routes,
-    unpack_routes,
     wire_dtype,
 )
 from headrace.distributed.ragged_kernel import load_kernel
@@ -54,7 +53,7 @@ def test_what_is_packed_comes_back_with_missing_rows_marked(
     wire = pack_routes([ids.to(dtype) for ids in samples], num_experts=num_experts)
     assert wire.dtype == wire_dtype(num_experts, top_k)
     assert wire.dtype.itemsize == (1 if num_experts + (top_k == 1) <= 256 else 2)
-    parts = unpack_routes(wire, [len(ids) for ids in samples])
+    parts = torch.split(wire, [len(ids) for ids in samples])
     for ids, part in zip(samples, parts, strict=True):
         assert torch.equal(signed_routes(part), ids)
         assert torch.equal(missing_rows(part), (ids == -1).all(-1))
@@ -149,8 +148,6 @@ def test_packing_refuses_samples_that_do_not_belong_together() -> None:
         pack_routes([torch.zeros(3, 1, 2).int(), torch.zeros(3, 2, 2).int()], num_experts=8)
     with pytest.raises(SchemaError, match=r"torch.uint8 cannot hold 300 experts"):
         pack_routes([torch.zeros(3, 1, 2, dtype=torch.uint8)], num_experts=300)
-    with pytest.raises(SchemaError, match="3 rows, the samples' lengths add up to 4"):
-        unpack_routes(torch.zeros(3, 1, 2, dtype=torch.uint8), [2, 2])
     with pytest.raises(SchemaError, match="at most 65536"):
         wire_dtype(65_537, 2)
     with pytest.raises(SchemaError, match="at most 65535"):

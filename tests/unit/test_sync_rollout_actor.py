@@ -138,8 +138,7 @@ def test_tags_are_on_the_meta_and_agree_with_the_carry(store: CountingStore) -> 
 
 def test_the_pad_multiple_of_the_settings_travels_with_the_meta(store: CountingStore) -> None:
     meta, *_ = make_actor(store).rollout_to_tq(prompts(), partition_id=PARTITION, group_size=3)
-    assert meta.longest_padded() % 8 == 0
-    assert meta.longest_padded() >= max(meta.sequence_lengths or [])
+    assert meta.extra_info["pad_to_multiple"] == 8
 
 
 def test_no_tensor_that_comes_back_has_a_value_per_token(store: CountingStore) -> None:

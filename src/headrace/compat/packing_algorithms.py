@@ -4,9 +4,41 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 
+import numpy as np
+import numpy.typing as npt
+
 from headrace.distributed.balance import IntArray
-from headrace.distributed.bin_packing import as_lengths, pack_rows
+from headrace.distributed.bin_packing import as_lengths, assign_bins, check_fits
 from headrace.errors import ConfigError
+
+
+def pack_rows(
+    lengths: npt.ArrayLike,
+    capacity: int,
+    algorithm: str,
+    *,
+    min_bin_count: int = 1,
+    bin_count_multiple: int = 1,
+) -> list[IntArray]:
+    """Return the row indices of each bin, ascending within a bin.
+
+    No bin holds more than `capacity` tokens. The number of bins is at least `min_bin_count` and a multiple of
+    `bin_count_multiple`; a bin is empty only where there are fewer rows than bins.
+
+    >>> [b.tolist() for b in pack_rows([5, 3, 4, 4], 8, "first_fit_decreasing")]
+    [[0, 1], [2, 3]]
+
+    Raises:
+        ConfigError: an unknown algorithm, a row longer than `capacity`, or a count below 1.
+    """
+    tokens = as_lengths(lengths)
+    check_fits(tokens, tokens, capacity, knob="capacity")
+    bin_of, bins = assign_bins(
+        tokens, capacity, algorithm, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple
+    )
+    rows = np.argsort(bin_of, kind="stable")
+    stops = np.cumsum(np.bincount(bin_of, minlength=bins))
+    return [rows[start:stop] for start, stop in zip([0, *stops[:-1].tolist()], stops.tolist())]
 
 
 class PackingAlgorithm(Enum):

@@ -196,11 +196,6 @@ class KVBatchMeta:
         self.extra_info[PAD_TO_MULTIPLE] = lcm(own, _common_multiple([self]))
         self.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = _pad_target([self])
 
-    def longest_padded(self) -> int:
-        """Return the longest row's length, rounded up to `extra_info["pad_to_multiple"]`; 0 without lengths."""
-        longest = max(self.sequence_lengths or [0])
-        return round_up(longest, int(self.extra_info.get(PAD_TO_MULTIPLE, 1)))
-
 
 def meta_of_checked(
     partition_id: str,

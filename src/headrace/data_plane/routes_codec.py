@@ -116,17 +116,6 @@ def pack_routes(rows: Sequence[torch.Tensor], *, num_experts: int) -> torch.Tens
     return out
 
 
-def unpack_routes(wire: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Cut a wire tensor into the samples' routes, views of (T_i, L, k).
-
-    Raises:
-        SchemaError: lengths that do not add up to the rows of `wire`.
-    """
-    if sum(lengths) != len(wire):
-        raise SchemaError(f"routes have {len(wire)} rows, the samples' lengths add up to {sum(lengths)}")
-    return torch.split(wire, list(lengths))
-
-
 def signed_routes(ids: torch.Tensor) -> torch.Tensor:
     """Return `ids` as int64 with -1 in missing rows, for reading; the result takes 8 bytes per id."""
     wide = ids.to(torch.int64)

@@ -22,35 +22,6 @@ _ROW_BY_ROW = 4096
 """Rows of a batch up to which bins are filled by plain loops, and modified first fit is used at all."""
 
 
-def pack_rows(
-    lengths: npt.ArrayLike,
-    capacity: int,
-    algorithm: str,
-    *,
-    min_bin_count: int = 1,
-    bin_count_multiple: int = 1,
-) -> list[IntArray]:
-    """Return the row indices of each bin, ascending within a bin.
-
-    No bin holds more than `capacity` tokens. The number of bins is at least `min_bin_count` and a multiple of
-    `bin_count_multiple`; a bin is empty only where there are fewer rows than bins.
-
-    >>> [b.tolist() for b in pack_rows([5, 3, 4, 4], 8, "first_fit_decreasing")]
-    [[0, 1], [2, 3]]
-
-    Raises:
-        ConfigError: an unknown algorithm, a row longer than `capacity`, or a count below 1.
-    """
-    tokens = as_lengths(lengths)
-    check_fits(tokens, tokens, capacity, knob="capacity")
-    bin_of, bins = assign_bins(
-        tokens, capacity, algorithm, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple
-    )
-    rows = np.argsort(bin_of, kind="stable")
-    stops = np.cumsum(np.bincount(bin_of, minlength=bins))
-    return [rows[start:stop] for start, stop in zip([0, *stops[:-1].tolist()], stops.tolist())]
-
-
 def as_lengths(lengths: npt.ArrayLike) -> IntArray:
     """Return lengths as a (N,) int64 array.
 

@@ -243,21 +243,6 @@ def pad_ragged(
     return RowLayout(offsets.diff(), width).pad(values, pad_value)
 
 
-def strip_padding(padded: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (values, offsets) of padded (N, S, ...) rows; offsets are on the device of `padded`.
-
-    Raises:
-        SchemaError: fewer than 2 dimensions, another number of rows, or a length above S, with its row.
-    """
-    if padded.dim() < 2 or padded.shape[0] != lengths.shape[0]:
-        raise SchemaError(
-            f"padded tensor has shape {tuple(padded.shape)} for {lengths.shape[0]} lengths; "
-            "expected (N, S, ...) with one length per row"
-        )
-    layout = RowLayout(lengths, padded.shape[1])
-    return layout.strip(padded), layout.offsets_on(padded.device)
-
-
 def gather_spans(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Return the spans `values[starts[i] : starts[i] + lengths[i]]` back to back; spans are on the CPU.
 
