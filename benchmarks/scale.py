@@ -60,7 +60,7 @@ from headrace.data_plane.schema import (
 )
 from headrace.data_plane.store.blocks import PackedColumns, pack
 from headrace.data_plane.store.columns import Put, checked_put
-from headrace.distributed.topology import policy_sharding
+from headrace.distributed.topology import lay_out_ranks
 from headrace.distributed.worker_groups.rank import Reply
 from headrace.distributed.worker_groups.ray_group import RayWorkerGroup
 from headrace.distributed.worker_groups.remote import RemoteWorkerGroup
@@ -174,7 +174,7 @@ class OneActorGroup(RayWorkerGroup):
     """The driver's side of a RayWorkerGroup, with one actor in the place of all."""
 
     def __init__(self, ranks: int, actor: Any) -> None:
-        RemoteWorkerGroup.__init__(self, policy_sharding(ranks))
+        RemoteWorkerGroup.__init__(self, lay_out_ranks(ranks))
         self._actors, self._parts = [actor] * ranks, {}
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from headrace.data_plane.column_io import kv_first_write
 from headrace.data_plane.observability import MetricsDataPlaneClient
-from headrace.distributed.topology import policy_sharding
+from headrace.distributed.topology import lay_out_ranks
 from headrace.distributed.worker_groups import RankSettings, WorkerGroup, WorkerSpec
 from headrace.models.policy.tq_policy import TQPolicy
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
@@ -52,7 +52,7 @@ def actors(parts: tuple[Any, ...], tokenizer: Any, tensor: int) -> WorkerGroup:
     from headrace.distributed.worker_groups.ray_group import start_ray_group
 
     spec = WorkerSpec(CountingWorker, parts, {"tokenizer": tokenizer, "seed": 0})
-    return start_ray_group(spec, policy_sharding(2, tensor=tensor), settings=RankSettings(threads=1))
+    return start_ray_group(spec, lay_out_ranks(2, tensor=tensor), settings=RankSettings(threads=1))
 
 
 def step(policy: TQPolicy, seed: int) -> dict[str, Any]:

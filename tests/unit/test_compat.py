@@ -44,7 +44,7 @@ NAMES = {
         "headrace.distributed.batched_data_dict",
         ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"],
     ),
-    "distributed.named_sharding": ("headrace.distributed.named_sharding", ["NamedSharding"]),
+    "distributed.named_sharding": ("headrace.compat.named_sharding", ["NamedSharding"]),
     "experience.sync_rollout_actor": ("headrace.experience.sync_rollout_actor", ["SyncRolloutActor"]),
     "models.automodel.data": (
         "headrace.models.automodel.data",

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from headrace.distributed.named_sharding import NamedSharding
+from headrace.compat.named_sharding import NamedSharding
 from headrace.errors import ConfigError
 
 AXES = ["data_parallel", "pipeline_parallel", "tensor_parallel"]

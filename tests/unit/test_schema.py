@@ -66,7 +66,7 @@ from headrace.data_plane import (
 )
 from headrace.data_plane import schema
 from headrace.data_plane.worker_mixin import TQWorkerMixin
-from headrace.distributed.topology import policy_sharding
+from headrace.distributed.topology import lay_out_ranks
 from headrace.distributed.worker_groups import SpawnWorkerGroup, WorkerSpec
 
 class Worker(TQWorkerMixin):
@@ -84,7 +84,7 @@ class Worker(TQWorkerMixin):
 
 if __name__ == "__main__":
     declare(FieldSpec("hints", Kind.PER_TOKEN, torch.int64, pad=-1))
-    group = SpawnWorkerGroup(WorkerSpec(Worker), policy_sharding(1))
+    group = SpawnWorkerGroup(WorkerSpec(Worker), lay_out_ranks(1))
     group.run_all("setup_data_plane", {"impl": "local"}, schema.added_fields())
     [(cut, padded, train)] = group.run_all("cut")
     group.shutdown()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from headrace.config import PolicyConfig
-from headrace.distributed.topology import policy_sharding
+from headrace.distributed.topology import lay_out_ranks
 from headrace.errors import ConfigError
 from headrace.models.automodel.experts import GROUPED_EXPERTS
 from headrace.models.automodel.tensor_parallel import FAMILY_PLAN, check_sizes, is_family, resolve_plan
@@ -104,14 +104,9 @@ def test_experts_may_be_named_as_the_tensor_ranks() -> None:
 
 
 def test_tensor_ranks_are_neighbours_and_replicas_are_whole() -> None:
-    layout = policy_sharding(8, context=2, tensor=2)
-    assert layout.shape == {
-        "pipeline_parallel": 1,
-        "data_parallel": 2,
-        "context_parallel": 2,
-        "tensor_parallel": 2,
-    }
-    assert layout.get_ranks_by_coord(data_parallel=1) == [4, 5, 6, 7]
-    assert layout.get_ranks_by_coord(data_parallel=0, context_parallel=1) == [2, 3]
+    layout = lay_out_ranks(8, context=2, tensor=2)
+    assert layout == (2, 2, 2)
+    assert (layout.size, layout.replica_size) == (8, 4)
+    assert layout.replicas == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(ConfigError, match=r"make policy\.workers a multiple of 4"):
-        policy_sharding(6, context=2, tensor=2)
+        lay_out_ranks(6, context=2, tensor=2)

@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from group_worker import GroupWorker, running_children, wait_until_gone
-from headrace.distributed.named_sharding import NamedSharding
-from headrace.distributed.topology import DATA, policy_sharding
+from headrace.distributed.topology import RankLayout, lay_out_ranks
 from headrace.distributed.worker_groups import (
     LocalWorkerGroup,
     RankSettings,
@@ -23,26 +21,26 @@ from headrace.distributed.worker_groups import (
     WorkerSpec,
     attach_from_environment,
 )
-from headrace.distributed.worker_groups.remote import RemoteWorkerGroup, replicas_of
+from headrace.distributed.worker_groups.remote import RemoteWorkerGroup
 from headrace.errors import ConfigError, HeadraceError
 
 Start = Callable[..., RemoteWorkerGroup]
 SETTINGS = RankSettings(threads=1, timeout_s=60.0)
 
 
-def start_spawn(sharding: NamedSharding, **kwargs: Any) -> RemoteWorkerGroup:
+def start_spawn(layout: RankLayout, **kwargs: Any) -> RemoteWorkerGroup:
     spec = WorkerSpec(GroupWorker, kwargs=kwargs)
-    return SpawnWorkerGroup(spec, sharding, settings=SETTINGS, grace_s=1.0)
+    return SpawnWorkerGroup(spec, layout, settings=SETTINGS, grace_s=1.0)
 
 
-def start_ray(sharding: NamedSharding, **kwargs: Any) -> RemoteWorkerGroup:
+def start_ray(layout: RankLayout, **kwargs: Any) -> RemoteWorkerGroup:
     from headrace.distributed.virtual_cluster import RayVirtualCluster
     from headrace.distributed.worker_groups.ray_group import RayWorkerGroup
 
     # Several groups at a time find room on the one CPU of the test cluster.
-    cluster = RayVirtualCluster(sharding.size, cpus_per_worker=0.1)
+    cluster = RayVirtualCluster(layout.size, cpus_per_worker=0.1)
     spec = WorkerSpec(GroupWorker, kwargs=kwargs)
-    return RayWorkerGroup(spec, sharding, cluster, settings=SETTINGS, grace_s=1.0)
+    return RayWorkerGroup(spec, layout, cluster, settings=SETTINGS, grace_s=1.0)
 
 
 @pytest.fixture(scope="module", params=["spawn", "ray"])
@@ -56,7 +54,7 @@ def start(request: pytest.FixtureRequest) -> Start:
 @pytest.fixture(scope="module")
 def group(start: Start) -> Iterator[RemoteWorkerGroup]:
     """Two replicas of one rank; every test leaves it usable."""
-    group = start(policy_sharding(2), scale=10.0)
+    group = start(lay_out_ranks(2), scale=10.0)
     pids = pids_of(group)
     yield group
     group.shutdown()
@@ -125,7 +123,7 @@ def test_an_error_in_a_stream_is_raised_where_it_is_read(group: RemoteWorkerGrou
 def test_a_stream_goes_from_one_group_to_another_and_both_stay_usable(
     group: RemoteWorkerGroup, start: Start
 ) -> None:
-    target = start(policy_sharding(1))
+    target = start(lay_out_ranks(1))
     try:
         for version in (7, 8):
             group.stream_to(target, "few_weights", "take", version)
@@ -142,7 +140,7 @@ def test_a_stream_goes_from_one_group_to_another_and_both_stay_usable(
 
 
 def test_a_stream_to_a_worker_that_is_gone_ends_with_an_error(group: RemoteWorkerGroup, start: Start) -> None:
-    target = start(policy_sharding(1))
+    target = start(lay_out_ranks(1))
     os.kill(target.run_all("place")[0]["pid"], signal.SIGKILL)
     try:
         with pytest.raises(HeadraceError, match=r"receiver of take has died|was killed"):
@@ -153,7 +151,7 @@ def test_a_stream_to_a_worker_that_is_gone_ends_with_an_error(group: RemoteWorke
 
 
 def test_actors_stream_past_the_driver(ray_cluster: str) -> None:
-    sender, target = start_ray(policy_sharding(2)), start_ray(policy_sharding(1))
+    sender, target = start_ray(lay_out_ranks(2)), start_ray(lay_out_ranks(1))
     try:
         before = sender.transferred_bytes + target.transferred_bytes
         sender.stream_to(target, "few_weights", "take", 1)
@@ -192,7 +190,7 @@ def test_arguments_that_cannot_be_sent_reach_no_worker(group: RemoteWorkerGroup)
 
 
 def test_ranks_of_a_replica_share_its_shard_and_only_the_leader_answers(start: Start) -> None:
-    group = start(policy_sharding(2, tensor=2))
+    group = start(lay_out_ranks(2, tensor=2))
     pids = pids_of(group)
     assert (group.dp_size, group.world_size, len(pids)) == (1, 2, 1)
     assert group.run_sharded("tag", ["rows"]) == [(0, "rows")]
@@ -209,7 +207,7 @@ def test_ranks_of_a_replica_share_its_shard_and_only_the_leader_answers(start: S
 
 
 def test_a_killed_worker_is_noticed_and_ends_the_group(start: Start) -> None:
-    group = start(policy_sharding(2))
+    group = start(lay_out_ranks(2))
     pids = pids_of(group)
     os.kill(pids[1], signal.SIGKILL)
     started = time.monotonic()
@@ -227,7 +225,7 @@ def test_an_actor_that_was_killed_is_called_by_its_name_once_and_briefly(ray_clu
 
     group = start_ray_group(
         WorkerSpec(GroupWorker),
-        policy_sharding(1),
+        lay_out_ranks(1),
         settings=SETTINGS,
         alone="the rollout actor",
         cpus_per_worker=0,
@@ -247,7 +245,7 @@ def test_an_actor_that_was_killed_is_called_by_its_name_once_and_briefly(ray_clu
 def test_a_worker_that_cannot_be_built_leaves_nothing_behind(start: Start) -> None:
     before = running_children()
     with pytest.raises(ConfigError, match=r"nothing there \(rank 1 of 2, in start-up\)"):
-        start(policy_sharding(2), fail_on=1)
+        start(lay_out_ranks(2), fail_on=1)
     if start is start_spawn:
         assert running_children() == before
 
@@ -256,14 +254,14 @@ DRIVER = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 from group_worker import GroupWorker
-from headrace.distributed.topology import policy_sharding
+from headrace.distributed.topology import lay_out_ranks
 from headrace.distributed.worker_groups import RankSettings, SpawnWorkerGroup, WorkerSpec
 
 if __name__ == "__main__":
     interrupts = []
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: interrupts.append(1))
-    group = SpawnWorkerGroup(WorkerSpec(GroupWorker), policy_sharding(2), settings=RankSettings(threads=1))
+    group = SpawnWorkerGroup(WorkerSpec(GroupWorker), lay_out_ranks(2), settings=RankSettings(threads=1))
     print(*group.pids, flush=True)
     print(group.run_all("sleep", 2.0), len(interrupts), flush=True)
     group.run_all("sleep", 4.0)
@@ -293,15 +291,8 @@ def test_ctrl_c_and_a_hangup_reach_the_driver_only_and_a_killed_driver_leaves_no
 
 
 def test_ranks_and_leaders_follow_the_layout() -> None:
-    assert replicas_of(policy_sharding(8, context=2, tensor=2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert replicas_of(NamedSharding(np.arange(4).reshape(2, 2), ["pipeline_parallel", DATA])) == [
-        [0, 2],
-        [1, 3],
-    ]
-    with pytest.raises(ConfigError, match="ranks 0 to 1, each once"):
-        replicas_of(NamedSharding([1, 2], [DATA]))
-    with pytest.raises(ConfigError, match="unknown"):
-        replicas_of(NamedSharding([0, 1], ["tensor_parallel"]))
+    assert lay_out_ranks(8, context=2, tensor=2).replicas == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert lay_out_ranks(3).replicas == [[0], [1], [2]]
 
 
 def test_the_local_group_has_the_same_interface() -> None:

@@ -21,7 +21,7 @@ from headrace.algorithms.resume import keep_reference, prompts_state, restore, w
 from headrace.algorithms.warm_start import check_demonstrations, warm_start, warm_start_optimizer
 from headrace.config import DataPlaneConfig, ObservabilityConfig, RecipeConfig
 from headrace.data_plane.schema import added_fields
-from headrace.distributed.topology import policy_sharding
+from headrace.distributed.topology import lay_out_ranks
 from headrace.distributed.worker_groups import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from headrace.environments.interfaces import Environment
 from headrace.errors import ConfigError
@@ -117,7 +117,7 @@ def _start_rollout_actor(recipe: RecipeConfig, dp_cfg: DataPlaneConfig | Mapping
     gpus = rollout_gpus(recipe.policy, recipe.cluster)
     group = start_on_ray(
         WorkerSpec(SyncRolloutActor.from_recipe, (recipe,)),
-        policy_sharding(1),
+        lay_out_ranks(1),
         device="cuda" if gpus else "cpu",
         alone="the rollout actor",
         gpus_per_node=gpus,

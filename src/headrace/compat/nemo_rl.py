@@ -26,7 +26,7 @@ ALIASES = {
     "data.packing.algorithms": "headrace.compat.packing_algorithms",
     "data_plane": "headrace.data_plane",
     "distributed.batched_data_dict": "headrace.distributed.batched_data_dict",
-    "distributed.named_sharding": "headrace.distributed.named_sharding",
+    "distributed.named_sharding": "headrace.compat.named_sharding",
     "experience.sync_rollout_actor": "headrace.experience.sync_rollout_actor",
     "models.automodel": "headrace.models.automodel",
     "models.huggingface": "headrace.models.huggingface",

@@ -1,26 +1,45 @@
 """Where a rank stands: data, context and tensor axes, their process groups, and the mesh that weights lie on."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from headrace.distributed.named_sharding import NamedSharding
 from headrace.errors import ConfigError
 
-PIPELINE, DATA, CONTEXT, TENSOR = "pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"
+DATA, CONTEXT, TENSOR = "data_parallel", "context_parallel", "tensor_parallel"
 
 
-def policy_sharding(workers: int, *, context: int = 1, tensor: int = 1) -> NamedSharding:
-    """Lay ranks 0 to `workers` - 1 out on (pipeline, data, context, tensor); tensor ranks are neighbours.
+class RankLayout(NamedTuple):
+    """How many ranks each axis has; rank r is place r of (data, context, tensor), so tensor ranks are neighbours."""
+
+    data: int
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.data * self.replica_size
+
+    @property
+    def replica_size(self) -> int:
+        return self.context * self.tensor
+
+    @property
+    def replicas(self) -> list[list[int]]:
+        """The ranks of each replica, in order along the data axis; the first of each is its leader."""
+        return [[*range(r, r + self.replica_size)] for r in range(0, self.size, self.replica_size)]
+
+
+def lay_out_ranks(workers: int, *, context: int = 1, tensor: int = 1) -> RankLayout:
+    """Lay ranks 0 to `workers` - 1 out.
+
+    >>> lay_out_ranks(4, tensor=2).replicas
+    [[0, 1], [2, 3]]
 
     Raises:
         ConfigError: `workers` that context x tensor does not divide.
-
-    >>> policy_sharding(4, tensor=2).get_worker_coords(3)
-    {'pipeline_parallel': 0, 'data_parallel': 1, 'context_parallel': 0, 'tensor_parallel': 1}
     """
     data, rest = divmod(workers, context * tensor)
     if rest or not data:
@@ -28,8 +47,7 @@ def policy_sharding(workers: int, *, context: int = 1, tensor: int = 1) -> Named
             f"{workers} workers do not make whole replicas of policy.parallel.context={context} x "
             f"policy.parallel.tensor={tensor}; make policy.workers a multiple of {context * tensor}"
         )
-    layout = np.arange(workers).reshape(1, data, context, tensor)
-    return NamedSharding(layout, [PIPELINE, DATA, CONTEXT, TENSOR])
+    return RankLayout(data, context, tensor)
 
 
 @dataclass(frozen=True)
@@ -40,7 +58,7 @@ class Topology:
     parallelism splits over the tensor ranks too.
     """
 
-    sharding: NamedSharding
+    layout: RankLayout
     data: dist.ProcessGroup
     context: dist.ProcessGroup
     tensor: dist.ProcessGroup
@@ -49,19 +67,19 @@ class Topology:
 
     @property
     def data_size(self) -> int:
-        return self.sharding.get_axis_size(DATA)
+        return self.layout.data
 
     @property
     def context_size(self) -> int:
-        return self.sharding.get_axis_size(CONTEXT)
+        return self.layout.context
 
     @property
     def tensor_size(self) -> int:
-        return self.sharding.get_axis_size(TENSOR)
+        return self.layout.tensor
 
     @property
     def replica_size(self) -> int:
-        return self.context_size * self.tensor_size
+        return self.layout.replica_size
 
 
 def build_topology(device_type: str, *, context: int = 1, tensor: int = 1) -> Topology:
@@ -70,13 +88,13 @@ def build_topology(device_type: str, *, context: int = 1, tensor: int = 1) -> To
     Raises:
         ConfigError: a world size that context x tensor does not divide.
     """
-    sharding = policy_sharding(dist.get_world_size(), context=context, tensor=tensor)
-    data = sharding.get_axis_size(DATA)
+    layout = lay_out_ranks(dist.get_world_size(), context=context, tensor=tensor)
+    data = layout.data
     axes = init_device_mesh(device_type, (data, context, tensor), mesh_dim_names=(DATA, CONTEXT, TENSOR))
     replicas = init_device_mesh(device_type, (data, context * tensor), mesh_dim_names=(DATA, "replica"))
     weights: Any = init_device_mesh(device_type, (data * context, tensor), mesh_dim_names=("weights", TENSOR))
     return Topology(
-        sharding,
+        layout,
         axes.get_group(DATA),
         axes.get_group(CONTEXT),
         axes.get_group(TENSOR),

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from headrace.distributed.named_sharding import NamedSharding
+from headrace.distributed.topology import RankLayout
 from headrace.distributed.virtual_cluster import RayVirtualCluster
 from headrace.distributed.worker_groups.failures import WorkerFailure
 from headrace.distributed.worker_groups.interfaces import WorkerGroup
@@ -24,7 +24,7 @@ _ANSWERS: dict[str, Any] = {"num_returns": "streaming", "_generator_backpressure
 
 
 class RayWorkerGroup(RemoteWorkerGroup):
-    """One actor per rank of `sharding`, with torch.distributed initialised between them.
+    """One actor per rank of `layout`, with torch.distributed initialised between them.
 
     Consecutive ranks share a node. The actors belong to the driver's Ray job and end with it. The group owns
     `cluster`, and shuts it down with itself. `alone` is what messages call a group of one.
@@ -36,14 +36,14 @@ class RayWorkerGroup(RemoteWorkerGroup):
     def __init__(
         self,
         spec: WorkerSpec,
-        sharding: NamedSharding,
+        layout: RankLayout,
         cluster: RayVirtualCluster,
         *,
         settings: RankSettings | None = None,
         grace_s: float = GRACE_S,
         alone: str | None = None,
     ) -> None:
-        super().__init__(sharding, grace_s=grace_s, alone=alone)
+        super().__init__(layout, grace_s=grace_s, alone=alone)
         self._cluster = cluster
         self._actors: list[Any] = []
         self._parts: dict[int, Any] = {}
@@ -123,7 +123,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
 
 def start_ray_group(
     spec: WorkerSpec,
-    sharding: NamedSharding,
+    layout: RankLayout,
     *,
     settings: RankSettings | None = None,
     alone: str | None = None,
@@ -135,9 +135,9 @@ def start_ray_group(
 
     Raises: what RayVirtualCluster and RayWorkerGroup raise.
     """
-    cluster = RayVirtualCluster(sharding.size, **room)
+    cluster = RayVirtualCluster(layout.size, **room)
     with ExitStack() as undo:
         undo.callback(cluster.shutdown)
-        group = RayWorkerGroup(spec, sharding, cluster, settings=settings, alone=alone)
+        group = RayWorkerGroup(spec, layout, cluster, settings=settings, alone=alone)
         undo.pop_all()
     return group

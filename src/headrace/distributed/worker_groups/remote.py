@@ -10,35 +10,31 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from headrace.distributed.named_sharding import NamedSharding
-from headrace.distributed.topology import DATA
+from headrace.distributed.topology import RankLayout
 from headrace.distributed.worker_groups.failures import WorkerFailure, raise_failures
 from headrace.distributed.worker_groups.interfaces import WorkerGroup
 from headrace.distributed.worker_groups.rank import Answer, Call, RankSettings, Reply, Sink, WorkerSpec
 from headrace.distributed.worker_groups.wire import Payload, decode, encode
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import HeadraceError
 
 GRACE_S = 5.0
 
 
 class RemoteWorkerGroup(WorkerGroup):
-    """A worker per rank of `sharding`, each in a process of its own.
+    """A worker per rank of `layout`, each in a process of its own.
 
     A worker's error is raised on the driver with its rank; its class is kept where it is one of
     `headrace.errors`, and its traceback is the cause. `alone` is what messages call a group of one, such as "the
     rollout actor".
     """
 
-    def __init__(
-        self, sharding: NamedSharding, *, grace_s: float = GRACE_S, alone: str | None = None
-    ) -> None:
-        self.sharding = sharding
+    def __init__(self, layout: RankLayout, *, grace_s: float = GRACE_S, alone: str | None = None) -> None:
         self._alone = alone
-        self._replicas = replicas_of(sharding)
+        self._replicas = layout.replicas
         self._grace_s = grace_s
         self._busy: str | None = None
         self._ended: str | None = None
-        self.dp_size, self.world_size = len(self._replicas), sharding.size
+        self.dp_size, self.world_size = layout.data, layout.size
 
     # How a group reaches its ranks.
 
@@ -153,14 +149,3 @@ class RemoteWorkerGroup(WorkerGroup):
                 self._end(gently=False)
         if finished and failures:
             raise_failures(failures, world_size=self.world_size, doing=doing, alone=self._alone)
-
-
-def replicas_of(sharding: NamedSharding) -> list[list[int]]:
-    """Return the ranks of each replica, in order along the data axis; the first of each is its leader.
-
-    Raises:
-        ConfigError: ranks that are not 0 to n - 1, or no data axis.
-    """
-    if sorted(sharding.layout.ravel().tolist()) != list(range(sharding.size)):
-        raise ConfigError(f"a worker group has the ranks 0 to {sharding.size - 1}, each once; got {sharding}")
-    return [sharding.get_ranks_by_coord(**{DATA: i}) for i in range(sharding.get_axis_size(DATA))]

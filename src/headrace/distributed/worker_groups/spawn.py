@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from headrace.distributed.named_sharding import NamedSharding
+from headrace.distributed.topology import RankLayout
 from headrace.distributed.worker_groups import wire
 from headrace.distributed.worker_groups.failures import lost
 from headrace.distributed.worker_groups.rank import (
@@ -32,7 +32,7 @@ _FORCED_S = 3.0
 
 
 class SpawnWorkerGroup(RemoteWorkerGroup):
-    """One process per rank of `sharding`, with torch.distributed initialised between them.
+    """One process per rank of `layout`, with torch.distributed initialised between them.
 
     Ctrl-C reaches the driver only. The workers end with the driver, however it ends.
 
@@ -43,12 +43,12 @@ class SpawnWorkerGroup(RemoteWorkerGroup):
     def __init__(
         self,
         spec: WorkerSpec,
-        sharding: NamedSharding,
+        layout: RankLayout,
         *,
         settings: RankSettings | None = None,
         grace_s: float = GRACE_S,
     ) -> None:
-        super().__init__(sharding, grace_s=grace_s)
+        super().__init__(layout, grace_s=grace_s)
         self._store = open_store(_HOST, self.world_size)
         self._pipes: list[Connection[Any, Any]] = []
         self._processes: list[SpawnProcess] = []

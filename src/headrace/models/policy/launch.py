@@ -5,8 +5,7 @@ from typing import Any, Literal
 import torch
 
 from headrace.config import ClusterConfig, GenerationConfig, PolicyConfig
-from headrace.distributed.named_sharding import NamedSharding
-from headrace.distributed.topology import policy_sharding
+from headrace.distributed.topology import RankLayout, lay_out_ranks
 from headrace.distributed.worker_groups import (
     LocalWorkerGroup,
     RankSettings,
@@ -46,7 +45,7 @@ def build_worker_group(
         (cfg, generation),
         {"tokenizer": tokenizer, "seed": seed, "with_reference": with_reference},
     )
-    layout = policy_sharding(cfg.workers, context=cfg.parallel.context, tensor=cfg.parallel.tensor)
+    layout = lay_out_ranks(cfg.workers, context=cfg.parallel.context, tensor=cfg.parallel.tensor)
     place = worker_place(cfg, auto_launcher)
     if place != "ray":
         _check_this_machine(cluster)
@@ -111,7 +110,7 @@ def _spawn_device(cfg: PolicyConfig) -> DeviceType:
 
 def start_on_ray(
     spec: WorkerSpec,
-    layout: NamedSharding,
+    layout: RankLayout,
     *,
     device: DeviceType = "cpu",
     alone: str | None = None,
