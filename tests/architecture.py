@@ -47,6 +47,7 @@ LOWEST_LAYER = {
     "gguf": 3,
     "huggingface_hub": 3,
     "jinja2": 3,
+    "peft": 3,
     "safetensors": 3,
     "tokenizers": 3,
     "transformers": 3,
@@ -83,6 +84,7 @@ ONLY_IN = {
     "vllm": ("headrace.models.generation.vllm",),
     "sglang": ("headrace.models.generation.sglang",),
     "megatron": ("headrace.models.megatron",),
+    "peft": ("headrace.models.automodel.lora",),
     "triton": ("headrace.distributed.ragged_triton", "headrace.models.automodel.fused_head_kernels"),
 }
 
@@ -104,6 +106,7 @@ LOCAL_IMPORTS = {
     ("environments/dataset.py", "datasets"),
     ("models/automodel/attention.py", "torch.nn.attention.varlen"),
     ("models/automodel/fused_head.py", "headrace.models.automodel"),
+    ("models/automodel/lora.py", "peft"),
     ("models/generation/vllm.py", "vllm"),
     ("models/policy/launch.py", "headrace.distributed.worker_groups.ray_group"),
 }

@@ -15,6 +15,7 @@ from headrace.config_grpo import AdvantageConfig as AdvantageConfig  # others lo
 from headrace.config_grpo import GRPOConfig as GRPOConfig
 from headrace.config_grpo import LossConfig as LossConfig
 from headrace.config_grpo import RewardConfig as RewardConfig
+from headrace.config_policy import LoraConfig as LoraConfig
 from headrace.config_policy import ModelConfig as ModelConfig
 from headrace.config_policy import OptimizerConfig as OptimizerConfig
 from headrace.config_policy import PolicyConfig as PolicyConfig

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from headrace.utils.section import Decay, Fraction, Section
+from headrace.utils.section import Decay, Fraction, Section, Strings
 
 
 class SequencePackingConfig(Section):
@@ -105,6 +105,20 @@ class ModelConfig(Section):
             )
 
 
+class LoraConfig(Section):
+    """A low-rank adapter that trains in place of the model's weights, which stay as they are (docs/models.md)."""
+
+    rank: PositiveInt | None = None
+    """Rank of the adapter's matrices; None: no adapter, all weights train."""
+    alpha: PositiveFloat = 32.0
+    """What the adapter adds is scaled by alpha / rank."""
+    targets: Strings = ("all",)
+    """Linear layers that get an adapter, by the last part of their names (q_proj) or by whole names; `all`: every one
+    but the output head and routers. Experts that share one fused weight have none."""
+    dropout: Decay = 0.0
+    """Share of an adapter's inputs that are dropped in training; scoring drops none."""
+
+
 class ParallelConfig(Section):
     """How one replica of the policy is spread over workers; the data-parallel size is what is left.
 
@@ -159,6 +173,7 @@ class PolicyConfig(Section):
 
     model: ModelConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
+    lora: LoraConfig = LoraConfig()
     precision: Literal["float32", "bfloat16"] = "float32"
     """Compute precision. Weights and optimizer state are always float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -212,6 +227,11 @@ class PolicyConfig(Section):
             yield (
                 f"workers={self.workers} do not make whole replicas of parallel.context={self.parallel.context} x "
                 f"parallel.tensor={self.parallel.tensor}; make workers a multiple of {replica}"
+            )
+        if self.lora.rank is not None and self.parallel.tensor > 1:
+            yield (
+                f"lora.rank={self.lora.rank} with parallel.tensor={self.parallel.tensor}: matrices with an adapter "
+                "cannot be split over tensor ranks; set parallel.tensor=1"
             )
         if self.parallel.cpu_offload and self.workers == 1:
             yield (

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headrace.algorithms.grpo import StepContext, StepInterrupted, StepResult, run_step
-from headrace.algorithms.observer import RunObserver, StepRecord
+from headrace.algorithms.observer import UPDATE_BYTES, RunObserver, StepRecord
 from headrace.algorithms.updates import idle_reason
 from headrace.config import RecipeConfig
 from headrace.distributed.worker_groups import WorkerGroup
@@ -64,6 +64,7 @@ class Loop:
         result = run_step(self.ctx, step, timer)
         with timer.time(UPDATE_WEIGHTS):
             update_weights(self.policy, self.rollouts)
+        result.metrics[UPDATE_BYTES] = float(self.policy.sent_bytes)
         self.progress.train_seconds += time.perf_counter() - started
         self.progress.step = step
         self.progress.prompt_position = self.ctx.prompts.position

@@ -18,6 +18,7 @@ GREEDY_REWARD, SAMPLED_REWARD = metrics.GREEDY_REWARD, metrics.SAMPLED_REWARD
 TOKENS_PER_S = metrics.TOKENS_PER_S
 GENERATION_KL = "mismatch/generation_kl"
 ROUTE_AGREEMENT = "router_replay/route_exact"
+UPDATE_BYTES = "weights/update_bytes"
 BEST_BY = (GREEDY_ACCURACY, GREEDY_REWARD)
 """What the best checkpoint is best at, where the recipe does not say: the first of these that is measured."""
 

@@ -16,7 +16,8 @@ from headrace.utils.section import written
 
 # A checkpoint is of no use to a run that differs in one of these.
 _MODEL = ("policy.model.path", "policy.model.gguf_package", "policy.model.config", "policy.tokenizer")
-_FIXED = ("seed", *_MODEL, "env")
+_ADAPTER = ("policy.lora.rank", "policy.lora.alpha", "policy.lora.targets")
+_FIXED = ("seed", *_MODEL, *_ADAPTER, "env")
 # What these change in the prompts shows in their digest.
 _IN_DIGEST = ("env.path", "env.question_key", "env.answer_key", "data")
 _ABOUT_THE_RUN = ("run_dir", "overwrite", "resume", "allow_changes", "logging")

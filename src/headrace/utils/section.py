@@ -40,6 +40,8 @@ def plain(value: Any) -> Any:
 
 def written(value: object, most: int = 1000) -> str:
     """Return a value as overrides have it, cut to `most` characters."""
+    if isinstance(value, tuple):
+        return shortened(f"[{', '.join(map(written, value))}]", most)
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return shortened(text, most)
 

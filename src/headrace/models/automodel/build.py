@@ -23,6 +23,7 @@ from headrace.models.automodel.attention import (
 )
 from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.experts import GROUPED_EXPERTS
+from headrace.models.automodel.lora import add_adapter, hold_in_half
 from headrace.models.automodel.probes import check_causal
 from headrace.models.automodel.replay import install_replay
 from headrace.models.automodel.replica import Replica
@@ -84,6 +85,8 @@ class ModelBuilder:
     def build(self, *, with_reference: bool) -> BuiltModels:
         """Return the models, the reference with the weights of the policy; it scores without top-k and top-p.
 
+        Where the policy trains an adapter, the reference is the same model, to be run with the adapter off.
+
         Raises:
             ConfigError: a model that cannot be loaded, packed, split or replayed as the recipe says; on every rank.
         """
@@ -98,6 +101,7 @@ class ModelBuilder:
         whole: list[Any] = []
         facts = from_first_rank(lambda: self._inspect(whole))
         model = self._prepare(build_skeleton(self._cfg, tokenizer=self._tokenizer), _HOST)
+        self._adapt(model)
         model.generation_config = facts.generation_config
         replay, reference = self._finish(model, with_reference)
         policy, sharded = self._split(model, self._scoring, topology, facts)
@@ -109,6 +113,10 @@ class ModelBuilder:
                 _check_split(model, facts.scores, scores, self._cfg.precision)
         if reference is None:
             return BuiltModels(policy, None, replay)
+        if reference is model:
+            frozen = self._scorer(model, self._scoring.unfiltered(), has_head=facts.has_head)
+            frozen.shard(sharded, policy.replica)
+            return BuiltModels(policy, frozen, replay)
         frozen, frozen_sharded = self._split(reference, self._scoring.unfiltered(), topology, facts)
         frozen_sharded.copy_weights_of(sharded)
         return BuiltModels(policy, frozen, replay)
@@ -139,7 +147,17 @@ class ModelBuilder:
         check_causal(model)
         if self._is_packed:
             check_isolation(model)
+        self._adapt(model)
         return model
+
+    def _adapt(self, model: Any) -> None:
+        if self._cfg.lora.rank is not None:
+            add_adapter(model, self._cfg.lora, seed=self._seed)
+            self._hold_frozen(model)
+
+    def _hold_frozen(self, model: Any) -> None:
+        if self._cfg.precision == "bfloat16":
+            hold_in_half(model)
 
     def _scorer(self, model: Any, scoring: Scoring, *, has_head: bool | None = None) -> TokenScorer:
         unknown = unknown_ids(self._tokenizer, vocabulary_of(model))
@@ -147,9 +165,13 @@ class ModelBuilder:
         return TokenScorer(model, known, self._cfg.precision, device=self._device, has_head=has_head)
 
     def _finish(self, model: Any, with_reference: bool) -> tuple[RouterReplay | None, Any]:
-        """Install router replay, if it is on, and return its handle and the frozen copy, if one is wanted."""
+        """Install router replay, if it is on, and return its handle and the frozen model, if one is wanted."""
         replay = install_replay(model) if self._cfg.router_replay.enabled else None
-        return replay, copy.deepcopy(model).requires_grad_(False) if with_reference else None
+        if not with_reference or self._cfg.lora.rank is not None:
+            return replay, model if with_reference else None
+        reference = copy.deepcopy(model).requires_grad_(False)
+        self._hold_frozen(reference)
+        return replay, reference
 
     @property
     def _is_packed(self) -> bool:

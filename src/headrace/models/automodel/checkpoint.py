@@ -5,6 +5,7 @@
     rng.safetensors          torch's generator states
     trainer.json             counters
 
+Of a policy that trains an adapter, `adapter/` (as peft has it) takes the place of `model/`, whatever the ranks.
 Several ranks write, in place of `optimizer.safetensors`, what torch.distributed.checkpoint makes of their parts:
 
     sharded/                 weights and AdamW's state by parameter name; loads at any number of ranks, one included
@@ -36,8 +37,9 @@ from transformers import AutoModelForCausalLM
 
 from headrace.distributed.collectives import from_first_rank
 from headrace.errors import ConfigError
+from headrace.models.automodel.lora import ADAPTER, Adapter
 from headrace.models.automodel.setup import load_pretrained, no_progress_bars
-from headrace.models.automodel.sharding import ShardedModel, named_tensors, part_like
+from headrace.models.automodel.sharding import ShardedModel, named_tensors, part_like, whole_tensor
 from headrace.models.saving import Saving
 from headrace.utils.json_text import read_json
 
@@ -137,6 +139,45 @@ def save_checkpoint(
     save_counters(directory, state)
 
 
+def save_adapter_checkpoint(
+    directory: Path,
+    adapter: Adapter,
+    model: Any,
+    optimizer: torch.optim.Optimizer | None,
+    state: TrainerState,
+    device: torch.device,
+) -> None:
+    """Write adapter, its optimizer state, counters and RNG; of several ranks, all call this together.
+
+    Raises:
+        WriteError: a full disk, or no permission.
+    """
+    weights = dict(adapter.weights())
+    slots = {} if optimizer is None else _slots(model, optimizer)
+    tensors = {
+        name: whole_tensor(value.detach(), device).to("cpu").contiguous() for name, value in slots.items()
+    }
+    adapter.write(directory / ADAPTER, weights)
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    if optimizer is not None:
+        with Saving(directory):
+            save_file(tensors, directory / _OPTIMIZER)
+    save_counters(directory, state)
+
+
+def load_adapter_checkpoint(
+    directory: Path, adapter: Adapter, model: Any, optimizer: torch.optim.Optimizer
+) -> TrainerState:
+    """Restore what `save_adapter_checkpoint` wrote, at any number of ranks.
+
+    Raises:
+        ConfigError: a file that is missing or damaged, or that belongs to another adapter.
+    """
+    adapter.load(directory / ADAPTER)
+    return _load_rest(directory, model, optimizer)
+
+
 def save_counters(directory: Path, state: TrainerState) -> None:
     """Write the counters and this process's RNG."""
     with Saving(directory):
@@ -170,6 +211,10 @@ def load_checkpoint(
         ConfigError: a file that is missing or damaged, or that belongs to another model.
     """
     load_weights(directory / MODEL, model, sharded)
+    return _load_rest(directory, model, optimizer)
+
+
+def _load_rest(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -> TrainerState:
     state = load_counters(directory)
     file = directory / _OPTIMIZER
     if file.is_file():

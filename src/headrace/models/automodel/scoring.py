@@ -114,7 +114,7 @@ class TokenScorer:
         self.replayer: RouteReplayer | None = None
         self._scoring, self._half = scoring, precision == "bfloat16"
         self._device_type = (device or model.device).type
-        self._replica: Replica | None = None
+        self.replica: Replica | None = None
         with self._autocast():
             self._head = output_head(model) if has_head is None else model_head(model) if has_head else None
         if self._head is None and scoring.chunk_tokens != Scoring.chunk_tokens:
@@ -139,7 +139,7 @@ class TokenScorer:
                 f"{type(self.model).__name__} computes its logits in a way that cannot be split over ranks; set "
                 "policy.parallel.tensor=1 and policy.parallel.context=1"
             )
-        self.sharded, self._replica = sharded, replica
+        self.sharded, self.replica = sharded, replica
 
     def __call__(
         self, microbatch: ProcessedMicrobatch, *, with_entropy: bool = False, with_unfiltered: bool = False
@@ -168,7 +168,7 @@ class TokenScorer:
         with_entropy: bool,
         with_unfiltered: bool,
     ) -> TokenScores:
-        inputs, replica, filters = microbatch.processed_inputs, self._replica, self._scoring.filters
+        inputs, replica, filters = microbatch.processed_inputs, self.replica, self._scoring.filters
         window = None if replica is None else replica.own_tokens(inputs.input_ids.numel())
         source, scored, target = _places(microbatch, window)
         kwargs = inputs.forward_kwargs() if replica is None else replica.forward_kwargs(inputs)

@@ -100,7 +100,7 @@ class ShardedModel:
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight and persistent buffer once, whole, on the device, by its name; one is whole at a time."""
         for name, tensor in named_tensors(self.model):
-            yield name, _whole(tensor.detach(), self._device)
+            yield name, whole_tensor(tensor.detach(), self._device)
 
     def check_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Hold whole weights, given under their names, to the model's; no collective.
@@ -128,14 +128,14 @@ class ShardedModel:
                 whole.copy_(weights[name])
             # As bytes: not every backend has every dtype.
             dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
-            _local(target).copy_(own_part(whole, target) if isinstance(target, DTensor) else whole)
+            local_part(target).copy_(own_part(whole, target) if isinstance(target, DTensor) else whole)
 
     @torch.no_grad()
     def copy_weights_of(self, other: "ShardedModel") -> None:
         """Take over the weights of a model that is split alike; no collective."""
         theirs = other.model.state_dict(keep_vars=True)
         for name, target in self.model.state_dict(keep_vars=True).items():
-            _local(target).copy_(_local(theirs[name]))
+            local_part(target).copy_(local_part(theirs[name]))
 
 
 def named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -179,7 +179,7 @@ def shard_model(model: Any, topology: Topology, cfg: PolicyConfig, device: torch
     return ShardedModel(model, topology, partial, device)
 
 
-def _whole(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def whole_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the whole of what the ranks hold parts of, on `device`; a plain tensor as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -207,7 +207,7 @@ def part_like(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     if whole.shape != like.shape:
         return whole
     part = torch.zeros_like(like)
-    _local(part).copy_(own_part(whole, like))
+    local_part(part).copy_(own_part(whole, like))
     return part
 
 
@@ -219,5 +219,5 @@ def _tensor_dim(tensor: torch.Tensor) -> int | None:
     return cast(Shard, placement).dim if placement.is_shard() else None
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

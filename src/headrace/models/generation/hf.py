@@ -88,6 +88,7 @@ class HFGenerator:
         self._tokenizer = tokenizer
         self._unknown_ids = unknown_ids(tokenizer, vocabulary_of(model))
         self._batch_size = cfg.batch_size
+        self._below_adapter: dict[str, torch.Tensor] = {}
         self.weight_version = 0
         keywords = signature(model.forward).parameters
         self._options = {"use_cache": True, **({"logits_to_keep": 1} if "logits_to_keep" in keywords else {})}
@@ -146,12 +147,13 @@ class HFGenerator:
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copy new weights in, by Hugging Face parameter name, and set `weight_version`; all or nothing.
 
-        Every parameter must be there once; of tied parameters one name is enough. Persistent buffers may be.
+        Every parameter must be there once; of tied parameters one name is enough. Persistent buffers may be. Or all are
+        of an adapter to the first weights; see `copy_weights`.
 
         Raises:
             GenerationError: unknown, missing or repeated names, wrong shapes, or tied names that differ.
         """
-        copy_weights(self._model, named_tensors)
+        copy_weights(self._model, named_tensors, self._below_adapter)
         self.weight_version = version
 
     def release(self) -> None:

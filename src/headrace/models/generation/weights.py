@@ -23,10 +23,16 @@ def cast_parameters(model: Any, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def copy_weights(model: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def copy_weights(
+    model: Any,
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    below: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Copy tensors into the parameters and persistent buffers of their names, or change nothing.
 
-    Names are those of `model.state_dict()`. Every parameter must be there; of tied ones one name is enough.
+    Names are those of `model.state_dict()`. Every parameter must be there; of tied ones one name is enough. Or all are
+    of an adapter, `NAME.lora_A.weight` and `NAME.lora_B.weight`: then the matrix NAME.weight becomes W + B A, where W
+    is what it was at the first such update; `below` keeps it for the next ones.
 
     Raises:
         GenerationError: unknown, missing or repeated names, wrong shapes, or tied names that differ.
@@ -38,6 +44,9 @@ def copy_weights(model: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) 
             faults["given twice"].append(name)
         tensors[name] = tensor.detach()
     targets: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    if below is not None and any(".lora_" in name for name in tensors):
+        _merge(model, targets, tensors, below, faults)
+        return
     aliases: dict[int, list[str]] = defaultdict(list)
     for name, target in targets.items():
         aliases[id(target)].append(name)
@@ -57,6 +66,35 @@ def copy_weights(model: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) 
     _raise_faults(model, faults)
     for name, tensor in tensors.items():
         targets[name].copy_(tensor)
+
+
+def _merge(
+    model: Any,
+    targets: dict[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
+    below: dict[str, torch.Tensor],
+    faults: dict[str, list[str]],
+) -> None:
+    parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".lora_")
+        parts[f"{module}.weight"][part] = tensor
+    pairs = {name: (found.get("A.weight"), found.get("B.weight")) for name, found in parts.items()}
+    for name, (a, b) in pairs.items():
+        if name not in targets:
+            faults["unknown"].append(name)
+        elif a is None or b is None:
+            faults["missing"].append(f"{name.removesuffix('weight')}lora_{'B' if b is None else 'A'}.weight")
+        elif (b.shape[0], a.shape[1]) != targets[name].shape or a.shape[0] != b.shape[1]:
+            faults["of the wrong shape"].append(f"{name} {tuple(b.shape)} x {tuple(a.shape)}")
+    _raise_faults(model, faults)
+    for name, found in parts.items():
+        target, a, b = targets[name], found["A.weight"], found["B.weight"]
+        if name not in below:
+            below[name] = target.detach().clone()
+        first = below[name]
+        a, b = (x.to(target.device, torch.float32) for x in (a, b))
+        target.copy_(torch.addmm(first.float(), b, a))
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -269,8 +269,16 @@ class Policy:
     # Weights.
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every weight by its Hugging Face name; no copies where the workers share this process."""
+        """Yield what a generator needs: every weight by its Hugging Face name, or the adapter where one trains.
+
+        Weights are not copied where the workers share this process.
+        """
         return self.workers.stream("named_weights")
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of what `named_weights`, or a stream of it to a generator, gave last."""
+        return int(self.workers.run_all("sent_bytes")[0])
 
     @property
     def num_parameters(self) -> int:

@@ -5,6 +5,7 @@ sharded over all of them as `policy.parallel` says; ranks of one replica then ge
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.models.automodel import checkpoint, flops
 from headrace.models.automodel.build import ModelBuilder
 from headrace.models.automodel.data import get_microbatch_iterator, process_global_batch
+from headrace.models.automodel.lora import ADAPTER, Adapter
 from headrace.models.automodel.replay import PREV_LOGPROBS, TRAIN, RouteReplayer
 from headrace.models.automodel.scoring import Scoring, TokenScorer
 from headrace.models.automodel.setup import build_optimizer, build_scheduler, resolve_device
@@ -66,7 +68,11 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         self._scorer, self._reference, self._replay_handle = built.policy, built.reference, built.replay
         self.model = self._scorer.model
         self._scorer.replayer = self._make_replayer()
+        self._adapter = (
+            None if cfg.lora.rank is None else Adapter(self.model, cfg.lora, self.device, cfg.model.path)
+        )
         self.weight_version = 0
+        self._sent_bytes = 0
         self._step: TrainStep | None = None
         self.reset_optimizer(cfg.optimizer, cfg.scheduler)
 
@@ -180,7 +186,9 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             self.tokenizer,
             replica_size=self._replica_size,
         )
-        run_microbatches(self._scorer, microbatches, loss_fn, step, backward=backward)
+        drops = backward and self._adapter is not None and self.cfg.lora.dropout > 0
+        with self._adapter.dropping() if drops and self._adapter else nullcontext():
+            run_microbatches(self._scorer, microbatches, loss_fn, step, backward=backward)
 
     def finish_train_step(self) -> StepResult:
         """Sum gradients over ranks, clip, update the weights, and close the step.
@@ -249,7 +257,8 @@ class AutomodelPolicyWorker(TQWorkerMixin):
                 "the policy has no reference; it is built where loss.kl_coefficient or "
                 "grpo.reward.kl_coefficient is more than 0"
             )
-        (scored,) = self._score(self._reference, data, micro_batch_size)
+        with nullcontext() if self._adapter is None else self._adapter.as_reference():
+            (scored,) = self._score(self._reference, data, micro_batch_size)
         return BatchedDataDict({"reference_logprobs": scored})
 
     @torch.no_grad()
@@ -284,7 +293,9 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         """Make the current weights the reference; without a reference, do nothing."""
         if self._reference is None:
             return
-        if self._sharded is not None and self._reference.sharded is not None:
+        if self._adapter is not None:
+            self._adapter.snapshot()
+        elif self._sharded is not None and self._reference.sharded is not None:
             self._reference.sharded.copy_weights_of(self._sharded)
         else:
             self._reference.model.load_state_dict(self.model.state_dict())
@@ -292,13 +303,17 @@ class AutomodelPolicyWorker(TQWorkerMixin):
     def save_reference(self, directory: Path) -> None:
         if self._reference is None:
             return
-        if self._reference.sharded is None:
+        if self._adapter is not None:
+            self._adapter.save_reference(directory)
+        elif self._reference.sharded is None:
             checkpoint.save_model(directory, self._reference.model, self.tokenizer)
         else:
             self._export(directory, self._reference.sharded)
 
     def load_reference(self, directory: Path) -> None:
-        if self._reference is not None:
+        if self._reference is not None and self._adapter is not None:
+            self._adapter.load_reference(directory)
+        elif self._reference is not None:
             checkpoint.load_weights(directory, self._reference.model, self._reference.sharded)
 
     # Weights and checkpoints.
@@ -307,15 +322,28 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         return self.weight_version
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter and persistent buffer once, by its name in `model.state_dict()`.
+        """Yield what a generator with the first weights needs: all weights, or the adapter where one trains.
 
-        One process yields them as they are, not copied. Of several, all must run through this together; rank 0
-        yields whole tensors, one at a time, and the others nothing.
+        All weights: every parameter and persistent buffer once, by its name in `model.state_dict()`; one process
+        yields them as they are, not copied. The adapter: see `Adapter.weights`, scaled. Of several processes, all must
+        run through this together; rank 0 yields whole tensors, one at a time, and the others nothing.
         """
+        self._sent_bytes = 0
+        for name, tensor in self._weights():
+            if self._sharded is None or dist.get_rank() == 0:
+                self._sent_bytes += tensor.nbytes
+                yield name, tensor
+
+    def sent_bytes(self) -> int:
+        """Return the bytes that the last run through `named_weights` yielded."""
+        return self._sent_bytes
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._adapter is not None:
+            yield from self._adapter.weights(scaled=True)
+            return
         if self._sharded is not None:
-            for name, tensor in self._sharded.full_weights():
-                if dist.get_rank() == 0:
-                    yield name, tensor
+            yield from self._sharded.full_weights()
             return
         seen: set[int] = set()
         for name, tensor in self.model.state_dict().items():
@@ -326,10 +354,18 @@ class AutomodelPolicyWorker(TQWorkerMixin):
     def save_checkpoint(self, directory: Path, *, with_optimizer: bool = True) -> None:
         """Write model and tokenizer (Hugging Face layout), optimizer, schedule and RNG into `directory`.
 
-        Several ranks also write their parts of weights and optimizer into `directory`/sharded.
+        Where an adapter trains, it is written in place of the model. Otherwise several ranks also write their parts of
+        weights and optimizer into `directory`/sharded.
         """
         state = checkpoint.TrainerState(self.weight_version, self.scheduler.last_epoch)
         optimizer = self.optimizer if with_optimizer else None
+        if self._adapter is not None:
+            checkpoint.save_adapter_checkpoint(
+                directory, self._adapter, self.model, optimizer, state, self.device
+            )
+            if self._sharded is not None:
+                dist.barrier()
+            return
         if self._sharded is None:
             checkpoint.save_checkpoint(directory, self.model, self.tokenizer, optimizer, state)
             return
@@ -347,8 +383,11 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         Raises:
             ConfigError: files that are missing, damaged, or of another model.
         """
+        self._check_kind(directory)
         self.optimizer = build_optimizer(self.model, self._optimizer_cfg)
-        if (directory / checkpoint.SHARDED).is_dir():
+        if self._adapter is not None:
+            state = checkpoint.load_adapter_checkpoint(directory, self._adapter, self.model, self.optimizer)
+        elif (directory / checkpoint.SHARDED).is_dir():
             checkpoint.load_shards(directory, self.model, self.optimizer)
             state = checkpoint.load_counters(directory)
         else:
@@ -357,6 +396,16 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             self.optimizer, self._scheduler_cfg, updates_done=state.scheduler_updates
         )
         self.weight_version = state.weight_version
+
+    def _check_kind(self, directory: Path) -> None:
+        if (directory / ADAPTER).is_dir() != (self._adapter is not None):
+            held = "all weights" if self._adapter is not None else "an adapter"
+            rank = self.cfg.lora.rank
+            remedy = "remove policy.lora" if rank is not None else "set policy.lora as it was"
+            raise ConfigError(
+                f"policy.lora.rank={rank or 'null'}: the checkpoint in {directory} holds {held}; {remedy}, or start "
+                "anew with overwrite=true or another run_dir"
+            )
 
     def _export(self, directory: Path, sharded: ShardedModel) -> None:
         weights = sharded.full_weights()
