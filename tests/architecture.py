@@ -12,6 +12,7 @@ LAYERS = {
     "headrace": 0,  # only __version__
     "headrace.errors": 0,
     "headrace.config": 0,
+    "headrace.config_generation": 0,
     "headrace.config_grpo": 0,
     "headrace.config_policy": 0,
     "headrace.utils": 0,

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from headrace.config_grpo import AdvantageConfig as AdvantageConfig  # others look for these names here
+from headrace.config_generation import GuardConfig as GuardConfig  # others look for these names here
+from headrace.config_grpo import AdvantageConfig as AdvantageConfig
 from headrace.config_grpo import GRPOConfig as GRPOConfig
 from headrace.config_grpo import LossConfig as LossConfig
 from headrace.config_grpo import RewardConfig as RewardConfig
@@ -87,6 +88,7 @@ class GenerationConfig(Section):
     backend: Literal["hf", "vllm"] = "hf"
     """What generates, in the rollout's process: transformers (`hf`), or a vLLM engine (docs/engines.md)."""
     vllm: VLLMConfig = VLLMConfig()
+    guard: GuardConfig = GuardConfig()
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of the generator's weights and products."""
     max_new_tokens: PositiveInt = 256
@@ -109,6 +111,11 @@ class GenerationConfig(Section):
     @property
     def filters(self) -> bool:
         return self.top_k is not None or self.top_p != 1
+
+    @property
+    def guarded(self) -> bool:
+        """Whether a run checks that generator and trainer agree."""
+        return self.backend != "hf" if self.guard.enabled is None else self.guard.enabled
 
 
 class ReasoningGymConfig(Section):

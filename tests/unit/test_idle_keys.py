@@ -67,6 +67,13 @@ SAID = {
     "generation.vllm.args={'max_model_len': 99}": ("", "generation.backend=vllm"),
     "generation.vllm.sleep_level=1": ("", "generation.backend=vllm"),
     "generation.static_cache=true": ("generation.backend=vllm", ""),
+    "generation.guard.every_n_steps=7": ("", "generation.guard.enabled=true"),
+    "generation.guard.max_logprob_gap=0.5": ("", "generation.backend=vllm"),
+    "generation.guard.num_prompts=7": (
+        "generation.backend=vllm generation.guard.enabled=false",
+        "generation.backend=vllm",
+    ),
+    "generation.guard.max_new_tokens=7": ("", "generation.guard.enabled=true"),
     "grpo.advantage.leave_one_out=true": ("grpo.advantage.estimator=rloo", ""),
     "grpo.advantage.normalize_std=false": ("grpo.advantage.estimator=rloo", ""),
     "grpo.advantage.epsilon=0.1": ("grpo.advantage.normalize_std=false", ""),

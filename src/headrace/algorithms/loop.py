@@ -2,9 +2,11 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from headrace.algorithms.grpo import StepContext, StepInterrupted, StepResult, run_step
+from headrace.algorithms.mismatch_guard import MismatchGuard
 from headrace.algorithms.observer import UPDATE_BYTES, RunObserver, StepRecord
 from headrace.algorithms.updates import idle_reason
 from headrace.config import RecipeConfig
@@ -34,6 +36,7 @@ class Loop:
     should_stop: Callable[[], bool]
     progress: Progress
     prompts: PromptsState
+    guard: MismatchGuard | None = None
     # Seconds of the checkpoint after a step go into the next step's record.
     _saving: Timer = field(default_factory=Timer)
     _told_idle: bool = False
@@ -44,7 +47,8 @@ class Loop:
         Either way the newest checkpoint (if enabled) is of the last whole step.
         """
         total = self.recipe.grpo.max_num_steps
-        update_weights(self.policy, self.rollouts)
+        with nullcontext() if self.guard is None else self.guard.around(self.progress.step):
+            update_weights(self.policy, self.rollouts)
         if self.progress.step == 0 and self.recipe.validation.at_start and not self.should_stop():
             self._validate(Timer())
             self.progress.first_validation = dict(self.progress.last_validation)
@@ -60,12 +64,13 @@ class Loop:
 
     def _one_step(self, step: int, total: int) -> None:
         timer = Timer()
-        started = time.perf_counter()
-        result = run_step(self.ctx, step, timer)
-        with timer.time(UPDATE_WEIGHTS):
-            update_weights(self.policy, self.rollouts)
-        result.metrics[UPDATE_BYTES] = float(self.policy.sent_bytes)
-        self.progress.train_seconds += time.perf_counter() - started
+        with self.guard.around(step) if self.guard and self.guard.due(step) else nullcontext():
+            started = time.perf_counter()
+            result = run_step(self.ctx, step, timer)
+            with timer.time(UPDATE_WEIGHTS):
+                update_weights(self.policy, self.rollouts)
+            result.metrics[UPDATE_BYTES] = float(self.policy.sent_bytes)
+            self.progress.train_seconds += time.perf_counter() - started
         self.progress.step = step
         self.progress.prompt_position = self.ctx.prompts.position
         if self._validation_due(step, total):
@@ -81,8 +86,9 @@ class Loop:
             self.observer.on_samples(step, "train", result.samples)
         timings = {**timer.totals(), **self._saving.totals()}
         self._saving = Timer()
+        metrics = {**result.metrics, **(self.guard.take_metrics() if self.guard else {})}
         self.observer.on_step(
-            StepRecord(step, total, result.metrics, timings, result.tokens, result.bytes_by_column)
+            StepRecord(step, total, metrics, timings, result.tokens, result.bytes_by_column)
         )
 
     def _watch_idleness(self, metrics: Metrics, step: int, total: int) -> None:

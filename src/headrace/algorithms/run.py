@@ -15,6 +15,7 @@ from transformers.utils import logging as hf_logging
 from headrace.algorithms.grpo import StepContext
 from headrace.algorithms.loop import Loop, save_checkpoint, update_weights
 from headrace.algorithms.loss import PolicyGradientLoss
+from headrace.algorithms.mismatch_guard import MismatchGuard
 from headrace.algorithms.observer import BEST_BY, RunObserver
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.algorithms.resume import keep_reference, prompts_state, restore, warming_up
@@ -266,7 +267,15 @@ def start_loop(
         should_stop=stopper.is_set,
         progress=progress or Progress.at_start(),
         prompts=session.prompts_state,
+        guard=_build_guard(session),
     )
+
+
+def _build_guard(session: Session) -> MismatchGuard | None:
+    if not session.recipe.generation.guarded:
+        return None
+    prompts = session.environment.prompts("train")
+    return MismatchGuard(session.recipe, session.policy, session.rollouts, prompts)
 
 
 def _warm_up(

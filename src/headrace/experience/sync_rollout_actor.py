@@ -23,7 +23,7 @@ from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.columns import object_array
 from headrace.environments.interfaces import Environment, StepResult
 from headrace.errors import ConfigError, DataPlaneError
-from headrace.experience.chat import ChatTokenizer
+from headrace.experience.chat import ChatTokenizer, render_prompt
 from headrace.experience.flatten import PER_SAMPLE_KEYS, flatten, per_sample_values
 from headrace.experience.metrics import (
     GREEDY_ACCURACY,
@@ -32,6 +32,7 @@ from headrace.experience.metrics import (
     SAMPLED_REWARD,
     rollout_metrics,
 )
+from headrace.experience.probe import Probe, complete
 from headrace.experience.prompt_room import prompts_that_fit
 from headrace.experience.rollouts import RolloutSettings, run_rollouts
 from headrace.experience.scoring import checked_results
@@ -207,6 +208,26 @@ class SyncRolloutActor:
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self.generator.update_weights(named_tensors, version)
+
+    def probe(
+        self, num_prompts: int, others: Sequence[list[int]], *, max_new_tokens: int, seed: int, sampled: bool
+    ) -> Probe:
+        """Complete the first training prompts and `others` (token ids), greedily and, if asked, as the run samples."""
+        most = min(max_new_tokens, self.settings.sampling.max_new_tokens)
+        params = replace(
+            self.settings.sampling, max_new_tokens=most, max_total_tokens=self.settings.max_total_tokens
+        )
+        task = [
+            render_prompt(self.tokenizer, prompt.messages)
+            for prompt in self._environment.prompts("train")[:num_prompts]
+        ]
+        prompts = [*task, *others]
+        try:
+            greedy = complete(self.generator, prompts, replace(params, greedy=True), seed)
+            drawn = complete(self.generator, prompts, params, seed) if sampled else []
+        finally:
+            self.generator.release()
+        return Probe(task, greedy, drawn)
 
     def moved_bytes(self) -> dict[str, int]:
         """Return the bytes by column that a store client of the actor's own has moved."""

@@ -5,8 +5,9 @@ the backward pass computes each chunk's scores anew. On CUDA a head that is a pl
 keeps every token, goes through `fused_head`, which needs a fraction of the memory traffic.
 """
 
+import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -127,6 +128,19 @@ class TokenScorer:
     @property
     def has_head(self) -> bool:
         return self._head is not None
+
+    def under(
+        self, distribution: Mapping[str, Any], half: bool | None, replayer: RouteReplayer | None
+    ) -> "TokenScorer":
+        """Return a scorer of the same model whose distribution has another `temperature`, `top_k` or `top_p`.
+
+        `half` says whether it computes in bfloat16; None: as this one does.
+        """
+        other = copy.copy(self)
+        other._scoring = replace(self._scoring, **distribution)
+        other._half = self._half if half is None else half
+        other.replayer = replayer
+        return other
 
     def shard(self, sharded: ShardedModel, replica: Replica | None) -> None:
         """Score with the model's sharded form; `replica` None: every rank scores rows of its own.

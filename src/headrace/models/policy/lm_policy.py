@@ -182,6 +182,18 @@ class Policy:
             data, "get_reference_policy_logprobs", micro_batch_size=micro_batch_size, timer=timer
         )
 
+    def score_under(
+        self, data: Batch, distributions: Sequence[Mapping[str, Any]], *, half: bool | None = None
+    ) -> tuple[list[torch.Tensor], ReplayStats | None]:
+        """Return logprobs (N, S) under other distributions and precisions, to compare; every replica scores all rows.
+
+        Arguments and results are those of the worker's `score_under`.
+        """
+        shards, inverse = self._shard(data, "logprob_mb_tokens", batch_size=None, shards=1)
+        scored, stats = self.workers.run_all("score_under", shards[0], distributions, half=half)[0]
+        columns = merge_rows([scored], inverse)
+        return [columns[str(index)] for index in range(len(distributions))], stats
+
     def prev_logprobs(self, rows: Any, *, unfiltered: bool = False) -> None:
         """Add the column `prev_logprobs` and, if `unfiltered`, `prev_unfiltered_logprobs`."""
         scored = self.get_logprobs(rows, unfiltered=unfiltered)
@@ -205,12 +217,12 @@ class Policy:
         return merge_rows(results, inverse)
 
     def _shard(
-        self, data: Batch, budget: TokenBudget, *, batch_size: int | None
+        self, data: Batch, budget: TokenBudget, *, batch_size: int | None, shards: int | None = None
     ) -> tuple[Sequence[Batch], list[int] | None]:
         data.token_columns = PER_TOKEN_FIELDS
         packing, dynamic = self._packing_args(budget)
         sharded = data.shard_by_batch_size(
-            self.workers.dp_size,
+            shards or self.workers.dp_size,
             batch_size=batch_size,
             sequence_packing_args=packing,
             dynamic_batching_args=dynamic,

@@ -4,7 +4,7 @@ In one process it needs no process group and holds the model whole. Where torch.
 sharded over all of them as `policy.parallel` says; ranks of one replica then get the same rows and return the same.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from headrace.config import GenerationConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from headrace.data_plane.interfaces import KVBatchMeta
-from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, UNFILTERED_LOGPROBS
+from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD, UNFILTERED_LOGPROBS
 from headrace.data_plane.worker_mixin import TQWorkerMixin
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.topology import Topology, build_topology
@@ -76,13 +76,14 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         self._step: TrainStep | None = None
         self.reset_optimizer(cfg.optimizer, cfg.scheduler)
 
-    def _make_replayer(self) -> RouteReplayer | None:
+    def _make_replayer(self, *, trace: bool = False) -> RouteReplayer | None:
         if self._replay_handle is None:
             return None
         topology, replay = self.topology, self.cfg.router_replay
         context = topology.context if topology is not None and topology.context_size > 1 else None
+        trace = trace or replay.trace
         return RouteReplayer(
-            self._replay_handle, trace=replay.trace, floor=replay.min_exact_fraction, context=context
+            self._replay_handle, trace=trace, floor=replay.min_exact_fraction, context=context
         )
 
     def take_replay_stats(self) -> dict[str, ReplayStats]:
@@ -260,6 +261,23 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         with nullcontext() if self._adapter is None else self._adapter.as_reference():
             (scored,) = self._score(self._reference, data, micro_batch_size)
         return BatchedDataDict({"reference_logprobs": scored})
+
+    def score_under(
+        self, data: Batch, distributions: Sequence[Mapping[str, Any]], *, half: bool | None = None
+    ) -> tuple[Batch, ReplayStats | None]:
+        """Return columns `0`, `1`, ... of logprobs, one under each of `distributions` (`TokenScorer.under`).
+
+        With a column of routes these are replayed, and the stats come too, with all rows.
+        """
+        replayer = self._make_replayer(trace=True) if ROUTED_EXPERTS_FIELD in data else None
+        columns: Batch = BatchedDataDict()
+        for index, distribution in enumerate(distributions):
+            if replayer is not None:
+                replayer.begin(PREV_LOGPROBS, data)
+            (columns[str(index)],) = self._score(
+                self._scorer.under(distribution, half, replayer), data, micro_batch_size=None
+            )
+        return columns, None if replayer is None else replayer.take().get(PREV_LOGPROBS)
 
     @torch.no_grad()
     def _score(
