@@ -238,7 +238,7 @@ class RowPacker:
         if rows != self.rows:
             got = "no" if rows < 0 else rows
             raise SchemaError(f"column '{name}' has {got} rows; expected {self.rows}, one per sample")
-        if not self.is_declared(name):
+        if name not in FIELDS and name not in self._per_token:
             return column
         leaf = column
         if isinstance(leaf, torch.Tensor) and is_nested(leaf):

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from headrace.distributed.ragged_cpu import Ints
-
 _Read = dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -18,19 +16,8 @@ class OffsetsReader:
 
     columns: Iterable[object] = ()
     _read: _Read = field(default_factory=dict)
-    _whole: tuple[torch.Tensor | None, int] = None, 0
-
-    def are_whole(self, offsets: torch.Tensor, total: int) -> bool:
-        """Return whether rows at `offsets`, on the CPU, lie back to back in all of `total` tokens.
-
-        The offsets of the last column are not looked at again: columns share them.
-        """
-        if self._whole[0] is not offsets or self._whole[1] != total:
-            bounds: Ints = offsets.numpy()
-            if bounds[0] != 0 or bounds[-1] != total or (bounds[1:] < bounds[:-1]).any():
-                return False
-            self._whole = offsets, total
-        return True
+    whole: tuple[torch.Tensor | None, int] = None, 0
+    """The last offsets of rows that lie back to back, and their tokens: columns share them."""
 
     def __call__(self, offsets: torch.Tensor) -> torch.Tensor:
         """Return integers (n,) as int64 on the CPU; the same object for the same memory."""

@@ -387,7 +387,12 @@ def take_apart(nested: torch.Tensor, read: OffsetsReader) -> RaggedParts:
         values = values.movedim(ragged_dim - 1, 0)
     held, lengths = jagged._offsets, jagged._lengths
     offsets: torch.Tensor = held if held.is_cpu and held.dtype == torch.int64 else read(held)
-    if lengths is None and read.are_whole(offsets, values.shape[0]):
+    total = values.shape[0]
+    if lengths is None and (read.whole[0] is not offsets or read.whole[1] != total):
+        bounds: Ints = offsets.numpy()
+        if bounds[0] == 0 and bounds[-1] == total and (bounds[1:] >= bounds[:-1]).all():
+            read.whole = offsets, total
+    if lengths is None and read.whole[0] is offsets and read.whole[1] == total:
         shared = None if held.is_cpu or held.dtype != torch.int64 else held
         return RaggedParts(values, offsets, ragged_dim, shared)
     # torch takes any offsets, and copies by address would follow them out of the values: this checks them.

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
-from headrace.data_plane.interfaces import KVBatchMeta
+from headrace.data_plane.interfaces import KVBatchMeta, meta_of_checked
 from headrace.data_plane.store.claims import ClaimRequest
 from headrace.data_plane.store.client import StoreClient
 from headrace.data_plane.store.columns import Chunk, Known, checked_put, read_rows
@@ -94,8 +94,8 @@ class LocalDataPlaneClient(StoreClient):
         """Write columns and tags of rows; a tag written twice keeps the last value, others stay."""
         store, put = self._open(), checked_put(sample_ids, partition_id, fields, tags)
         own = {name: [chunk.copy() for chunk in chunks] for name, chunks in put.columns.items()}
-        facts, _ = store.put(put._replace(columns=own))
-        return facts.meta(partition_id, "", list(own))
+        (ids, lengths, own_tags), _ = store.put(put._replace(columns=own))
+        return meta_of_checked(partition_id, "", ids, list(own), lengths, tags=own_tags)
 
     def get_samples(
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]

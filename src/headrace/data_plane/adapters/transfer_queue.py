@@ -33,7 +33,7 @@ from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters import transfer_queue_cluster as cluster
 from headrace.data_plane.adapters import transfer_queue_mooncake as mooncake
 from headrace.data_plane.adapters.transfer_queue_index import Garbage, Located, StoreFacts, wire_tags
-from headrace.data_plane.interfaces import KVBatchMeta
+from headrace.data_plane.interfaces import KVBatchMeta, meta_of_checked
 from headrace.data_plane.store.blocks import (
     BlockError,
     BlockInfo,
@@ -402,14 +402,14 @@ class TransferQueueDataPlaneClient(StoreClient):
         try:
             slots = link.blocks.put(self._partition, packed, deadline) if packed.frames else []
             is_stored = True
-            facts: RowFacts = self._ask("commit", ticket, slots, deadline=deadline)
+            _, lengths, own_tags = self._ask("commit", ticket, slots, deadline=deadline)
         except HeadraceError as error:
             if is_stored and isinstance(error, TransportError):
                 # Nobody knows whether the index has the rows. If not, it frees the blocks when the lease runs out.
                 raise TransportError(f"{error}. The rows may have been written") from error
             self._drop_later(Garbage(ticket, [block.key for block in packed.blocks]))
             raise
-        return facts._replace(sample_ids=put.ids).meta(partition_id, "", list(put.columns))
+        return meta_of_checked(partition_id, "", put.ids, list(put.columns), lengths, tags=own_tags)
 
     def get_samples(
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]

@@ -8,7 +8,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, meta_of_checked
 from headrace.data_plane.store.claims import ClaimRequest, Registration
 from headrace.data_plane.store.sample_store import RowFacts
 from headrace.errors import DataPlaneError
@@ -77,7 +77,8 @@ class StoreClient(DataPlaneClient):
         facts = self._claim(request, max(float(timeout_s), 0.0) if blocking else -1.0)
         if facts is None or not facts.sample_ids:
             return None
-        return facts.meta(partition_id, task_name, names)
+        ids, lengths, own_tags = facts
+        return meta_of_checked(partition_id, task_name, ids, names, lengths, tags=own_tags)
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         names = select_fields if select_fields is not None else meta.fields

@@ -11,7 +11,6 @@ from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
-from headrace.data_plane.interfaces import KVBatchMeta, meta_of_checked
 from headrace.data_plane.object_codec import copied_tag
 from headrace.data_plane.schema import FIELDS, INPUT_IDS, INPUT_LENGTHS
 from headrace.data_plane.store.claims import ClaimRequest, Claims, Held, Registration
@@ -30,11 +29,6 @@ class RowFacts(NamedTuple):
     sample_ids: list[str]
     sequence_lengths: list[int] | None
     tags: list[dict[str, Any]] | None
-
-    def meta(self, partition_id: str, task_name: str, fields: list[str]) -> KVBatchMeta:
-        return meta_of_checked(
-            partition_id, task_name, self.sample_ids, fields, self.sequence_lengths, tags=self.tags
-        )
 
 
 class Partition(Generic[Block]):
