@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from headrace.errors import ConfigError
 
+BULK_ITEMS, BULK_BYTES = 32, 8 << 20
+
 
 class GroupWorker:
     """Knows its rank; every method is plain torch.distributed."""
@@ -86,6 +88,21 @@ class GroupWorker:
             if version < 0:
                 raise ConfigError("no such version")
         self.taken["version"] = version
+
+    def bulk(self) -> Iterator[tuple[float, torch.Tensor]]:
+        """Make BULK_ITEMS tensors of BULK_BYTES, each when it is asked for, with the time when it was."""
+        for i in range(BULK_ITEMS):
+            yield time.monotonic(), torch.full((BULK_BYTES,), i, dtype=torch.uint8)
+
+    def take_bulk(self, items: Iterator[tuple[float, torch.Tensor]], version: int) -> None:
+        """Look at each item and drop it; keep how many bytes were made and not yet taken, at most."""
+        made, taken = [], []
+        for i, (then, item) in enumerate(items):
+            assert int(item.max()) == int(item.min()) == i
+            made.append(then)
+            taken.append(time.monotonic())
+        waiting = [sum(then <= now for then in made) - i for i, now in enumerate(taken)]
+        self.taken = {"items": len(made), "waiting": max(waiting) * BULK_BYTES}
 
     def show(self) -> dict[str, Any]:
         return self.taken

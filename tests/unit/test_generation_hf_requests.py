@@ -1,10 +1,13 @@
+import weakref
+
 import pytest
 import torch
 
 from headrace.config import GenerationConfig
-from headrace.errors import ConfigError, GenerationError
+from headrace.errors import ConfigError, GenerationError, HeadraceError
 from headrace.models.generation.build import build_generator
 from headrace.models.generation.interfaces import SamplingParams, sampling_params
+from headrace.models.generation.weights import WeightStream
 from reference_generation import (
     POSITIONS,
     PROMPTS,
@@ -127,6 +130,73 @@ def test_a_broken_update_names_the_fault_and_changes_nothing(fault):
         generator.update_weights(broken_updates()[fault], version=9)
     assert generator.weight_version == 0
     assert generator.generate(PROMPTS, GREEDY, seed=0).logprobs == before.logprobs
+
+
+def stream_of(model, made=None, fail_at=-1, **changes):
+    """Stream copies of a model's parameters; `made` holds the copies that are still there, `changes` shapes."""
+    weights = dict(model.named_parameters())
+
+    def copies():
+        for index, (name, weight) in enumerate(weights.items()):
+            if index == fail_at:
+                raise HeadraceError("the trainer is gone")
+            copy = weight.detach().clone()
+            if made is not None:
+                made.add(copy)
+                most.append(sum(t.nbytes for t in made))
+            yield name, copy
+            del copy
+
+    most = [0]
+    return WeightStream({**{n: w.shape for n, w in weights.items()}, **changes}, copies()), most
+
+
+@pytest.mark.parametrize("family", ["llama", "tied", "moe"])
+def test_a_stream_of_weights_is_copied_as_it_comes_one_weight_after_the_other(family):
+    generator, trained, made = generator_of(family, seed=0), model_of(family, seed=1), weakref.WeakSet()
+    stream, most = stream_of(trained, made)
+    generator.update_weights(stream, version=3)
+    sizes = [p.nbytes for p in trained.parameters()]
+    assert len(made) == 0
+    assert max(most) <= 2 * max(sizes) < sum(sizes), "the one that is copied, and the one that is made"
+    fresh = generator_of(family, seed=1).generate(PROMPTS, GREEDY, seed=0)
+    after = generator.generate(PROMPTS, GREEDY, seed=0)
+    assert (generator.weight_version, after.token_ids, after.logprobs) == (3, fresh.token_ids, fresh.logprobs)
+
+
+def test_a_stream_that_does_not_fit_is_refused_before_its_first_weight():
+    generator, trained = generator_of("llama", seed=0), model_of("llama", seed=1)
+    before = generator.generate(PROMPTS, GREEDY, seed=0)
+    faults = {
+        "unknown: other": {"other": (1,)},
+        r"wrong shape: lm_head.weight \(3,\)": {"lm_head.weight": (3,)},
+    }
+    for fault, changes in faults.items():
+        made = weakref.WeakSet()
+        stream, most = stream_of(trained, made, **changes)
+        with pytest.raises(GenerationError, match=fault):
+            generator.update_weights(stream, version=9)
+        assert most == [0]
+    assert generator.weight_version == 0
+    assert generator.generate(PROMPTS, GREEDY, seed=0).logprobs == before.logprobs
+
+
+def test_nothing_is_generated_with_weights_of_two_updates():
+    generator, trained = generator_of("llama", seed=0), model_of("llama", seed=1)
+    with pytest.raises(HeadraceError, match="the trainer is gone"):
+        generator.update_weights(stream_of(trained, fail_at=2)[0], version=4)
+    with pytest.raises(GenerationError, match="broke off midway"):
+        generator.generate(PROMPTS, GREEDY, seed=0)
+    assert generator.weight_version == 0
+    shapes = {name: p.shape for name, p in trained.named_parameters()}
+    short = WeightStream(shapes, list(trained.named_parameters())[:-1])
+    with pytest.raises(GenerationError, match=r"ended before lm_head\.weight"):
+        generator.update_weights(short, version=4)
+    with pytest.raises(GenerationError, match=r"holds other .*not announced"):
+        generator.update_weights(WeightStream(shapes, [("other", torch.zeros(1))]), version=4)
+    generator.update_weights(stream_of(trained)[0], version=4)
+    expected = generator_of("llama", seed=1).generate(PROMPTS, GREEDY, seed=0)
+    assert generator.generate(PROMPTS, GREEDY, seed=0).logprobs == expected.logprobs
 
 
 def test_every_fault_of_an_update_is_named_at_once():

@@ -149,7 +149,7 @@ class Loop:
 
 def update_weights(policy: Policy, rollouts: WorkerGroup) -> None:
     """Give the side that makes samples the policy's weights."""
-    policy.workers.stream_to(rollouts, "named_weights", "update_weights", policy.weight_version)
+    policy.workers.stream_to(rollouts, "weight_stream", "update_weights", policy.weight_version)
 
 
 def save_checkpoint(

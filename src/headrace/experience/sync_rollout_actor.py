@@ -40,6 +40,7 @@ from headrace.experience.types import Message, Prompt, Rollout
 from headrace.models.automodel.setup import load_model, load_tokenizer
 from headrace.models.generation.build import build_generator
 from headrace.models.generation.interfaces import Generator
+from headrace.models.generation.weights import WeightStream
 from headrace.utils.seeding import derive_seed
 
 TAGS = ("reward", "uid", "group_index", "weight_version", "truncated")
@@ -206,8 +207,11 @@ class SyncRolloutActor:
             metrics |= self._measure(seed, SAMPLED_ACCURACY, SAMPLED_REWARD, greedy=False)
         return metrics
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        self.generator.update_weights(named_tensors, version)
+    def update_weights(self, weights: Iterable[Any], version: int) -> None:
+        """Give the generator what a policy's `weight_stream` yields."""
+        items = iter(weights)
+        shapes = next(items)
+        self.generator.update_weights(items if shapes is None else WeightStream(shapes, items), version)
 
     def probe(
         self, num_prompts: int, others: Sequence[list[int]], *, max_new_tokens: int, seed: int, sampled: bool

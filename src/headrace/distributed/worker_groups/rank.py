@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -55,11 +55,13 @@ class RankSettings:
 
 
 class Sink(Protocol):
-    """Where a rank sends what it streams, if not to the driver. Errors there are raised here."""
+    """Where a rank sends what it streams, if not to the driver; errors there are raised here, at the end."""
 
     def put(self, item: Payload) -> None: ...
 
-    def finish(self) -> None: ...
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,14 @@ class RankServer:
         if not call.streams:
             yield Reply(encode(result) if call.keeps else None)
             return
-        for item in result:
-            if call.sink is not None:
-                call.sink.put(encode(item))
-            elif call.keeps:
-                yield Reply(encode(item), is_last=False)
         if call.sink is not None:
-            call.sink.finish()
+            with call.sink as sink:
+                for item in result:
+                    sink.put(encode(item))
+        else:
+            for item in result:
+                if call.keeps:
+                    yield Reply(encode(item), is_last=False)
         yield Reply()
 
     def stop(self) -> None:

@@ -3,9 +3,11 @@
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from queue import Queue
+from threading import Thread
+from typing import Any, Self
 
 import ray
 from ray.exceptions import RayError
@@ -17,6 +19,7 @@ from headrace.distributed.worker_groups.rank import (
     RankInfo,
     RankServer,
     RankSettings,
+    Reply,
     Sink,
     open_store,
 )
@@ -47,7 +50,7 @@ class RankActor(RankServer):
 
     def __init__(self) -> None:
         self._meeting: Any = None
-        self._offered: list[Payload] = []
+        self._stream: _Incoming | None = None
 
     def open_store(self, world_size: int) -> tuple[str, int]:
         """Open the store through which the ranks meet, on this actor's node."""
@@ -68,21 +71,65 @@ class RankActor(RankServer):
     ) -> Iterator[Answer]:
         yield from self.answers(Call(method, arguments, streams=streams, keeps=keeps, sink=sink))
 
-    def offer(self, items: list[Payload], *, is_first: bool) -> None:
-        """Keep items of another actor's stream; the first ones replace what a broken stream has left."""
-        if is_first:
-            self._offered = []
-        self._offered.extend(items)
+    def receive(self, method: str, arguments: Payload) -> None:
+        """Call a method of the worker with the items of another actor's stream, in a thread, while they come.
 
-    def consume(self, method: str, arguments: Payload) -> Answer:
-        """Call a method of the worker with the items that were offered."""
-        items, self._offered = self._offered, []
-        (answer,) = self.answers(Call(method, arguments, keeps=False), map(decode, items))
-        return answer
+        An earlier stream, whose sender has died, is broken off.
+        """
+        self.end_stream(whole=False)
+        self._stream = _Incoming()
+        call = Call(method, arguments, keeps=False)
+        self._stream.start(lambda items: next(self.answers(call, items)))
+
+    def offer(self, items: list[Payload]) -> None:
+        """Hand on items of the stream, once those before are taken."""
+        if self._stream is not None:
+            self._stream.put(items)
+
+    def end_stream(self, *, whole: bool) -> Answer:
+        """Return the worker's answer; a stream that is not `whole` ends for it with an error."""
+        stream, self._stream = self._stream, None
+        return Reply() if stream is None else stream.end(whole)
+
+
+class _Incoming:
+    """A stream on its way into a thread; a message waits while another is taken."""
+
+    def __init__(self) -> None:
+        self._messages: Queue[list[Payload] | None] = Queue(1)
+        self._is_whole = False
+        self._answer: Answer = Reply()
+        self._thread = Thread()
+
+    def start(self, run: Callable[[Iterator[Any]], Answer]) -> None:
+        def take() -> None:
+            self._answer = run(self._items())
+            # What is still to come has no reader.
+            while self._messages.get() is not None:
+                pass
+
+        self._thread = Thread(target=take, daemon=True)
+        self._thread.start()
+
+    def put(self, items: list[Payload] | None) -> None:
+        self._messages.put(items)
+
+    def end(self, whole: bool) -> Answer:
+        self._is_whole = whole
+        self.put(None)
+        self._thread.join()
+        return self._answer
+
+    def _items(self) -> Iterator[Any]:
+        while (items := self._messages.get()) is not None:
+            yield from map(decode, items)
+        self._messages.put(None)
+        if not self._is_whole:
+            raise HeadraceError("the sender of a stream broke it off")
 
 
 class ActorSink:
-    """Sends a stream's items to an actor and has its worker consume them: `method(items, *args)`.
+    """Sends a stream's items to an actor whose worker consumes them meanwhile: `method(items, *args)`.
 
     `name` is what messages call the actor.
     """
@@ -94,7 +141,10 @@ class ActorSink:
         self._arguments = arguments
         self._waiting: list[Payload] = []
         self._sent: deque[Any] = deque()
-        self._is_first = True
+
+    def __enter__(self) -> Self:
+        self._sent.append(self._actor.receive.remote(self._method, self._arguments))
+        return self
 
     def put(self, item: Payload) -> None:
         """Send an item, soon; a few messages may be on their way."""
@@ -102,20 +152,23 @@ class ActorSink:
         if sum(waiting.nbytes for waiting in self._waiting) >= _MESSAGE_BYTES:
             self._send()
 
-    def finish(self) -> None:
-        """Wait until the other worker has consumed all items; its error is raised here."""
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Wait until the other worker has consumed all items, and raise its error, if this one has none of its own."""
+        if kind is not None:
+            self._actor.end_stream.remote(whole=False)
+            return
         self._send()
         while self._sent:
             self._get(self._sent.popleft())
-        answer = self._get(self._actor.consume.remote(self._method, self._arguments))
+        answer = self._get(self._actor.end_stream.remote(whole=True))
         if isinstance(answer, WorkerFailure):
             raise answer.kind(f"{answer.summary} (in {self._method} of the receiver)") from WorkerTraceback(
                 f"\n\n{answer.trace}"
             )
 
     def _send(self) -> None:
-        self._sent.append(self._actor.offer.remote(self._waiting, is_first=self._is_first))
-        self._waiting, self._is_first = [], False
+        self._sent.append(self._actor.offer.remote(self._waiting))
+        self._waiting = []
         if len(self._sent) > _IN_FLIGHT:
             self._get(self._sent.popleft())
 

@@ -27,7 +27,7 @@ from headrace.models.generation.decode_steps import Forward, GrowingSteps, Padde
 from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
 from headrace.models.generation.route_recording import RouteRecording
 from headrace.models.generation.stopping import StopRule, build_stop_rule
-from headrace.models.generation.weights import cast_parameters, copy_weights
+from headrace.models.generation.weights import cast_parameters, checked_weights, copy_weights
 from headrace.models.router_replay import Routes, install
 from headrace.models.sampling import filter_logits, gather_logprobs, sample_at
 from headrace.models.tokenizers import unknown_ids, vocabulary_of
@@ -90,6 +90,7 @@ class HFGenerator:
         self._batch_size = cfg.batch_size
         self._below_adapter: dict[str, torch.Tensor] = {}
         self.weight_version = 0
+        self._is_whole = True
         keywords = signature(model.forward).parameters
         self._options = {"use_cache": True, **({"logits_to_keep": 1} if "logits_to_keep" in keywords else {})}
         self._cache_keyword = "cache" if "cache" in keywords else "past_key_values"
@@ -115,11 +116,13 @@ class HFGenerator:
             ConfigError: an empty prompt, an id outside the vocabulary, a prompt without room for a completion or whose
                 completion could pass the model's position limit, or params that cannot be used.
             GenerationError: a logprob that is not finite (the message names the prompt), or a call after
-                `shutdown`.
+                `shutdown` or after an update of weights that broke off.
         """
         start = time.perf_counter()
         if self._model is None:
             raise GenerationError("generate was called after shutdown; build a new generator")
+        if not self._is_whole:
+            raise GenerationError("an update of the weights broke off midway; call update_weights again")
         check_request(self._model, prompts, params)
         stop = build_stop_rule(self._model, self._tokenizer, params)
         limits = [params.limit(len(prompt)) for prompt in prompts]
@@ -145,16 +148,19 @@ class HFGenerator:
         return output
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Copy new weights in, by Hugging Face parameter name, and set `weight_version`; all or nothing.
+        """Copy new weights in, by Hugging Face parameter name, and set `weight_version`; one after the other.
 
         Every parameter must be there once; of tied parameters one name is enough. Persistent buffers may be. Or all are
-        of an adapter to the first weights; see `copy_weights`.
+        of an adapter to the first weights; see `checked_weights`. A refused update changes nothing. Where the source of
+        a stream fails midway, nothing is generated until another update.
 
         Raises:
             GenerationError: unknown, missing or repeated names, wrong shapes, or tied names that differ.
         """
-        copy_weights(self._model, named_tensors, self._below_adapter)
-        self.weight_version = version
+        checked = checked_weights(self._model, named_tensors, self._below_adapter)
+        self._is_whole = False
+        copy_weights(self._model, checked)
+        self._is_whole, self.weight_version = True, version
 
     def release(self) -> None:
         """Give cached device memory back; the key-value cache itself ends with each `generate`."""

@@ -1,7 +1,7 @@
 """A generator's weights: their dtype, and their replacement by the trainer's."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ import torch
 from headrace.errors import GenerationError
 
 _NAMES_SHOWN = 5
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def cast_parameters(model: Any, dtype: torch.dtype) -> None:
@@ -22,59 +23,93 @@ def cast_parameters(model: Any, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-@torch.no_grad()
-def copy_weights(
-    model: Any,
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
-    below: dict[str, torch.Tensor] | None = None,
-) -> None:
-    """Copy tensors into the parameters and persistent buffers of their names, or change nothing.
+class WeightStream:
+    """Weights by name, each made when it is asked for, whose names and shapes are all known ahead of the first."""
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], named_tensors: NamedTensors) -> None:
+        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self._named_tensors = named_tensors
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights.
+
+        Raises:
+            GenerationError: another weight than was announced, or none in its place.
+        """
+        missing = dict(self.shapes)
+        for name, tensor in self._named_tensors:
+            if missing.pop(name, None) != tuple(tensor.shape):
+                raise GenerationError(
+                    f"a stream of weights holds {name} {tuple(tensor.shape)}, not announced"
+                )
+            yield name, tensor
+        if missing:
+            raise GenerationError(f"a stream of weights ended before {', '.join([*missing][:_NAMES_SHOWN])}")
+
+
+def checked_weights(
+    model: Any, named_tensors: NamedTensors, below: dict[str, torch.Tensor] | None = None
+) -> NamedTensors:
+    """Return weights that fit the parameters and persistent buffers of their names; nothing is copied yet.
 
     Names are those of `model.state_dict()`. Every parameter must be there; of tied ones one name is enough. Or all are
     of an adapter, `NAME.lora_A.weight` and `NAME.lora_B.weight`: then the matrix NAME.weight becomes W + B A, where W
     is what it was at the first such update; `below` keeps it for the next ones.
 
+    A `WeightStream`, which no adapter is, is looked at without being read; others are read to their end.
+
     Raises:
         GenerationError: unknown, missing or repeated names, wrong shapes, or tied names that differ.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    faults: dict[str, list[str]] = defaultdict(list)
-    for name, tensor in named_tensors:
-        if name in tensors:
-            faults["given twice"].append(name)
-        tensors[name] = tensor.detach()
     targets: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    if below is not None and any(".lora_" in name for name in tensors):
-        _merge(model, targets, tensors, below, faults)
-        return
+    faults: dict[str, list[str]] = defaultdict(list)
+    if isinstance(named_tensors, WeightStream):
+        shapes, tensors = named_tensors.shapes, None
+    else:
+        tensors = {}
+        for name, tensor in named_tensors:
+            if name in tensors:
+                faults["given twice"].append(name)
+            tensors[name] = tensor.detach()
+        if below is not None and any(".lora_" in name for name in tensors):
+            return _merged(model, targets, tensors, below, faults)
+        shapes, named_tensors = {name: tuple(t.shape) for name, t in tensors.items()}, tensors.items()
+    faults["unknown"] += [name for name in shapes if name not in targets]
     aliases: dict[int, list[str]] = defaultdict(list)
     for name, target in targets.items():
         aliases[id(target)].append(name)
-    faults["unknown"] += [name for name in tensors if name not in targets]
     for names in aliases.values():
-        given = [name for name in names if name in tensors]
+        given = [name for name in names if name in shapes]
         target = targets[names[0]]
         if not given and isinstance(target, torch.nn.Parameter):
             faults["missing"].append(" = ".join(names))
         faults["of the wrong shape"] += [
-            f"{name} {tuple(tensors[name].shape)} (expected {tuple(target.shape)})"
+            f"{name} {shapes[name]} (expected {tuple(target.shape)})"
             for name in given
-            if tensors[name].shape != target.shape
+            if shapes[name] != tuple(target.shape)
         ]
-        if any(not _same(tensors[given[0]], tensors[name]) for name in given[1:]):
+        # What a stream sends twice, the trainer does not tie.
+        if len(given) > 1 and not (tensors and _all_same([tensors[name] for name in given])):
             faults["tied here but different in the update"].append(" = ".join(given))
     _raise_faults(model, faults)
-    for name, tensor in tensors.items():
+    return named_tensors
+
+
+@torch.no_grad()
+def copy_weights(model: Any, checked: NamedTensors) -> None:
+    """Copy weights in as they come; a stream that breaks leaves old and new ones side by side."""
+    targets = model.state_dict(keep_vars=True)
+    for name, tensor in checked:
         targets[name].copy_(tensor)
 
 
-def _merge(
+def _merged(
     model: Any,
     targets: dict[str, torch.Tensor],
     tensors: dict[str, torch.Tensor],
     below: dict[str, torch.Tensor],
     faults: dict[str, list[str]],
-) -> None:
+) -> NamedTensors:
     parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".lora_")
@@ -88,17 +123,22 @@ def _merge(
         elif (b.shape[0], a.shape[1]) != targets[name].shape or a.shape[0] != b.shape[1]:
             faults["of the wrong shape"].append(f"{name} {tuple(b.shape)} x {tuple(a.shape)}")
     _raise_faults(model, faults)
-    for name, found in parts.items():
-        target, a, b = targets[name], found["A.weight"], found["B.weight"]
+    for name in parts:
         if name not in below:
-            below[name] = target.detach().clone()
-        first = below[name]
-        a, b = (x.to(target.device, torch.float32) for x in (a, b))
-        target.copy_(torch.addmm(first.float(), b, a))
+            below[name] = targets[name].detach().clone()
+
+    def merged(name: str) -> torch.Tensor:
+        first = below[name].float()
+        return torch.addmm(
+            first, *(parts[name][p].to(first.device, torch.float32) for p in ("B.weight", "A.weight"))
+        )
+
+    return ((name, merged(name)) for name in parts)
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() or (a.shape == b.shape and torch.equal(a, b))
+def _all_same(tensors: Sequence[torch.Tensor]) -> bool:
+    first = tensors[0]
+    return all(t.data_ptr() == first.data_ptr() or torch.equal(t, first) for t in tensors)
 
 
 def _raise_faults(model: Any, faults: dict[str, list[str]]) -> None:

@@ -26,7 +26,7 @@ from headrace.models.automodel.lora import ADAPTER, Adapter
 from headrace.models.automodel.replay import PREV_LOGPROBS, TRAIN, RouteReplayer
 from headrace.models.automodel.scoring import Scoring, TokenScorer
 from headrace.models.automodel.setup import build_optimizer, build_scheduler, resolve_device
-from headrace.models.automodel.sharding import ShardedModel
+from headrace.models.automodel.sharding import ShardedModel, named_tensors
 from headrace.models.automodel.train import TrainStep, apply_gradients, run_microbatches
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.results import Outcome, StepResult, collect_steps
@@ -359,15 +359,16 @@ class AutomodelPolicyWorker(TQWorkerMixin):
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._adapter is not None:
             yield from self._adapter.weights(scaled=True)
-            return
-        if self._sharded is not None:
+        elif self._sharded is not None:
             yield from self._sharded.full_weights()
-            return
-        seen: set[int] = set()
-        for name, tensor in self.model.state_dict().items():
-            if tensor.data_ptr() not in seen or tensor.numel() == 0:
-                seen.add(tensor.data_ptr())
-                yield name, tensor
+        else:
+            yield from ((name, tensor.detach()) for name, tensor in named_tensors(self.model))
+
+    def weight_stream(self) -> Iterator[Any]:
+        """Yield what `named_weights` does, after its {name: shape}; of an adapter, which is small, after None."""
+        whole = self._adapter is None
+        yield {name: tuple(t.shape) for name, t in named_tensors(self.model)} if whole else None
+        yield from self.named_weights()
 
     def save_checkpoint(self, directory: Path, *, with_optimizer: bool = True) -> None:
         """Write model and tokenizer (Hugging Face layout), optimizer, schedule and RNG into `directory`.
