@@ -34,11 +34,7 @@ _ABOUT = f"average of about {round(1 / (1 - _SMOOTHING))} steps"
 
 
 def read_metrics(run_dir: Path) -> list[Record]:
-    """Return the lines of a run's metrics.jsonl.
-
-    Raises:
-        ConfigError: there is no such file, nothing in it, or a line that is not JSON, which the message names.
-    """
+    """Return the lines of a run's metrics.jsonl."""
     path = RunDirectory(run_dir).metrics_path
     records: list[Record] = []
     for line in read_log(path):

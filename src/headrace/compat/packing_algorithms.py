@@ -7,9 +7,18 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from headrace.distributed.balance import IntArray
-from headrace.distributed.bin_packing import as_lengths, assign_bins, check_fits
+from headrace.distributed.balance import IntArray, descending_order
+from headrace.distributed.bin_packing import (
+    as_lengths,
+    behind_the_middle,
+    check_algorithm,
+    check_fits,
+    concatenate_rows,
+    pack_shards,
+    split_fullest,
+)
 from headrace.errors import ConfigError
+from headrace.utils.rounding import round_up
 
 
 def pack_rows(
@@ -33,12 +42,28 @@ def pack_rows(
     """
     tokens = as_lengths(lengths)
     check_fits(tokens, tokens, capacity, knob="capacity")
-    bin_of, bins = assign_bins(
-        tokens, capacity, algorithm, min_bin_count=min_bin_count, bin_count_multiple=bin_count_multiple
-    )
+    check_algorithm(algorithm)
+    if min_bin_count < 0 or bin_count_multiple < 1:
+        raise ConfigError(
+            f"min_bin_count={min_bin_count} and bin_count_multiple={bin_count_multiple}; "
+            "expected at least 0 and 1"
+        )
+    if algorithm == "concatenative":
+        bin_of = concatenate_rows(tokens, capacity)
+    else:
+        bin_of = pack_shards(tokens, np.zeros_like(tokens), 1, capacity, algorithm)
+    bins = round_up(max(int(bin_of.max(initial=-1)) + 1, min_bin_count), bin_count_multiple)
+    split_fullest(tokens, bin_of, bins, behind_the_middle if algorithm == "concatenative" else _every_other)
     rows = np.argsort(bin_of, kind="stable")
     stops = np.cumsum(np.bincount(bin_of, minlength=bins))
     return [rows[start:stop] for start, stop in zip([0, *stops[:-1].tolist()], stops.tolist())]
+
+
+def _every_other(lengths: IntArray) -> npt.NDArray[np.bool_]:
+    """Choose about half of the tokens: of the rows in descending order, the pattern stay, go, go, stay."""
+    turn = np.empty(len(lengths), dtype=np.int64)
+    turn[descending_order(lengths)] = np.arange(len(lengths)) % 4
+    return np.isin(turn, (1, 2))
 
 
 class PackingAlgorithm(Enum):

@@ -49,12 +49,6 @@ _encoder = msgspec.msgpack.Encoder()
 def encode_column(
     name: str, column: Iterable[object], sample_ids: Sequence[str] | None = None
 ) -> list[bytes]:
-    """Return one message per row.
-
-    Raises:
-        SchemaError: a value that cannot be stored, with its column, row, sample (if `sample_ids` are given) and
-            type.
-    """
     messages: list[bytes] = []
     for row, value in enumerate(column):
         try:
@@ -66,11 +60,7 @@ def encode_column(
 
 
 def copied_tag(tag: Mapping[str, object], row: int) -> dict[str, Any]:
-    """Return a tag of a put with values as a store gives them back, which share nothing with the caller's.
-
-    Raises:
-        SchemaError: a value that cannot be stored, with its name, row and type.
-    """
+    """Return a tag of a put with values as a store gives them back, which share nothing with the caller's."""
     copied: dict[str, Any] = {}
     for name, value in tag.items():
         try:

@@ -9,6 +9,7 @@ the table is allowed everywhere and travels as it is: dense stays dense, nested 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Literal
 
 import torch
@@ -111,89 +112,44 @@ class FieldSpec:
 _INTEGERS = frozenset({torch.int64, torch.int32})
 _FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 _MASKS = frozenset({torch.bool, torch.uint8}) | _INTEGERS | _FLOATS
-_ROUTES = frozenset({torch.uint8, torch.int16, torch.uint16})
-_LOGPROB_STAGES = frozenset({Stage.PREV_LOGPROBS, Stage.REFERENCE_LOGPROBS})
-_FORWARD = _LOGPROB_STAGES | {Stage.TRAIN}
+_FORWARD = frozenset({Stage.PREV_LOGPROBS, Stage.REFERENCE_LOGPROBS, Stage.TRAIN})
+_ADVANTAGES = frozenset({Stage.ADVANTAGES})
 
-
-def _per_token(
-    name: str,
-    dtype: torch.dtype,
-    accepts: frozenset[torch.dtype],
-    producer: Stage,
-    consumers: frozenset[Stage],
-    *,
-    pad: int | float | Literal["pad_token"] = 0,
-    trailing_dims: int = 0,
-    broadcast: bool = False,
-    optional: bool = False,
-) -> FieldSpec:
-    return FieldSpec(
-        name, Kind.PER_TOKEN, dtype, accepts, pad, producer, consumers, trailing_dims, broadcast, optional
-    )
-
-
-def _per_sample(
-    name: str,
-    dtype: torch.dtype,
-    accepts: frozenset[torch.dtype],
-    producer: Stage,
-    consumers: frozenset[Stage],
-    *,
-    optional: bool = False,
-) -> FieldSpec:
-    return FieldSpec(name, Kind.PER_SAMPLE, dtype, accepts, 0, producer, consumers, optional=optional)
-
-
-def _object(name: str) -> FieldSpec:
-    return FieldSpec(
-        name, Kind.OBJECT, None, frozenset(), 0, Stage.ROLLOUT, frozenset({Stage.LOG}), optional=True
-    )
-
-
-_R, _T = Stage.ROLLOUT, frozenset({Stage.TRAIN})
+_floats = partial(FieldSpec, kind=Kind.PER_TOKEN, dtype=torch.float32, accepts=_FLOATS)
 
 _TABLE = (
-    _per_token(INPUT_IDS, torch.int64, _INTEGERS, _R, _FORWARD | {Stage.LOG}, pad="pad_token"),
-    _per_sample(INPUT_LENGTHS, torch.int64, _INTEGERS, _R, _FORWARD),
+    FieldSpec(
+        INPUT_IDS,
+        Kind.PER_TOKEN,
+        torch.int64,
+        _INTEGERS,
+        pad="pad_token",
+        consumers=_FORWARD | {Stage.LOG},
+    ),
+    FieldSpec(INPUT_LENGTHS, Kind.PER_SAMPLE, torch.int64, _INTEGERS, consumers=_FORWARD),
     # Logprobs are aligned with the token they score: position t scores token t, position 0 is 0.
-    _per_token("generation_logprobs", torch.float32, _FLOATS, _R, _T),
-    _per_token("prev_logprobs", torch.float32, _FLOATS, Stage.PREV_LOGPROBS, _T),
+    _floats("generation_logprobs"),
+    _floats("prev_logprobs", producer=Stage.PREV_LOGPROBS),
     # Without top-k and top-p, as the reference's are: the KL of the reward compares these two.
-    _per_token(
-        PREV_UNFILTERED_LOGPROBS,
-        torch.float32,
-        _FLOATS,
-        Stage.PREV_LOGPROBS,
-        frozenset({Stage.ADVANTAGES}),
-        optional=True,
-    ),
-    _per_token("reference_policy_logprobs", torch.float32, _FLOATS, Stage.REFERENCE_LOGPROBS, _T),
+    _floats(PREV_UNFILTERED_LOGPROBS, producer=Stage.PREV_LOGPROBS, consumers=_ADVANTAGES, optional=True),
+    _floats("reference_policy_logprobs", producer=Stage.REFERENCE_LOGPROBS),
     # One number per sample: the mean of its tokens' advantages, where they differ.
-    _per_token(
-        MEAN_ADVANTAGES,
-        torch.float32,
-        _FLOATS,
-        Stage.ADVANTAGES,
-        frozenset({Stage.ADVANTAGES}),
-        broadcast=True,
-        optional=True,
-    ),
-    _per_token("advantages", torch.float32, _FLOATS, Stage.ADVANTAGES, _T, broadcast=True),
-    _per_token(TOKEN_MASK, torch.uint8, _MASKS, _R, _FORWARD),
-    _per_sample(SAMPLE_MASK, torch.float32, _MASKS, _R, _FORWARD),
+    _floats(MEAN_ADVANTAGES, producer=Stage.ADVANTAGES, consumers=_ADVANTAGES, broadcast=True, optional=True),
+    _floats("advantages", producer=Stage.ADVANTAGES, broadcast=True),
+    FieldSpec(TOKEN_MASK, Kind.PER_TOKEN, torch.uint8, _MASKS, consumers=_FORWARD),
+    FieldSpec(SAMPLE_MASK, Kind.PER_SAMPLE, torch.float32, _MASKS, consumers=_FORWARD),
     # Expert ids chosen during the rollout: (L, MoE layers, k). An all-255 (uint8) or all-max row is missing.
     # Padding is not a choice of experts: models.router_replay.align spreads and marks it.
-    _per_token(
+    FieldSpec(
         ROUTED_EXPERTS_FIELD,
+        Kind.PER_TOKEN,
         torch.uint8,
-        _ROUTES,
-        _R,
-        frozenset({Stage.PREV_LOGPROBS, Stage.TRAIN}),
+        frozenset({torch.uint8, torch.int16, torch.uint16}),
+        consumers=frozenset({Stage.PREV_LOGPROBS, Stage.TRAIN}),
         trailing_dims=2,
         optional=True,
     ),
-    _object("message_log"),
+    FieldSpec("message_log", Kind.OBJECT, consumers=frozenset({Stage.LOG}), optional=True),
 )
 
 FIELDS: dict[str, FieldSpec] = {}

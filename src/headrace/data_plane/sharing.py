@@ -19,9 +19,6 @@ def share_rows(read: Callable[[], TensorDict], *, src: int, group: dist.ProcessG
     """Return on every rank of `group` the rows that `read`, which global rank `src` alone calls, returns there.
 
     On a sibling they arrive on the device of the group's backend.
-
-    Raises:
-        TransportError: on the siblings of a leader that failed; see `broadcast_columns`.
     """
     received = broadcast_columns(lambda: flat_rows(read()), src=src, group=group)
     rows, places, held = received.pop(_LAYOUT)

@@ -38,9 +38,6 @@ def read_wire(wire: TensorDict) -> dict[str, Leaf | PackedTensor]:
 
     Media without rows are a PackedTensor, since no row says what the column is. Offsets on a device are brought to
     the CPU in one copy for all columns.
-
-    Raises:
-        SchemaError: a nested TensorDict, or a value that is no column.
     """
     rows = wire.batch_size[0] if isinstance(wire, TensorDictBase) and wire.batch_size else 0
     columns = {str(name): wire.get(name) for name in list(wire.keys())}
@@ -118,11 +115,7 @@ def leaf_rows(leaf: Leaf) -> int:
 
 
 def check_declared(name: str, leaf: Leaf, per_token: Collection[str] = ()) -> None:
-    """Hold a column to its declaration; an undeclared one passes, but one of the names `per_token` has to have tokens.
-
-    Raises:
-        SchemaError: another kind, dtype or number of dimensions than declared, or no values for its tokens.
-    """
+    """Hold a column to its declaration; an undeclared one passes, but one named in `per_token` needs tokens."""
     spec = FIELDS.get(name)
     if isinstance(leaf, np.ndarray):
         if spec is None or spec.kind is Kind.OBJECT:
@@ -172,11 +165,7 @@ def stack_or_nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return rows (L_i, ...) as jagged (N, j, ...), also when their lengths are equal; at least one row.
-
-    Raises:
-        SchemaError: rows that differ in dtype, device or trailing dimensions, or have no dimension.
-    """
+    """Return rows (L_i, ...) as jagged (N, j, ...), also when their lengths are equal; at least one row."""
     values, offsets, *_ = joined_rows(tensors)
     return nested_from_ragged(values, offsets)
 

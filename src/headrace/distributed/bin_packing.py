@@ -2,7 +2,7 @@
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -23,11 +23,6 @@ _ROW_BY_ROW = 4096
 
 
 def as_lengths(lengths: npt.ArrayLike) -> IntArray:
-    """Return lengths as a (N,) int64 array.
-
-    Raises:
-        SchemaError: another shape, values that are not integers, or a negative length.
-    """
     array = np.asarray(lengths)
     if array.size == 0:
         return np.zeros(0, dtype=np.int64)
@@ -49,11 +44,7 @@ def check_fits(
     knob: str,
     row_names: Sequence[str] | None = None,
 ) -> None:
-    """Compare every row's rounded length with the token budget.
-
-    Raises:
-        ConfigError: a row over the budget; the message names it, its length and `knob`.
-    """
+    """Compare every row's rounded length with the token budget."""
     if int(rounded.max(initial=0)) <= budget_tokens:
         return
     row = int(rounded.argmax())
@@ -64,31 +55,6 @@ def check_fits(
         f"{name} has {length} tokens{after}, more than the {budget_tokens} that {knob} allows in one "
         f"microbatch; raise {knob} to at least {most}, or drop the row"
     )
-
-
-def assign_bins(
-    lengths: IntArray, capacity: int, algorithm: str, *, min_bin_count: int = 1, bin_count_multiple: int = 1
-) -> tuple[IntArray, int]:
-    """Return the bin of each row, (N,), and the number of bins; every row must fit `capacity`.
-
-    When more bins are asked for than rows need, the fullest bins are split in two; when there are fewer rows
-    than bins, the last bins stay empty.
-    """
-    if min_bin_count < 0 or bin_count_multiple < 1:
-        raise ConfigError(
-            f"min_bin_count={min_bin_count} and bin_count_multiple={bin_count_multiple}; "
-            "expected at least 0 and 1"
-        )
-    check_algorithm(algorithm)
-    if algorithm == "concatenative":
-        bin_of = _concatenate(lengths, capacity)
-    else:
-        bin_of = pack_shards(lengths, np.zeros_like(lengths), 1, capacity, algorithm)
-    bins = int(bin_of.max(initial=-1)) + 1
-    target = max(bins, min_bin_count)
-    target += -target % bin_count_multiple
-    _split_fullest(lengths, bin_of, bins, target, in_order=algorithm == "concatenative")
-    return bin_of, target
 
 
 def check_algorithm(algorithm: str) -> None:
@@ -210,8 +176,8 @@ def _modified_first_fit(lengths: Sequence[int], capacity: int) -> list[int]:
     return bin_of
 
 
-def _concatenate(lengths: IntArray, capacity: int) -> IntArray:
-    """Fill one bin after the other with the rows in their order."""
+def concatenate_rows(lengths: IntArray, capacity: int) -> IntArray:
+    """Fill one bin after the other with the rows in their order; return each row's bin."""
     total = np.cumsum(lengths)
     following = np.searchsorted(total, total - lengths + capacity, side="right").tolist()
     bin_of = np.zeros(len(lengths), dtype=np.int64)
@@ -222,8 +188,14 @@ def _concatenate(lengths: IntArray, capacity: int) -> IntArray:
     return np.cumsum(bin_of)
 
 
-def _split_fullest(lengths: IntArray, bin_of: IntArray, bins: int, target: int, *, in_order: bool) -> None:
-    """Halve the fullest bin of two rows or more, in place, until there are `target` bins."""
+def split_fullest(
+    lengths: IntArray, bin_of: IntArray, target: int, choose: Callable[[IntArray], npt.NDArray[np.bool_]]
+) -> None:
+    """Split the fullest bin of two rows or more, in place, until there are `target` bins; rows that `choose` go.
+
+    Where there are fewer rows than bins, the last bins stay empty.
+    """
+    bins = int(bin_of.max(initial=-1)) + 1
     if target == bins:
         return
     members = np.split(np.argsort(bin_of, kind="stable"), np.cumsum(np.bincount(bin_of, minlength=bins))[:-1])
@@ -233,21 +205,14 @@ def _split_fullest(lengths: IntArray, bin_of: IntArray, bins: int, target: int, 
         if not heap:
             return
         _, bin_, rows = heapq.heappop(heap)
-        goes = (_behind_the_middle if in_order else _every_other)(lengths[rows])
+        goes = choose(lengths[rows])
         bin_of[rows[goes]] = new
         for name, part in ((bin_, rows[~goes]), (new, rows[goes])):
             if len(part) > 1:
                 heapq.heappush(heap, (-int(lengths[part].sum()), name, part))
 
 
-def _every_other(lengths: IntArray) -> npt.NDArray[np.bool_]:
-    """Choose about half of the tokens: of the rows in descending order, the pattern stay, go, go, stay."""
-    turn = np.empty(len(lengths), dtype=np.int64)
-    turn[descending_order(lengths)] = np.arange(len(lengths)) % 4
-    return np.isin(turn, (1, 2))
-
-
-def _behind_the_middle(lengths: IntArray) -> npt.NDArray[np.bool_]:
+def behind_the_middle(lengths: IntArray) -> npt.NDArray[np.bool_]:
     """Choose the rows behind the middle token; at least one stays and one goes."""
     total = np.cumsum(lengths)
     first = int(np.searchsorted(total, total[-1] / 2, side="left")) + 1

@@ -1,4 +1,4 @@
-"""Collectives over columns, a few flat buffers in place of one message per column, and what rank 0 does for all.
+"""Collectives over columns, one flat buffer in place of a message per column, and what rank 0 does for all.
 
 Source: torch.distributed's broadcast_object_list and broadcast.
 """
@@ -15,6 +15,7 @@ from headrace.distributed.worker_groups.failures import describe_error
 from headrace.errors import SchemaError, TransportError
 
 Columns = Mapping[str, Any]
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 T = TypeVar("T")
 
 
@@ -42,7 +43,7 @@ def from_first_rank(call: Callable[[], T]) -> T:
 def broadcast_columns(read: Callable[[], Columns], *, src: int, group: dist.ProcessGroup) -> dict[str, Any]:
     """Return on every rank of `group` the columns that `read`, which global rank `src` alone calls, returns there.
 
-    Dense tensors travel as one flat byte buffer per dtype, on the device of the group's backend; other values
+    Dense tensors travel as one flat byte buffer, on the device of the group's backend; other values
     pickled. All of it is made before any is sent: whatever fails on the leader, no sibling waits.
 
     Raises:
@@ -56,35 +57,33 @@ def broadcast_columns(read: Callable[[], Columns], *, src: int, group: dist.Proc
     dist.broadcast_object_list(message, src=src, group=group)
     if isinstance(message[0], str):
         raise TransportError(f"rank {src} could not fetch for its replica: {message[0]}")
-    order, tensors, pickled = message[0]
-    received: dict[str, Any] = {name: pickle.loads(value) for name, value in pickled.items()}
-    for dtype, shapes in tensors.items():
-        flat = _empty(shapes, dtype, device)
-        dist.broadcast(flat, src=src, group=group)
-        received.update(_split(flat.view(dtype), shapes))
+    order, shapes, pickled = message[0]
+    flat = _buffer(shapes, device)
+    dist.broadcast(flat, src=src, group=group)
+    received = {name: pickle.loads(value) for name, value in pickled.items()} | _views(flat, shapes)
     return {name: received[name] for name in order}
 
 
 def _send(
     read: Callable[[], Columns], src: int, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, Any]:
-    flats: list[torch.Tensor] | None = None
+    flat: torch.Tensor | None = None
     message: Any = None
     try:
         columns = read()
-        tensors: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
-        for name, value in columns.items():
-            if _is_dense(value):
-                tensors.setdefault(value.dtype, {})[name] = tuple(value.shape)
-        pickled = {name: _pickled(name, value) for name, value in columns.items() if not _is_dense(value)}
-        flats = [_flatten(columns, shapes, dtype, device) for dtype, shapes in tensors.items()]
-        message = (list(columns), tensors, pickled)
+        # Wide numbers first, so that each column begins at a multiple of its own.
+        dense = sorted((c for c in columns.items() if _is_dense(c[1])), key=lambda c: -c[1].element_size())
+        shapes = {name: (column.dtype, tuple(column.shape)) for name, column in dense}
+        flat = _buffer(shapes, device)
+        for name, view in _views(flat, shapes).items():
+            view.copy_(columns[name].detach())
+        pickled = {name: _pickled(name, value) for name, value in columns.items() if name not in shapes}
+        message = (list(columns), shapes, pickled)
     finally:
         # None of it: an error, an interrupt included, is on its way, and the siblings learn of it.
-        told = repr(sys.exception()) if flats is None else message
+        told = repr(sys.exception()) if message is None else message
         dist.broadcast_object_list([told], src=src, group=group)
-    for flat in flats:
-        dist.broadcast(flat, src=src, group=group)
+    dist.broadcast(flat, src=src, group=group)
     return dict(columns)
 
 
@@ -107,18 +106,15 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def _flatten(
-    columns: Columns, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    # As bytes: not every backend has every dtype (gloo has no uint16, NCCL no bool).
-    return torch.cat([columns[name].to(device).reshape(-1) for name in shapes]).view(dtype).view(torch.uint8)
+def _buffer(shapes: Shapes, device: torch.device) -> torch.Tensor:
+    # Of bytes: not every backend has every dtype (gloo has no uint16, NCCL no bool).
+    size = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in shapes.values())
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def _empty(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    count = sum(torch.Size(s).numel() for s in shapes.values())
-    return torch.empty(count, dtype=dtype, device=device).view(torch.uint8)
-
-
-def _split(flat: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    sizes = [torch.Size(s).numel() for s in shapes.values()]
-    return {name: part.view(shapes[name]) for name, part in zip(shapes, torch.split(flat, sizes))}
+def _views(flat: torch.Tensor, shapes: Shapes) -> dict[str, torch.Tensor]:
+    """Return the columns that lie in a buffer, which they share."""
+    parts = torch.split(
+        flat, [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in shapes.values()]
+    )
+    return {name: part.view(dtype).view(shape) for part, (name, (dtype, shape)) in zip(parts, shapes.items())}

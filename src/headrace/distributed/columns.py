@@ -25,11 +25,6 @@ Column = torch.Tensor | list[object] | npt.NDArray[np.generic] | PackedTensor
 
 
 def rows_of(name: str, column: object) -> int:
-    """Return a column's number of rows.
-
-    Raises:
-        SchemaError: a value that is no column.
-    """
     if isinstance(column, torch.Tensor | np.ndarray):
         if column.ndim == 0:
             raise SchemaError(f"column '{name}' is a single number; expected one row per sample, (N, ...)")
@@ -88,10 +83,6 @@ def concat_columns(name: str, columns: Sequence[Column], pad_value: int | float 
     """Return the rows of all parts, one after the other.
 
     Dense parts of two or more dimensions are padded to the widest along dimension 1.
-
-    Raises:
-        SchemaError: parts of different kinds, dtypes or trailing sizes, or a pad value that the dtype cannot
-            hold; with the column's name.
     """
     first = columns[0]
     kinds = {_kind(column) for column in columns}

@@ -22,7 +22,15 @@ from headrace.distributed.balance import (
     share_rows,
     sum_by,
 )
-from headrace.distributed.bin_packing import as_lengths, assign_bins, check_algorithm, check_fits, pack_shards
+from headrace.distributed.bin_packing import (
+    as_lengths,
+    behind_the_middle,
+    check_algorithm,
+    check_fits,
+    concatenate_rows,
+    pack_shards,
+    split_fullest,
+)
 from headrace.errors import ConfigError
 from headrace.utils.arguments import whole_number
 from headrace.utils.rounding import round_up
@@ -147,8 +155,10 @@ def plan_microbatches(
     elif dynamic_batching_args is not None:
         args, plan_batch = _read_dynamic(dynamic_batching_args), _batch_by_length
     else:
-        return _plan_contiguous(rows, shards, batches, allow_uneven_shards)
-    check_fits(rows, args.rounded(rows), args.budget, knob="max_tokens_per_microbatch", row_names=row_names)
+        args, plan_batch = _Arguments("contiguous", 0, 1, allow_uneven=allow_uneven_shards), _slice
+    if args.budget:
+        fitting = args.rounded(rows)
+        check_fits(rows, fitting, args.budget, knob="max_tokens_per_microbatch", row_names=row_names)
     parts = [*rows.reshape(batches, -1)] if batches else []
     return _assemble(rows, shards, [plan_batch(part, shards, args) for part in parts], args)
 
@@ -169,14 +179,15 @@ def _count_batches(rows: int, shards: int, batch_size: int | None, allow_uneven:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Checked arguments for packing or dynamic batching; `multiple` is that to which rows are rounded up."""
+    """Checked arguments of a plan; `multiple` is that to which rows are rounded up."""
 
-    kind: Literal["packed", "dynamic"]
+    kind: Literal["contiguous", "packed", "dynamic"]
     budget: int
     multiple: int
-    attention_ratio: float
+    attention_ratio: float = DEFAULT_ATTENTION_RATIO
     algorithm: str = ""
     longest_first: bool = False
+    allow_uneven: bool = False
 
     def rounded(self, lengths: IntArray) -> IntArray:
         """Return lengths rounded up; a padded row has a token at least, since a forward pass needs one."""
@@ -208,9 +219,9 @@ def _pack(lengths: IntArray, ranks: int, args: _Arguments) -> _Shares:
     lengths = args.rounded(lengths)
     costs = row_costs(lengths, args.attention_ratio)
     if args.algorithm == "concatenative":
-        bin_of, bins = assign_bins(
-            lengths, args.budget, args.algorithm, min_bin_count=ranks, bin_count_multiple=ranks
-        )
+        bin_of = concatenate_rows(lengths, args.budget)
+        bins = round_up(max(int(bin_of.max(initial=-1)) + 1, ranks), ranks)
+        split_fullest(lengths, bin_of, bins, behind_the_middle)
         bin_costs = sum_by(bin_of, costs, bins)
         order = descending_order(bin_costs)
         rank_of_bin = np.empty(bins, dtype=np.int64)
@@ -281,27 +292,18 @@ def _boundaries(longest: list[int], args: _Arguments) -> tuple[list[int], list[i
     return stops, [longest[stop - 1] for stop in stops]
 
 
-def _plan_contiguous(lengths: IntArray, ranks: int, batches: int, allow_uneven: bool) -> MicrobatchPlan:
-    rows = len(lengths)
-    batch = rows // batches if batches else 0
-    if batch % ranks and not allow_uneven:
+def _slice(lengths: IntArray, ranks: int, args: _Arguments) -> _Shares:
+    """Give each rank a slice of one global batch, without microbatches."""
+    batch = len(lengths)
+    if batch % ranks and not args.allow_uneven:
         raise ConfigError(
             f"Batch size ({batch}) is not a multiple of shards ({ranks} data-parallel ranks); change "
             "batch_size or the number of ranks, or switch on sequence_packing or dynamic_batching"
         )
     per_rank = -(-batch // ranks)
     counts = np.clip(batch - per_rank * np.arange(ranks), 0, per_rank)
-    rank_of_row = np.tile(np.repeat(np.arange(ranks), counts), batches)
-    return MicrobatchPlan(
-        kind="contiguous",
-        lengths=lengths,
-        row_order=np.argsort(rank_of_row, kind="stable"),
-        rows_per_batch=np.tile(counts[:, None], batches),
-        microbatches_per_batch=np.zeros(batches, dtype=np.int64),
-        stops=np.zeros((ranks, 0), dtype=np.int64),
-        microbatch_lengths=np.zeros((ranks, 0), dtype=np.int64),
-        pad_target=int(lengths.max(initial=0)),
-    )
+    nothing = np.zeros((ranks, 0), dtype=np.int64)
+    return _Shares(rows=np.arange(batch), rows_of_rank=counts, stops=nothing, lengths=nothing)
 
 
 def _assemble(lengths: IntArray, ranks: int, shares: Sequence[_Shares], args: _Arguments) -> MicrobatchPlan:
@@ -320,7 +322,7 @@ def _assemble(lengths: IntArray, ranks: int, shares: Sequence[_Shares], args: _A
         stops=np.concatenate([nothing, *(s.stops for s in shares)], axis=1),
         microbatch_lengths=np.concatenate([nothing, *(s.lengths for s in shares)], axis=1),
         pad_target=round_up(int(lengths.max(initial=1)), args.multiple),
-        budget_tokens=args.budget,
+        budget_tokens=args.budget or None,
         algorithm=args.algorithm or None,
         attention_ratio=args.attention_ratio,
     )

@@ -40,11 +40,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def row_lengths(lengths: torch.Tensor | Sequence[int], read: OffsetsReader | None = None) -> torch.Tensor:
-    """Return lengths as int64 (N,) on the CPU, brought there by `read` if it is given.
-
-    Raises:
-        SchemaError: not one whole number per row, or a negative one, with its row.
-    """
+    """Return lengths as int64 (N,) on the CPU, brought there by `read` if it is given."""
     if isinstance(lengths, torch.Tensor):
         whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
         if lengths.dim() != 1 or not whole:
@@ -120,11 +116,7 @@ class RowLayout:
         self._positions: dict[torch.device, torch.Tensor] = {}
 
     def with_width(self, width: int) -> "RowLayout":
-        """Return the same rows, around the same offsets, for a padded form of another width.
-
-        Raises:
-            SchemaError: a row longer than `width`.
-        """
+        """Return the same rows, around the same offsets, for a padded form of another width."""
         other = RowLayout(self.lengths, width)
         other.offsets, other._on_device = self.offsets, self._on_device
         return other
@@ -148,11 +140,7 @@ class RowLayout:
         return True
 
     def pad(self, values: torch.Tensor, pad_value: PadValue = 0) -> torch.Tensor:
-        """Return values (total, ...) as (N, width, ...), `pad_value` after each row's end.
-
-        Raises:
-            SchemaError: another number of tokens, or a pad value that the dtype cannot hold.
-        """
+        """Return values (total, ...) as (N, width, ...), `pad_value` after each row's end."""
         if values.dim() < 1 or values.shape[0] != self.total:
             raise SchemaError(f"values have shape {tuple(values.shape)}; the lengths add up to {self.total}")
         shape = (self.rows, self.width, *values.shape[1:])
@@ -180,11 +168,7 @@ class RowLayout:
         return out
 
     def strip(self, padded: torch.Tensor) -> torch.Tensor:
-        """Return padded (N, width, ...) as values (total, ...), without the padding.
-
-        Raises:
-            SchemaError: another number of rows or another width.
-        """
+        """Return padded (N, width, ...) as values (total, ...), without the padding."""
         if padded.dim() < 2 or tuple(padded.shape[:2]) != (self.rows, self.width):
             raise SchemaError(
                 f"padded tensor has shape {tuple(padded.shape)}; expected ({self.rows}, {self.width}, ...)"
@@ -236,19 +220,12 @@ def pad_ragged(
     """Return ragged rows as (N, width, ...); `width` None: the longest row.
 
     Values [1, 2, 3] with offsets [0, 1, 3] and pad 9 give [[1, 9], [2, 3]].
-
-    Raises:
-        SchemaError: a row longer than `width`, or a pad value that the dtype cannot hold.
     """
     return RowLayout(offsets.diff(), width).pad(values, pad_value)
 
 
 def gather_spans(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the spans `values[starts[i] : starts[i] + lengths[i]]` back to back; spans are on the CPU.
-
-    Raises:
-        SchemaError: a span that does not lie within the values, by its row.
-    """
+    """Return the spans `values[starts[i] : starts[i] + lengths[i]]` back to back; spans are on the CPU."""
     starts, lengths = starts.to(torch.int64), lengths.to(torch.int64)
     _check_spans(starts.numpy(), lengths.numpy(), values.shape[0])
     shape = (int(lengths.sum()), *values.shape[1:])

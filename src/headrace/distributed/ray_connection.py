@@ -152,11 +152,7 @@ class Part:
 def wait_for(
     has_come: Callable[[float], object], parts: Sequence[Part], what: str, deadline: Deadline
 ) -> None:
-    """Wait until `has_come`, which waits as long as it is told, says so; after each second, look for `parts`.
-
-    Raises:
-        TransportError: it has not come by the deadline, or one of `parts` is gone.
-    """
+    """Wait until `has_come`, which waits as long as it is told, says so; after each second, look for `parts`."""
     check_parts(parts, what)
     while not has_come(min(deadline.left, _PATIENCE_S)):
         check_parts(parts, what, ask=True)
@@ -181,12 +177,7 @@ def check_parts(parts: Sequence[Part], what: str, *, ask: bool = False) -> None:
 
 
 def answers(references: Any, what: str, deadline: Deadline) -> Any:
-    """Return the value of a Ray reference, or of a list of them.
-
-    Raises:
-        TransportError: no answer by the deadline, or the actor is gone.
-        HeadraceError: what the actor raised.
-    """
+    """Return the value of a Ray reference, or of a list of them."""
     try:
         return ray.get(references, timeout=deadline.left)
     except GetTimeoutError as error:

@@ -37,9 +37,6 @@ def lay_out_ranks(workers: int, *, context: int = 1, tensor: int = 1) -> RankLay
 
     >>> lay_out_ranks(4, tensor=2).replicas
     [[0, 1], [2, 3]]
-
-    Raises:
-        ConfigError: `workers` that context x tensor does not divide.
     """
     data, rest = divmod(workers, context * tensor)
     if rest or not data:
@@ -83,11 +80,7 @@ class Topology:
 
 
 def build_topology(device_type: str, *, context: int = 1, tensor: int = 1) -> Topology:
-    """Make the groups of all ranks of the initialised process group; every rank calls this together.
-
-    Raises:
-        ConfigError: a world size that context x tensor does not divide.
-    """
+    """Make the groups of all ranks of the initialised process group; every rank calls this together."""
     layout = lay_out_ranks(dist.get_world_size(), context=context, tensor=tensor)
     data = layout.data
     axes = init_device_mesh(device_type, (data, context, tensor), mesh_dim_names=(DATA, CONTEXT, TENSOR))

@@ -184,9 +184,6 @@ def project_runtime_env() -> dict[str, Any]:
     """Return a Ray runtime environment with this headrace and what it requires, in the versions installed here.
 
     Example: `{"py_modules": ["/src/headrace"], "pip": ["torch==2.13.0", "ray==2.60.0", ...]}`.
-
-    Raises:
-        ConfigError: headrace is not installed here, so that nobody knows what it requires.
     """
     try:
         requirements = importlib.metadata.requires(_PACKAGE) or []

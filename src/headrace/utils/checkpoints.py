@@ -141,12 +141,7 @@ def list_checkpoints(directory: Path) -> Sequence[CheckpointInfo]:
 
 
 def read_checkpoint(path: Path) -> CheckpointInfo | None:
-    """Return what a checkpoint says about itself; None if the directory is not one.
-
-    Raises:
-        ConfigError: the directory is a checkpoint, but its `checkpoint.json` cannot be read, or is that of another
-            step than the directory's name says.
-    """
+    """Return what a checkpoint says about itself; None if the directory is not one."""
     remedy = f"remove the directory {path}"
     try:
         meta = _Meta.model_validate(read_json(path / META_FILE, remedy=remedy))

@@ -79,9 +79,6 @@ def read_json_lines(
 
     `name` stands for the path in messages. With `may_end_cut`, a last line without its end is that of a writer that
     died, and is left out.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is not a JSON object.
     """
     name = name or str(path)
     try:

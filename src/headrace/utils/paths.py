@@ -14,10 +14,6 @@ def user_path(text: str | Path, key: str) -> Path:
     """Return the path that `text` names, `~` and `~user` resolved; `key` is the recipe's key that holds it.
 
     Nothing has to be there, but whether there is something can be told.
-
-    Raises:
-        ConfigError: a home directory that is not known, a name that no file can have, or a directory on the way that
-            may not be searched.
     """
     try:
         path = Path(text).expanduser()

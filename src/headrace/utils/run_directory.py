@@ -102,11 +102,7 @@ class RunDirectory:
         return run
 
     def begin(self) -> None:
-        """Write config.yaml and, to go on, cut the lines of metrics and samples after the checkpoint's step.
-
-        Raises:
-            ConfigError: a line that is cut short or damaged; the file stays as it is.
-        """
+        """Write config.yaml and, to go on, cut the lines of metrics and samples after the checkpoint's step."""
         if self.resume_from is not None:
             kept = {log: _lines_until(log, self.resume_from.step) for log in self._logs if log.exists()}
             for log, lines in kept.items():
@@ -210,11 +206,7 @@ def _lock(path: Path) -> int | None:
 
 
 def read_log(log: Path, *, remedy: str = "mend or remove the line") -> Iterator[JsonLine]:
-    """Yield the lines of metrics.jsonl or samples.jsonl, without a last one that a crash cut short.
-
-    Raises:
-        ConfigError: a line that is not a JSON object with a step, by file and line.
-    """
+    """Yield the lines of metrics.jsonl or samples.jsonl, without a last one that a crash cut short."""
     for line in read_json_lines(log, remedy=remedy, may_end_cut=True):
         if not isinstance(line.value.get("step"), int):
             raise ConfigError(f"{log}, line {line.number}: has no step; {remedy}")

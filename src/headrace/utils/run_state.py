@@ -126,11 +126,7 @@ def _in_todays_form(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any], *, allowed: bool) -> Sequence[Change]:
-    """Return how a recipe differs from the checkpoint's, by key.
-
-    Raises:
-        ConfigError: the checkpoint is of no use to the new recipe, unless that is `allowed`.
-    """
+    """Return how a recipe differs from the checkpoint's, by key; `allowed`: also one that cannot go on from it."""
     changes: list[Change] = []
     known, defaults = dict(leaves(dict(old))), default_values(RecipeConfig)
     for key, before, after in changed_keys(old, new):

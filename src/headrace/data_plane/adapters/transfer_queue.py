@@ -103,11 +103,7 @@ class Blocks:
         return any(part.is_lost for part in self._parts)
 
     def put(self, partition: str, packed: PackedColumns, deadline: Deadline) -> list[int]:
-        """Store all blocks, and return their slots, in the order of `packed.blocks`.
-
-        Raises:
-            TransportError: not done by the deadline, or refused; some blocks may be stored.
-        """
+        """Store all blocks, and return their slots, in the order of `packed.blocks`."""
         blocks, sizes = packed.blocks, [block.nbytes for block in packed.blocks]
         what = f"putting {len(blocks)} blocks ({sum(sizes)} bytes) into TransferQueue"
         slots = self._result(self._reserve(partition, [block.key for block in blocks]), what, deadline)

@@ -168,11 +168,6 @@ class IndexClient:
     """
 
     def __init__(self, endpoint: Endpoint, parts: Sequence[Part], deadline: Deadline) -> None:
-        """Connect.
-
-        Raises:
-            TransportError: no answer by the deadline, or one of `parts`, which is the index, is gone.
-        """
         self._secret, self._parts = endpoint.secret, parts
         ports = {_SOCKET: endpoint.port}
         self._server = ZMQServerInfo(role=Role.CONTROLLER, id=_SOCKET, ip=endpoint.address, ports=ports)
@@ -197,12 +192,7 @@ class IndexClient:
         store: str = "",
         dropped: Sequence[int] = (),
     ) -> Done[Any]:
-        """Return what an operation of a store, or of the engine, returns, and blocks to drop.
-
-        Raises:
-            TransportError: no answer by the deadline, or the index is gone.
-            HeadraceError: what the index raised; a DataPlaneError for what is no HeadraceError there.
-        """
+        """Return what an operation of a store, or of the engine, returns, and blocks to drop."""
         with self._lifeline_lock:
             # What the server has asked, so that it does not pile up; that it came was the answer.
             while self._lifeline.poll(0):
@@ -240,11 +230,7 @@ class BlockTable(StorageUnitData):  # type: ignore[misc]
     """
 
     def get_data(self, fields: Any, global_indexes: list[int]) -> dict[str, list[Any]]:
-        """Return blocks, or some of their rows.
-
-        Raises:
-            StorageKeyNotFoundError: a block that is not there, or a slot that holds another one, without these rows.
-        """
+        """Return blocks, or some of their rows."""
         blocks: dict[str, list[Any]] = super().get_data(list(fields), global_indexes)
         if isinstance(fields, dict):
             for name, (counts, rows) in fields.items():
@@ -278,11 +264,7 @@ class StorageUnits:
         self._pool = ZMQSocketPool(self._context, _UNIT_CLIENT, "put_get_socket")
 
     def put(self, slots: Sequence[int], frames: Sequence[Frames], what: str, deadline: Deadline) -> None:
-        """Store blocks; their memory is read until this returns.
-
-        Raises:
-            TransportError: not all units have answered by the deadline, one is gone, or one refused.
-        """
+        """Store blocks; their memory is read until this returns."""
         bodies = {
             unit: {
                 "global_indexes": [slots[i] for i in mine],
@@ -350,12 +332,6 @@ class Engine:
     """The processes that this client has started."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
-        """Start them.
-
-        Raises:
-            TransportError: they are not up within `startup_timeout_s`.
-            ConfigError: a backend that is not installed, or a port that is taken.
-        """
         self._config = config
         self.actors: list[Any] = []
         self._graceful: list[Callable[[], Any]] = []
@@ -448,11 +424,7 @@ def find_index(backend: str) -> ActorHandle[Any] | None:
 
 
 def start_engine(config: DataPlaneConfig) -> tuple[ActorHandle[Any], Engine | None]:
-    """Start the cluster's engine, and return its index; no engine if another process has just begun to start it.
-
-    Raises:
-        TransportError: that process has given up; or what Engine raises.
-    """
+    """Start the cluster's engine, and return its index; no engine if another process has just begun to start it."""
     try:
         engine = Engine(config)
         return engine.index, engine

@@ -99,11 +99,7 @@ class SampleIndex(SampleStore[BlockInfo]):
         return []
 
     def begin_put(self, owner: bytes, put: Put[BlockInfo], limit_s: float) -> int:
-        """Lease the blocks of a put, which are not stored yet, to a client; return the ticket for `commit`.
-
-        Raises:
-            HeadraceError: what a commit would raise.
-        """
+        """Lease the blocks of a put, which are not stored yet, to a client; return the ticket for `commit`."""
         self.check_put(put)
         keys = [block.key for blocks in put.columns.values() for block in blocks]
         return self._lease(owner, keys, limit_s, put)
@@ -112,9 +108,6 @@ class SampleIndex(SampleStore[BlockInfo]):
         """Commit a put whose blocks are stored in these slots; a refusal leaves blocks and ticket to the client.
 
         The facts come without the ids, which the caller has.
-
-        Raises:
-            TransportError: the lease has run out.
         """
         lease = self._leases.get(ticket)
         if lease is None or lease.put is None:
@@ -238,9 +231,6 @@ class Indexes:
         """Add a store, in place of one of a process that is gone.
 
         Returns its handle, and those of closed stores of this name, for the caller to drop and `forget`.
-
-        Raises:
-            DataPlaneError: there is one of that name, and its process lives.
         """
         self._end_store(name, "close it there, attach to it, or set another data_plane.store_name")
         handle = f"{name}/{secrets.token_hex(4)}"
@@ -248,11 +238,6 @@ class Indexes:
         return handle, self._ended_of(name)
 
     def attach(self, name: str) -> str:
-        """Return a store's handle.
-
-        Raises:
-            DataPlaneError: there is no such store.
-        """
         handle = self._handle(name)
         if handle is None:
             raise _closed(name)
@@ -266,11 +251,7 @@ class Indexes:
             self._ended[handle] = closed.name
 
     def drop_store(self, name: str, force: bool) -> list[str]:
-        """Close the store of that name, if there is one; return the handles of those to drop and `forget`.
-
-        Raises:
-            DataPlaneError: its process lives, and nobody uses `force`.
-        """
+        """Close the store of that name, if there is one; return the handles of those to drop and `forget`."""
         self._end_store(name, "close it there, or add --force", force=force)
         return self._ended_of(name)
 

@@ -45,11 +45,6 @@ def check_installed() -> None:
 
 
 def routable_address(address: str) -> str:
-    """Return an address that other processes can reach.
-
-    Raises:
-        ConfigError: a link-local address.
-    """
     if ipaddress.ip_address(address).is_link_local:
         raise ConfigError(
             f"Ray's node address {address} is link-local, which Mooncake cannot be reached at; start Ray with "
@@ -71,12 +66,7 @@ class MooncakeMaster:
     """A mooncake_master process of this process."""
 
     def __init__(self, address: str, port: int | None, timeout_s: float) -> None:
-        """Start it and wait until it listens.
-
-        Raises:
-            ConfigError: the port is taken.
-            TransportError: it does not come up.
-        """
+        """Start it and wait until it listens."""
         port, metrics_port = port or _free_port(address), _free_port("127.0.0.1")
         if _is_listening(address, port):
             raise ConfigError(

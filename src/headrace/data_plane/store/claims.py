@@ -99,9 +99,6 @@ class Claims:
         """Take the next rows for a task; None if they are not there yet, no rows if it has had them all.
 
         `ids` are those of all slots; `held_by` tells of each column that the task asks for which slots have it.
-
-        Raises:
-            DataPlaneError: an unknown task, or what `Groups.check_claim` refuses.
         """
         self._see(len(ids))
         cursor = self._cursor(request.task)

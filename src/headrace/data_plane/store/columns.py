@@ -218,11 +218,7 @@ def own_offsets(offsets: torch.Tensor, known: Known) -> torch.Tensor:
 
 
 def chunk_of_leaf(name: str, leaf: Leaf, sample_ids: Sequence[str], known: Known) -> Chunk:
-    """Return a column as a chunk that shares its values' memory, with offsets of its own.
-
-    Raises:
-        SchemaError: an object that cannot be stored, with its column, row and sample.
-    """
+    """Return a column as a chunk that shares its values' memory, with offsets of its own."""
     if isinstance(leaf, RaggedParts):
         values, offsets, ragged_dim, _ = leaf
         form = Form("ragged", values.dtype, tuple(values.shape[1:]), ragged_dim)
@@ -294,11 +290,7 @@ def checked_put(
 
 
 def checked_tags(tags: Sequence[Mapping[str, Any]], rows: int) -> list[dict[str, Any]]:
-    """Return copies of the tags of a put.
-
-    Raises:
-        SchemaError: not one mapping per row, or a value that cannot be stored.
-    """
+    """Return copies of the tags of a put."""
     if len(names_list("tags", tags)) != rows:
         raise SchemaError(f"{len(tags)} tags for {rows} sample ids; give one per sample")
     other = next((tag for tag in tags if not isinstance(tag, Mapping)), None)
@@ -313,9 +305,6 @@ def said_lengths(chunks: Mapping[str, Chunk]) -> dict[str, Lengths]:
     """Return how many tokens each row has by the columns that say so: `input_lengths`, and declared per-token ones.
 
     One value per sample, which holds for all its tokens, says nothing. `input_lengths` speak first.
-
-    Raises:
-        SchemaError: lengths that no row can have.
     """
     said: dict[str, Lengths] = {}
     by_offsets: dict[int, Lengths] = {}

@@ -41,11 +41,7 @@ class Groups:
         return self._order[: self._places]
 
     def check(self, ids: Sequence[str], slots: Rows, tags: Sequence[Mapping[str, Any]] | None) -> None:
-        """Refuse a put after which a group has too many samples, or that does not say a new sample's group.
-
-        Raises:
-            SchemaError: with the group, or the sample.
-        """
+        """Refuse a put after which a group has too many samples, or that does not say a new sample's group."""
         if self._tag is not None and tags is not None:
             self._check_moves(self._tag, ids, slots.tolist(), tags)
         new = np.flatnonzero(slots < 0).tolist()
@@ -137,11 +133,7 @@ class Groups:
         self._places = len(self._order)
 
     def check_claim(self, count: int, ids: Sequence[str]) -> None:
-        """Refuse a claim of no whole groups, or where samples have none; `ids` are those of all slots.
-
-        Raises:
-            DataPlaneError: with the count, or the samples.
-        """
+        """Refuse a claim of no whole groups, or where samples have none; `ids` are those of all slots."""
         if count % self.size:
             raise DataPlaneError(
                 f"batch_size={count} for partition '{self._partition}'; expected a multiple of "

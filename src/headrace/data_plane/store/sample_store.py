@@ -227,11 +227,7 @@ class Partition(Generic[Block]):
     # Reading.
 
     def slots(self, ids: Sequence[str], names: Sequence[str]) -> Slots:
-        """Return the slots of `ids`, all of which have the columns `names`.
-
-        Raises:
-            SampleNotFound: unknown ids, and columns that known ones lack, all in one message.
-        """
+        """Return the slots of `ids`, all of which have the columns `names`."""
         slots, faults = self.locate(ids), []
         known = slots
         if slots.version is None and (slots.at < 0).any():
@@ -307,11 +303,7 @@ class SampleStore(Generic[Block]):
         self._is_closed = False
 
     def register(self, registration: Registration) -> list[Block]:
-        """Open a partition, in place of one of the same name.
-
-        Raises:
-            CapacityExceeded: more samples than the store holds at most.
-        """
+        """Open a partition, in place of one of the same name."""
         name, asked = registration.partition_id, registration.num_samples
         if asked > self._capacity:
             raise CapacityExceeded(

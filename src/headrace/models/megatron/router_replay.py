@@ -197,11 +197,6 @@ class MegatronRouterReplay:
             yield
 
     def finish(self) -> None:
-        """End a step.
-
-        Raises:
-            ReplayError: rows that were kept for a recompute that did not come.
-        """
         left = {layer: len(r.replay_backward_list) for layer, r in self._routers.items()}
         for router in self._routers.values():
             router.clear_indices()
@@ -209,11 +204,7 @@ class MegatronRouterReplay:
             raise ReplayError(f"rows kept for recompute were not consumed (decoder layer: forwards): {left}")
 
     def stats(self) -> ReplayStats:
-        """Return what became of the rows of the last forward on this rank.
-
-        Raises:
-            ReplayError: no forward has replayed routes.
-        """
+        """Return what became of the rows of the last forward on this rank."""
         if not self._last:
             raise ReplayError("no forward has replayed routes yet; run one inside forward(ids)")
         routers = self._last.values()

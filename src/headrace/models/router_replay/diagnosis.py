@@ -78,11 +78,7 @@ def find_difference(
 
 
 def check_choices(stage: str, stats: ReplayStats, floor: float) -> None:
-    """Refuse a stage whose recorded experts are too seldom those that its routers choose by themselves.
-
-    Raises:
-        ReplayError: a fraction below the floor; names the cause that fits the kept rows best.
-    """
+    """Refuse a stage whose recorded experts are too seldom those that its routers choose by themselves."""
     misfit = explain_misfit(stats, floor)
     if misfit is not None:
         raise ReplayError(

@@ -162,11 +162,7 @@ class RoutedModel(Routed):
     _replay_handle: RouterReplay
 
     def forward(self, *args: Any, routes: Routes | RoutedCall | None = None, **kwargs: Any) -> Any:
-        """Run the model's own forward; `routes` records the experts that its tokens use, or says which to use.
-
-        Raises:
-            ReplayError: `routes` are no Routes, or such that cannot be used; see `Routes.open` and `close`.
-        """
+        """Run the model's own forward; `routes` records the experts that its tokens use, or says which to use."""
         if routes is None:
             return super().forward(*args, **kwargs)
         if isinstance(routes, RoutedCall):

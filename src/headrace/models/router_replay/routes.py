@@ -137,11 +137,7 @@ class Routes:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def close(self, call: "RoutedCall") -> None:
-        """End a forward; the model calls this.
-
-        Raises:
-            ReplayError: routers that took no rows.
-        """
+        """End a forward; the model calls this."""
         self._calls.append(call)
         used, self._native = call.close()
         if used is not None:
@@ -194,11 +190,7 @@ class RoutedCall:
         self._used_in_forward: torch.Tensor | None = None
 
     def rows(self, slots: tuple[int, ...], device: torch.device) -> tuple[LayerRows, ...]:
-        """Return the rows of a layer's routers; those given on the layer's device.
-
-        Raises:
-            ReplayError: a router takes its rows a second time in one forward.
-        """
+        """Return the rows of a layer's routers; those given on the layer's device."""
         for slot in slots:
             if self._open and slot in self._reached:
                 raise ReplayError(
@@ -213,9 +205,6 @@ class RoutedCall:
         """End the forward; return what the routers used and would have chosen, (T, routers, k) each if asked for.
 
         Where there is a backward pass, what routers use from now on is written into the same rows, to be told from it.
-
-        Raises:
-            ReplayError: routers that took no rows.
         """
         self._open = False
         unreached = [r.name for i, r in enumerate(self._routers) if i not in self._reached]

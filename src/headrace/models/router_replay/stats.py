@@ -106,11 +106,6 @@ class ReplayStats:
     earlier: tuple[TracedRows, ...] = ()
 
     def __add__(self, other: "ReplayStats") -> "ReplayStats":
-        """Return the sums.
-
-        Raises:
-            ReplayError: stats of different routers.
-        """
         if self.routers and other.routers and self.routers != other.routers:
             raise ReplayError(
                 f"stats of {len(self.routers)} and {len(other.routers)} routers, not the same ones, do not add up"

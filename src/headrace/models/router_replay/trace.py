@@ -107,11 +107,7 @@ def write_trace(directory: Path, trace: RouteTrace) -> Path:
 
 
 def read_trace(path: Path) -> RouteTrace:
-    """Read what `write_trace` wrote.
-
-    Raises:
-        ConfigError: not such a file.
-    """
+    """Read what `write_trace` wrote."""
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata()
@@ -179,9 +175,6 @@ def check_trace(trace: RouteTrace, *, floor: float = DEFAULT_FLOOR, earlier: Tra
 
     At least the fraction `floor` of the recorded experts has to be those that the trainer's routers chose, where a
     stage has compared them. `earlier` are the rows in the store of the step before.
-
-    Raises:
-        ReplayError: see `check_run`.
     """
     stored = list(_samples(trace.stored, trace.sample_ids))
     _check_store(trace, stored)
@@ -243,11 +236,7 @@ def _same_rows(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _origins(where: str, stored: Sequence[_Sample], ran: Sequence[_Sample]) -> list[_Sample]:
-    """Return for each sample that ran the stored one that it is: equal tokens, and equal routes where there are.
-
-    Raises:
-        ReplayError: a sample that ran and is not one of the step's, one that ran twice, or one that did not run.
-    """
+    """Return for each sample that ran the stored one that it is: equal tokens, and equal routes where there are."""
     left: dict[tuple[int, ...], list[_Sample]] = {}
     for sample in stored:
         left.setdefault(sample.tokens, []).append(sample)
