@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from headrace.config_generation import GuardConfig as GuardConfig  # others look for these names here
+from headrace.config_generation import SGLangConfig as SGLangConfig
 from headrace.config_grpo import AdvantageConfig as AdvantageConfig
 from headrace.config_grpo import GRPOConfig as GRPOConfig
 from headrace.config_grpo import LossConfig as LossConfig
@@ -85,9 +86,10 @@ class GenerationConfig(Section):
     """How completions are sampled. The trainer scores tokens under the same temperature, top-p and top-k; a KL to the
     reference policy is of both policies without top-p and top-k, and samples that these cut estimate it with a bias."""
 
-    backend: Literal["hf", "vllm"] = "hf"
-    """What generates, in the rollout's process: transformers (`hf`), or a vLLM engine (docs/engines.md)."""
+    backend: Literal["hf", "sglang", "vllm"] = "hf"
+    """What generates: transformers (`hf`), a vLLM engine or an SGLang server (docs/engines.md)."""
     vllm: VLLMConfig = VLLMConfig()
+    sglang: SGLangConfig = SGLangConfig()
     guard: GuardConfig = GuardConfig()
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of the generator's weights and products."""

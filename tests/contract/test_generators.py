@@ -1,7 +1,7 @@
 """The contract of Generator, held by every backend.
 
-HEADRACE_GENERATORS names the backends (hf unless set). `make test-engines` runs it on vLLM's CPU build, which needs an
-environment of its own.
+HEADRACE_GENERATORS names the backends (hf and sglang unless set). `make test-engines` runs it on vLLM's CPU build,
+which needs an environment of its own. Behind `sglang` stands the server of tests/sglang_server.
 """
 
 import os
@@ -12,18 +12,21 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.config import GenerationConfig
+from headrace.config import GenerationConfig, SGLangConfig
 from headrace.errors import ConfigError, GenerationError
 from headrace.models.generation.build import build_generator
 from headrace.models.generation.interfaces import GenerationOutput, Generator, SamplingParams
+from headrace.models.generation.sglang import SGLangGenerator
 from headrace.models.sampling import filter_logits
+from sglang_path import sglang_on_path
 from tiny_models import CHARACTERS, build_character_tokenizer
 
-BACKENDS = os.environ.get("HEADRACE_GENERATORS", "hf").split(",")
+BACKENDS = os.environ.get("HEADRACE_GENERATORS", "hf,sglang").split(",")
 TOKENIZER = build_character_tokenizer(CHARACTERS)
 END = TOKENIZER.eos_token_id
 PROMPTS = [TOKENIZER.encode(text) for text in ("ab", "hello", "x", "hello", "a longer one")]
 GREEDY = SamplingParams(12, greedy=True)
+SGLANG = SGLangConfig(sleep="all")
 
 
 def model_of(seed: int) -> Any:
@@ -47,8 +50,9 @@ def model_of(seed: int) -> Any:
 
 def build(backend: str, **args: Any) -> Generator:
     vllm = {"args": {"enforce_eager": True, "max_model_len": 128, **args}}
-    cfg = GenerationConfig(backend=backend, max_new_tokens=12, vllm=vllm)  # type: ignore[arg-type]
-    return build_generator(cfg, model_of(0), TOKENIZER)
+    cfg = GenerationConfig(backend=backend, max_new_tokens=12, vllm=vllm, sglang=SGLANG)  # type: ignore[arg-type]
+    with sglang_on_path():
+        return build_generator(cfg, model_of(0), TOKENIZER)
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -96,11 +100,22 @@ def test_greedy_tokens_and_logprobs_are_those_of_a_full_forward_pass(generator: 
 
 
 @pytest.mark.parametrize(
-    "filters", [{"temperature": 1.0}, {"temperature": 1.4, "top_k": 6, "top_p": 0.8}], ids=str
+    "filters",
+    [
+        {"temperature": 1.0},
+        {"temperature": 1.4, "top_k": 6},
+        {"temperature": 1.4, "top_p": 0.8},
+        {"temperature": 1.4, "top_k": 6, "top_p": 0.8},
+    ],
+    ids=str,
 )
 def test_logprobs_are_of_the_distribution_that_was_sampled(
     generator: Generator, filters: dict[str, Any]
 ) -> None:
+    if isinstance(generator, SGLangGenerator) and len(filters) == 3:
+        with pytest.raises(ConfigError, match=r"top_k=6 with .*top_p=0.8: .* set one of both"):
+            generator.generate(PROMPTS, SamplingParams(12, **filters), seed=3)
+        return
     output = generator.generate(PROMPTS, SamplingParams(12, **filters), seed=3)
     assert_scored(output, model_of(0), **{"top_k": None, "top_p": 1.0, **filters})
 

@@ -67,6 +67,23 @@ SAID = {
     "generation.vllm.args={'max_model_len': 99}": ("", "generation.backend=vllm"),
     "generation.vllm.sleep_level=1": ("", "generation.backend=vllm"),
     "generation.static_cache=true": ("generation.backend=vllm", ""),
+    "generation.sglang.url=http://h:1": ("", "generation.backend=sglang"),
+    "generation.sglang.weights=tensor": ("", "generation.backend=sglang"),
+    "generation.sglang.sleep=all": ("generation.backend=vllm", "generation.backend=sglang"),
+    "generation.sglang.timeout_s=5.0": ("", "generation.backend=sglang"),
+    "generation.sglang.startup_timeout_s=5.0": ("", "generation.backend=sglang"),
+    "generation.sglang.weights_dir=/x": (
+        "generation.backend=sglang generation.sglang.weights=tensor",
+        "generation.backend=sglang",
+    ),
+    "generation.sglang.args={'tp_size': 2}": (
+        "generation.backend=sglang generation.sglang.url=http://h:1",
+        "generation.backend=sglang",
+    ),
+    "generation.sglang.python=/x/python": (
+        "generation.backend=sglang generation.sglang.url=http://h:1",
+        "generation.backend=sglang",
+    ),
     "generation.guard.every_n_steps=7": ("", "generation.guard.enabled=true"),
     "generation.guard.max_logprob_gap=0.5": ("", "generation.backend=vllm"),
     "generation.guard.num_prompts=7": (

@@ -120,6 +120,8 @@ _TURNS = _need(
 )
 _VALIDATES = _above_0("validation.period") | _is("validation.at_start", True) | _is("validation.at_end", True)
 _CONTINUES = _is("overwrite", False)
+_SGLANG_FILES = _is("generation.backend", "sglang") & _is("generation.sglang.weights", "disk")
+_OWN_SGLANG = _is("generation.backend", "sglang") & _is("generation.sglang.url", None)
 _GUARDED = _need(
     "generation", "generation.guard.enabled=true, or a generation.backend other than hf", lambda g: g.guarded
 )
@@ -145,6 +147,13 @@ EFFECTS: tuple[Effect, ...] = (
     _when_enabled("policy.router_replay", "max_missing_fraction min_exact_fraction on_excess trace"),
     _when(_is("generation.backend", "vllm"), "generation.vllm", "args sleep_level"),
     _when(_is("generation.backend", "hf"), "generation", "static_cache"),
+    _when(
+        _is("generation.backend", "sglang"),
+        "generation.sglang",
+        "url weights sleep timeout_s startup_timeout_s",
+    ),
+    _when(_SGLANG_FILES, "generation.sglang", "weights_dir"),
+    _when(_OWN_SGLANG, "generation.sglang", "args python"),
     _when(_GUARDED, "generation.guard", "every_n_steps max_logprob_gap num_prompts max_new_tokens"),
     _when(_is("grpo.advantage.estimator", "grpo"), "grpo.advantage", "leave_one_out"),
     _when(_DIVIDES, "grpo.advantage", "normalize_std"),

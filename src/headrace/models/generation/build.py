@@ -7,10 +7,12 @@ from headrace.config import GenerationConfig
 from headrace.errors import ConfigError, ReplayError
 from headrace.models.generation.hf import HFGenerator
 from headrace.models.generation.interfaces import Generator
+from headrace.models.generation.sglang import SGLangGenerator
 from headrace.models.generation.vllm import VLLMGenerator
 
 _BACKENDS: dict[str, Callable[..., Generator]] = {
     "hf": HFGenerator,
+    "sglang": SGLangGenerator,
     "vllm": VLLMGenerator,
 }
 

@@ -1,15 +1,19 @@
 """A generator's weights: their dtype, and their replacement by the trainer's."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.errors import GenerationError
 
 _NAMES_SHOWN = 5
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+_LAYER = re.compile(r".*\.layers\.\d+\.")
 
 
 def cast_parameters(model: Any, dtype: torch.dtype) -> None:
@@ -21,6 +25,17 @@ def cast_parameters(model: Any, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(part in name for part in kept):
             parameter.data = parameter.data.to(dtype)
+
+
+def checkpoint_names(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights as a checkpoint has them: fused experts of transformers are split again, layer by layer."""
+
+    def layer(pair: tuple[str, torch.Tensor]) -> str:
+        found = _LAYER.match(pair[0])
+        return found[0] if found else ""
+
+    for _, weights in groupby(named_tensors, key=layer):
+        yield from revert_weight_conversion(model, dict(weights)).items()
 
 
 class WeightStream:
