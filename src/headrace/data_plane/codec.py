@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from headrace.data_plane.object_codec import ObjectArray
+from headrace.data_plane.schema import FIELDS
 from headrace.data_plane.wire import (
     Leaf,
     RowPacker,
@@ -21,6 +22,7 @@ from headrace.data_plane.wire import (
     unwrap_wire_stripped_payload,
     wire_tensordict,
 )
+from headrace.distributed.columns import rows_of
 from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged import RowLayout, gather_spans, nested_from_ragged, row_lengths, take_apart
 from headrace.errors import SchemaError
@@ -63,11 +65,9 @@ def maybe_pack_jagged(val: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     A guess from the shape, for columns without a declaration.
     """
     checked = row_lengths(lengths)
-    if val.is_nested or val.dim() < 2 or not len(checked):
+    if val.is_nested or val.dim() < 2 or not len(checked) or val.shape[1] != int(checked.max()):
         return val
-    if tuple(val.shape[:2]) != (len(checked), int(checked.max())):
-        return val
-    return to_nested_by_length(val, checked)
+    return pack_per_token_field(val, checked)
 
 
 def pack_per_token_field(val: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -104,23 +104,20 @@ def pack_jagged_fields(
             continue
         kind = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
         raise TypeError(f"column '{name}' is of type {kind}; expected a tensor or an array of dtype object")
-    packer = None if lengths is None else RowPacker(lengths, token_aligned_fields or (), fields.values())
-    rows = None if packer is None else packer.rows
+    aligned = token_aligned_fields or set()
+    packer = None if lengths is None else RowPacker(lengths, aligned, fields.values())
+    rows = next((rows_of(name, value) for name, value in fields.items()), 0)
     packed: dict[str, Leaf] = {}
     for name, value in fields.items():
-        if not value.ndim:
-            raise SchemaError(f"column '{name}' is a single number; expected one row per sample, (N, ...)")
-        rows = value.shape[0] if rows is None else rows
-        if value.shape[0] != rows:
-            raise SchemaError(f"column '{name}' has {value.shape[0]} rows; expected {rows}, one per sample")
-        is_guess = isinstance(value, torch.Tensor) and not (packer and packer.is_declared(name))
-        if packer is None:
-            packed[name] = value
-        elif is_guess and isinstance(value, torch.Tensor):
-            packed[name] = maybe_pack_jagged(value, packer.lengths)
-        else:
+        if packer is not None:
             packed[name] = packer.pack(name, value)
-    return wire_tensordict(packed, rows or 0)
+            if isinstance(value, torch.Tensor) and name not in FIELDS and name not in aligned:
+                packed[name] = maybe_pack_jagged(value, packer.lengths)
+        elif rows_of(name, value) == rows:
+            packed[name] = value
+        else:
+            raise SchemaError(f"column '{name}' has {value.shape[0]} rows; expected {rows}, one per sample")
+    return wire_tensordict(packed, rows if packer is None else packer.rows)
 
 
 def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:

@@ -123,15 +123,9 @@ class KVBatchMeta:
 
     def with_fields(self, names: Sequence[str]) -> "KVBatchMeta":
         """Return the same rows with `names` as their known columns; a microbatch plan stays."""
-        return meta_of_checked(
-            self.partition_id,
-            self.task_name,
-            list(self.sample_ids),
-            list(names_list("fields", names)),
-            None if self.sequence_lengths is None else list(self.sequence_lengths),
-            dict(self.extra_info),
-            None if self.tags is None else list(map(dict, self.tags)),
-        )
+        meta = self.subset(range(self.size))
+        meta.fields, meta.extra_info = list(names_list("fields", names)), dict(self.extra_info)
+        return meta
 
     def add_fields(self, names: Sequence[str]) -> None:
         """Add columns to the known ones, in place; if they are not known, they stay so."""
@@ -208,13 +202,9 @@ def meta_of_checked(
 ) -> KVBatchMeta:
     """Return the meta of values that are what it asks for, and nobody else's: they are neither checked nor copied."""
     meta = object.__new__(KVBatchMeta)
-    meta.partition_id, meta.task_name, meta.sample_ids, meta.fields = (
-        partition_id,
-        task_name,
-        sample_ids,
-        fields,
-    )
-    meta.sequence_lengths, meta.extra_info, meta.tags = sequence_lengths, extra_info or {}, tags
+    meta.partition_id, meta.task_name, meta.sample_ids = partition_id, task_name, sample_ids
+    meta.fields, meta.sequence_lengths, meta.tags = fields, sequence_lengths, tags
+    meta.extra_info = extra_info or {}
     return meta
 
 
@@ -274,7 +264,6 @@ class DataPlaneClient(ABC):
         """Open a partition, or empty and re-open one of the same id.
 
         Args:
-            partition_id: Name of the partition.
             fields: Columns that consumers will ask for; producers may write others too.
             num_samples: Rows expected, and the most it holds at a time; checked against the capacity at once.
             consumer_tasks: Tasks that claim rows, each with a cursor of its own.
@@ -314,14 +303,10 @@ class DataPlaneClient(ABC):
         So a loop over claims ends with the partition.
 
         Args:
-            partition_id: A registered partition.
-            task_name: One of its `consumer_tasks`.
-            required_fields: Columns that a row must have, and that the meta names.
+            task_name: One of the partition's `consumer_tasks`.
             batch_size: Rows to take, in whole groups.
             dp_rank: Who claims; told for the caller's own use.
-            blocking: Whether to wait for the rows.
             timeout_s: How long to wait; `math.inf` is for ever, and 0 or less not at all.
-            allow_partial: Whether fewer rows will do at the end of the partition.
 
         Raises:
             ClaimTimeout: blocking, and too few rows became ready within `timeout_s`.
@@ -349,11 +334,11 @@ class DataPlaneClient(ABC):
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        """Write columns and tags of rows, all or nothing; rows that exist get the new columns added.
+        """Write columns and tags of rows, all or nothing; rows that exist get the new ones added.
 
         The meta has the rows' lengths and tags, as all puts together have left them.
 
-        A column written twice keeps the last value. `fields` is what `codec.pack_jagged_fields` returns: dense
+        A column or a tag written twice keeps the last value. `fields` is what `codec.pack_jagged_fields` returns: dense
         (N, ...) tensors, jagged nested tensors, and object arrays.
 
         Routes have the layers and experts per token of those that the partition holds. Their ids are not looked at,

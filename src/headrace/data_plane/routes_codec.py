@@ -160,9 +160,6 @@ def check_routes(
 
     Args:
         ids: (T, L, k), samples one after another, with L `num_layers` and k `top_k`.
-        num_experts: Experts to choose from.
-        num_layers: MoE layers.
-        top_k: Experts per token.
         lengths: Tokens per sample, for the message; one sample if None.
         sample_ids: Names for the message, one per length.
 

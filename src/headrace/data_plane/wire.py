@@ -210,9 +210,6 @@ class RowPacker:
         self.lengths, self.rows = self._layout.lengths, self._layout.rows
         self._per_token = frozenset(per_token)
 
-    def is_declared(self, name: str) -> bool:
-        return name in FIELDS or name in self._per_token
-
     def pack(self, name: str, column: Leaf) -> Leaf:
         """Return a column, which may be a nested tensor, as it goes on the wire.
 
@@ -225,8 +222,8 @@ class RowPacker:
         """
         rows = leaf_rows(column)
         if rows != self.rows:
-            got = "no" if rows < 0 else rows
-            raise SchemaError(f"column '{name}' has {got} rows; expected {self.rows}, one per sample")
+            got = "is a single number" if rows < 0 else f"has {rows} rows"
+            raise SchemaError(f"column '{name}' {got}; expected {self.rows} rows, one per sample")
         if name not in FIELDS and name not in self._per_token:
             return column
         leaf = column

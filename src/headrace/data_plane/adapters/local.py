@@ -91,7 +91,6 @@ class LocalDataPlaneClient(StoreClient):
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        """Write columns and tags of rows; a tag written twice keeps the last value, others stay."""
         store, put = self._open(), checked_put(sample_ids, partition_id, fields, tags)
         own = {name: [chunk.copy() for chunk in chunks] for name, chunks in put.columns.items()}
         (ids, lengths, own_tags), _ = store.put(put._replace(columns=own))
@@ -100,7 +99,6 @@ class LocalDataPlaneClient(StoreClient):
     def get_samples(
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]
     ) -> TensorDict:
-        """Read columns of rows, in the order asked, repeated ids included."""
         # The store makes texts of ids that it has to look up, which all rows in their order are not.
         ids = sample_ids if type(sample_ids) is list else texts("sample_ids", sample_ids)
         names = list(dict.fromkeys(texts("select_fields", select_fields)))

@@ -381,7 +381,7 @@ class TransferQueueDataPlaneClient(StoreClient):
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        """Write columns and tags of rows; a tag written twice keeps the last value, others stay.
+        """Write columns and tags of rows.
 
         Raises:
             TransportError: the store did not answer in time; then none of the rows were written, unless the
