@@ -7,6 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from headrace.config import DataPlaneConfig
 from headrace.run_tables import format_bytes
 
 _Address = Annotated[
@@ -31,7 +32,8 @@ def list_stores(ray_address: _Address = None) -> None:
     """
     from headrace.data_plane import factory  # noqa: PLC0415  (imports torch: a second)
 
-    stores = [(b, store) for b, found in factory.list_stores(ray_address).items() for store in found]
+    by_backend = factory.transfer_queue().list_stores(DataPlaneConfig(ray_address=ray_address))
+    stores = [(backend, store) for backend, found in by_backend.items() for store in found]
     if not stores:
         typer.echo("no store is open")
         return
@@ -62,5 +64,5 @@ def drop_store(
     """
     from headrace.data_plane import factory  # noqa: PLC0415  (imports torch: a second)
 
-    factory.drop_store(name, force=force, ray_address=ray_address)
+    factory.transfer_queue().drop_store(DataPlaneConfig(ray_address=ray_address), name, force)
     typer.echo(f"store '{name}' is dropped")

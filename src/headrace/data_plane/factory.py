@@ -8,7 +8,6 @@ from typing import Any
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters import check_version
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
-from headrace.data_plane.adapters.transfer_queue_index import StoreFacts
 from headrace.data_plane.interfaces import DataPlaneClient
 from headrace.data_plane.observability import MetricsDataPlaneClient, print_event
 from headrace.errors import ConfigError
@@ -42,12 +41,12 @@ def _connect(config: DataPlaneConfig, bootstrap: bool) -> DataPlaneClient:
         if bootstrap:
             return LocalDataPlaneClient.start(config.storage_capacity, config.store_name)
         return LocalDataPlaneClient.attach(config.store_name)
-    client: DataPlaneClient = _transfer_queue().TransferQueueDataPlaneClient(config, bootstrap=bootstrap)
+    client: DataPlaneClient = transfer_queue().TransferQueueDataPlaneClient(config, bootstrap=bootstrap)
     return client
 
 
-def _transfer_queue() -> ModuleType:
-    """Return the adapter, which loads Ray."""
+def transfer_queue() -> ModuleType:
+    """Return the adapter, which loads Ray; a ConfigError if it cannot be used."""
     # Read when the native libraries are loaded.
     os.environ.setdefault("GLOG_minloglevel", "2")
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
@@ -60,25 +59,3 @@ def _transfer_queue() -> ModuleType:
             "data_plane.impl=local"
         ) from error
     return adapter
-
-
-def list_stores(ray_address: str | None = None) -> dict[str, list[StoreFacts]]:
-    """Return the transfer_queue stores that are open on a Ray cluster, by backend.
-
-    Raises:
-        ConfigError: what `build_data_plane_client` raises of an `impl` that cannot be used.
-        TransportError: no cluster at `ray_address` (None: RAY_ADDRESS, or the one on this machine), or no answer.
-    """
-    stores: dict[str, list[StoreFacts]] = _transfer_queue().list_stores(
-        DataPlaneConfig(ray_address=ray_address)
-    )
-    return stores
-
-
-def drop_store(name: str, *, force: bool = False, ray_address: str | None = None) -> None:
-    """Close a transfer_queue store that a process has left, and free what it holds.
-
-    Raises:
-        DataPlaneError: there is none of that name, or its process lives and `force` is not given.
-    """
-    _transfer_queue().drop_store(DataPlaneConfig(ray_address=ray_address), name, force)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data_plane.store.columns import Rows, shown
+from headrace.data_plane.store.columns import Rows, grown, shown
 from headrace.data_plane.store.groups import Groups
 from headrace.errors import DataPlaneError
 
@@ -73,11 +73,9 @@ class Claims:
     def _see(self, slots: int) -> None:
         """Take in samples up to that number of slots."""
         self._slots = max(self._slots, slots)
-        if len(self._gone) < self._slots:
-            size = max(self._slots, 2 * len(self._gone))
-            self._gone = _grown(self._gone, size)
-            for cursor in self._cursors.values():
-                cursor.taken = _grown(cursor.taken, size)
+        self._gone = grown(self._gone, self._slots, False)
+        for cursor in self._cursors.values():
+            cursor.taken = grown(cursor.taken, self._slots, False)
 
     def drop(self, slots: Rows) -> None:
         """Forget samples."""
@@ -157,7 +155,7 @@ class Claims:
     def _order(self, start: int, stop: int) -> Rows:
         if self.groups is None:
             return np.arange(start, min(stop, self._slots))
-        return self.groups.order[start:stop]
+        return np.array(self.groups.order[start:stop], np.int64)
 
     def _cursor(self, task: str) -> _Cursor:
         if task not in self._cursors:
@@ -192,10 +190,3 @@ class Claims:
         return bool(cursors) and all(
             cursor.count >= self._expected and not self._left(cursor) for cursor in cursors
         )
-
-
-def _grown(array: Mask, size: int) -> Mask:
-    """Return an array of `size`, false after what was there."""
-    grown = np.zeros(size, bool)
-    grown[: len(array)] = array
-    return grown

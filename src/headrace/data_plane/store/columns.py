@@ -32,6 +32,7 @@ from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
 from headrace.utils.arguments import names_list, texts
 
+Array = TypeVar("Array", bound=NDArray[Any])
 Rows = NDArray[np.int64]
 Lengths = NDArray[np.int32]
 Known = list[tuple[torch.Tensor, torch.Tensor]]
@@ -47,6 +48,14 @@ def shown(names: Sequence[str]) -> str:
     """Return names for a message, the first few of many: "'a', 'b' and 3 more"."""
     text = ", ".join(f"'{name}'" for name in names[:_SHOWN])
     return text if len(names) <= _SHOWN else f"{text} and {len(names) - _SHOWN} more"
+
+
+def grown(array: Array, size: int, fill: int) -> Array:
+    """Return an array of at least `size`, with room for as much again where it grows; `fill` is what is new."""
+    if size <= len(array):
+        return array
+    more = max(size, 2 * len(array)) - len(array)
+    return np.concatenate([array, np.full(more, fill, array.dtype)])  # type: ignore[return-value]
 
 
 class Form(NamedTuple):
@@ -452,10 +461,7 @@ class Column(Generic[Block]):
         self._version = _NOWHERE
 
     def _grow(self, slots: int) -> None:
-        if slots > len(self._block_of):
-            more = max(slots, 2 * len(self._block_of)) - len(self._block_of)
-            self._block_of = np.concatenate([self._block_of, np.full(more, _NOWHERE)])
-            self._row_of = np.concatenate([self._row_of, np.zeros(more, np.int64)])
+        self._block_of, self._row_of = grown(self._block_of, slots, _NOWHERE), grown(self._row_of, slots, 0)
 
     def _detach(self, slots: Rows) -> list[int]:
         """Take slots from their blocks and return the blocks' numbers."""

@@ -1,5 +1,6 @@
 """The groups of a partition: samples of one uid, which claims hand out together or not at all."""
 
+from array import array
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,14 +32,8 @@ class Groups:
         self._by_uid: dict[Hashable, _Group] = {}
         self._of: list[_Group | None] = []
         self._loose = 0
-        # Slots, `size` for each group that has become whole; a sample that goes leaves its slot here.
-        self._order: Rows = np.empty(0, np.int64)
-        self._places = 0
-
-    @property
-    def order(self) -> Rows:
-        """Slots group by group, in the order in which groups became whole; groups that samples have left included."""
-        return self._order[: self._places]
+        # Slots, `size` for each group, in the order in which groups became whole; a sample that goes leaves its slot.
+        self.order = array("q")
 
     def check(self, ids: Sequence[str], slots: Rows, tags: Sequence[Mapping[str, Any]] | None) -> None:
         """Refuse a put after which a group has too many samples, or that does not say a new sample's group."""
@@ -86,7 +81,6 @@ class Groups:
 
     def add(self, ids: Sequence[str], first: int, tags: Sequence[Mapping[str, Any]] | None) -> None:
         """Take in samples that `check` has let pass; they have the slots from `first` on."""
-        whole: list[int] = []
         for slot, uid in enumerate(self._uids(ids, tags), first):
             if uid is None:
                 self._loose += 1
@@ -98,17 +92,7 @@ class Groups:
             self._of.append(group)
             group.slots.append(slot)
             if len(group.slots) == self.size:
-                whole += group.slots
-        self._append(whole)
-
-    def _append(self, slots: list[int]) -> None:
-        end = self._places + len(slots)
-        if end > len(self._order):
-            grown: Rows = np.empty(max(end, 2 * len(self._order)), np.int64)
-            grown[: self._places] = self.order
-            self._order = grown
-        self._order[self._places : end] = slots
-        self._places = end
+                self.order.extend(group.slots)
 
     def drop(self, slots: Rows) -> None:
         """Forget samples."""
@@ -128,9 +112,8 @@ class Groups:
         for group in self._by_uid.values():
             group.slots[:] = place[group.slots].tolist()
         self._of = [self._of[slot] for slot in slots.tolist()]
-        units = place[self.order].reshape(-1, self.size)
-        self._order = units[(units >= 0).all(axis=1)].reshape(-1)
-        self._places = len(self._order)
+        units = place[np.array(self.order)].reshape(-1, self.size)
+        self.order = array("q", units[(units >= 0).all(axis=1)].tobytes())
 
     def check_claim(self, count: int, ids: Sequence[str]) -> None:
         """Refuse a claim of no whole groups, or where samples have none; `ids` are those of all slots."""

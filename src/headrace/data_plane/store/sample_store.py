@@ -14,7 +14,17 @@ import numpy as np
 from headrace.data_plane.object_codec import copied_tag
 from headrace.data_plane.schema import FIELDS, INPUT_IDS, INPUT_LENGTHS
 from headrace.data_plane.store.claims import ClaimRequest, Claims, Held, Registration
-from headrace.data_plane.store.columns import Block, Column, Lengths, Put, Rows, Selection, Slots, shown
+from headrace.data_plane.store.columns import (
+    Block,
+    Column,
+    Lengths,
+    Put,
+    Rows,
+    Selection,
+    Slots,
+    grown,
+    shown,
+)
 from headrace.errors import CapacityExceeded, ClaimTimeout, DataPlaneError, SampleNotFound, SchemaError
 
 _REMEMBERED = 1000
@@ -165,9 +175,7 @@ class Partition(Generic[Block]):
             if lengths is not None and slots.version is not None:
                 self._lengths = lengths.copy()
             else:
-                known, size = len(self._lengths), len(self._ids)
-                more = max(size, 2 * known) - known if known < size else 0
-                self._lengths = np.concatenate([self._lengths, np.full(more, _UNKNOWN, np.int32)])
+                self._lengths = grown(self._lengths, len(self._ids), _UNKNOWN)
                 if lengths is not None:
                     self._lengths[slots.at] = lengths
             self._saying = (self._saying - put.columns.keys()) | put.lengths.keys()

@@ -174,11 +174,7 @@ class RoutedCall:
         recording: bool,
         comparing: bool,
     ) -> None:
-        self._routers = routers
-        self._tokens = tokens
-        self._device = device
-        self._recording = recording
-        self._comparing = comparing
+        self._routers, self._tokens, self._device = routers, tokens, device
         self._open = True
         self._reached: set[int] = set()
         dtype = wire_dtype(max(r.num_experts for r in routers), routers[0].top_k)
