@@ -278,12 +278,7 @@ def _find_checkpoint(recipe: RecipeConfig, run: RunDirectory, wanted: str) -> Ch
                 f"--checkpoint {wanted}: no checkpoint.json there; give best, latest or its path"
             )
         return found
-    manager = CheckpointManager(
-        run.checkpoints_dir,
-        keep_top_k=None,
-        metric=recipe.checkpointing.metric or BEST_BY,
-        higher_is_better=recipe.checkpointing.higher_is_better,
-    )
+    manager = CheckpointManager.configured(run.checkpoints_dir, recipe.checkpointing, BEST_BY)
     found = manager.best() if wanted == "best" else manager.latest()
     if found is None:
         raise ConfigError(f"{run.path}: holds no checkpoint; train first, or give the path of one")

@@ -53,7 +53,7 @@ class Pace:
 
 
 @dataclass
-class RunState:
+class ViewState:
     """Everything the display shows."""
 
     title: str
@@ -80,7 +80,7 @@ class RunState:
             self.rewards.append(record.metrics[REWARD])
 
 
-def render(state: RunState, now_s: float, console_width: int) -> RenderableType:
+def render(state: ViewState, now_s: float, console_width: int) -> RenderableType:
     """Return the picture of a state at a time of the monotonic clock.
 
     On a narrow terminal stands below what stands beside on others; nothing is cut off.
@@ -112,7 +112,7 @@ def render(state: RunState, now_s: float, console_width: int) -> RenderableType:
     )
 
 
-def _progress_lines(state: RunState, now_s: float, is_narrow: bool) -> RenderableType:
+def _progress_lines(state: ViewState, now_s: float, is_narrow: bool) -> RenderableType:
     pace = state.pace
     if pace is None:
         return Text(state.activity)
@@ -134,7 +134,7 @@ def _progress_lines(state: RunState, now_s: float, is_narrow: bool) -> Renderabl
     return grid
 
 
-def _columns(state: RunState, is_narrow: bool) -> RenderableType:
+def _columns(state: ViewState, is_narrow: bool) -> RenderableType:
     parts = [_metric_rows(state), *([_stage_rows(state, state.last)] if state.last else [])]
     if is_narrow:
         return Group(parts[0], Text(), *parts[1:])
@@ -151,7 +151,7 @@ def _named_values() -> Table:
     return grid
 
 
-def _metric_rows(state: RunState) -> Table:
+def _metric_rows(state: ViewState) -> Table:
     grid = _named_values()
     for name, label, form in (
         (REWARD, "reward", ".3f"),
@@ -176,7 +176,7 @@ def _metric_rows(state: RunState) -> Table:
     return grid
 
 
-def _stage_rows(state: RunState, last: StepRecord) -> Table:
+def _stage_rows(state: ViewState, last: StepRecord) -> Table:
     grid = _named_values()
     grid.add_column(justify="right", no_wrap=True)
     everything = sum(state.totals.seconds.values()) or 1.0

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from headrace.algorithms.observer import REWARD, TOKENS_PER_S, RunObserver, StepRecord
-from headrace.live_view import Pace, RunState, render
+from headrace.live_view import Pace, ViewState, render
 from headrace.run_tables import format_clock, format_number, format_seconds, held_out, summary_table
 from headrace.utils import atomic
 from headrace.utils.interrupt import discard_output, tell_stderr
@@ -39,7 +39,7 @@ class ConsoleObserver(RunObserver):
 
     def __init__(self, console: Console, *, title: str, mode: Mode = "auto") -> None:
         self._console = console
-        self._state = RunState(title)
+        self._state = ViewState(title)
         self._total, self._first = 0, 1
         self._lines = mode != "off"
         self._lock = threading.RLock()  # the display is drawn by a thread of its own

@@ -93,12 +93,32 @@ def test_a_batch_that_cannot_be_made_is_refused(keep, spare, needed):
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
+def test_a_selection_is_what_looking_at_each_group_in_turn_gives(data):
+    size, needed = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    keys = data.draw(
+        st.permutations([group for group in range(data.draw(st.integers(0, 6))) for _ in range(size)])
+    )
+    rewards = [data.draw(st.sampled_from([0.0, 1.0])) for _ in keys]
+    valid = [data.draw(st.booleans()) for _ in keys]
+    varied, equal = [], []
+    for group in dict.fromkeys(keys):
+        rows = [row for row, key in enumerate(keys) if key == group]
+        differ = len({rewards[row] for row in rows if valid[row]}) > 1
+        (varied if differ else equal).append(rows)
+    chosen = select_groups(rewards, keys, needed=needed, valid=valid)
+    assert chosen.keep == sorted(row for rows in varied[:needed] for row in rows)
+    assert chosen.missing_groups == needed - len(varied[:needed])
+    assert chosen.spare == sorted(row for rows in equal[: chosen.missing_groups] for row in rows)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
 def test_rounds_of_refills_lose_no_row_and_hold_at_most_one_batch(data):
     needed, size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     max_rounds = data.draw(st.integers(1, 4))
     rewards: dict[str, float] = {}
     held: list[str] = []
-    made: set[str] = set()
+    made: list[str] = []
     cleared: set[str] = set()
     for round_number in range(max_rounds):
         prompts = needed if round_number == 0 else data.draw(st.integers(1, needed))
@@ -107,10 +127,10 @@ def test_rounds_of_refills_lose_no_row_and_hold_at_most_one_batch(data):
                 name = f"{round_number}.{prompt}_g{i}"
                 rewards[name] = data.draw(st.sampled_from([0.0, 1.0]))
                 held.append(name)
-                made.add(name)
+                made.append(name)
         keys = [name.split("_")[0] for name in held]
         chosen = select_groups([rewards[n] for n in held], keys, needed=needed)
-        assert not set(chosen.keep) & set(chosen.spare)
+        assert len({*chosen.keep, *chosen.spare}) == len(chosen.keep) + len(chosen.spare)
         if not chosen.missing_groups or round_number == max_rounds - 1:
             break
         cleared |= {*held} - {held[i] for i in chosen.keep + chosen.spare}
@@ -119,8 +139,12 @@ def test_rounds_of_refills_lose_no_row_and_hold_at_most_one_batch(data):
     rows, weights = complete_batch(chosen.keep, chosen.spare, keys, needed=needed)
     trained = [held[i] for i in rows]
     assert len(trained) == needed * size == len(set(trained))
-    assert set(trained) | cleared | set(held) == made
-    assert not set(trained) & cleared
-    for name, weight in zip(trained, weights):
-        group = [rewards[n] for n in made if n.split("_")[0] == name.split("_")[0]]
-        assert weight == (1.0 if len(set(group)) > 1 else 0.0)
+    assert set(trained) <= set(held) <= set(made) - cleared
+    groups: dict[str, set[float]] = {}
+    for name in made:
+        groups.setdefault(name.split("_")[0], set()).add(rewards[name])
+    # No useful group is lost on the way: the first ones that were made train, whatever the rounds held and cleared.
+    useful = [group for group, values in groups.items() if len(values) > 1][:needed]
+    weighted = [name for name, weight in zip(trained, weights) if weight == 1.0]
+    assert weighted == [f"{group}_g{i}" for group in useful for i in range(size)]
+    assert weights.count(0.0) == len(trained) - len(weighted)

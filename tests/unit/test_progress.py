@@ -20,7 +20,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from headrace.algorithms.observer import GREEDY_ACCURACY, REWARD, SAMPLED_ACCURACY, StepRecord
-from headrace.live_view import Pace, RunState, render, sparkline
+from headrace.live_view import Pace, ViewState, render, sparkline
 from headrace.progress import CompositeObserver, ConsoleObserver, FileObserver
 from headrace.run_tables import (
     RunTotals,
@@ -352,12 +352,12 @@ def test_a_display_survives_steps_without_the_usual_metrics() -> None:
     assert "validation at step 2: validation/pass@4 0.5" in console.file.getvalue()
 
 
-def picture(state: RunState, now_s: float, width: int = 100) -> str:
+def picture(state: ViewState, now_s: float, width: int = 100) -> str:
     return render_text(render(state, now_s, width), width)
 
 
 def test_the_picture_shows_progress_metrics_stages_and_bytes() -> None:
-    state = RunState("runs/demo", info={"model": "tiny"}, pace=Pace(80, done=0, started_s=100.0))
+    state = ViewState("runs/demo", info={"model": "tiny"}, pace=Pace(80, done=0, started_s=100.0))
     assert state.pace is not None
     for step in range(1, 41):
         state.pace.advance(step, 100.0 + step)
@@ -381,7 +381,7 @@ def test_nothing_is_cut_off_on_a_narrow_terminal(width: int) -> None:
         "batch": "32 prompts x 8 samples",
         "prompts": "8,192 to train on",
     }
-    state = RunState(
+    state = ViewState(
         "runs/" + "long/" * 20, info=info, pace=Pace(80, started_s=100.0), activity="reference_logprobs"
     )
     totals = RunTotals()

@@ -210,7 +210,8 @@ def _round(
         "tag": f"{step}.{number}",
     }
     group_size = ctx.recipe.grpo.num_generations_per_prompt
-    made = ctx.rollouts.run_all(method, request, group_size=group_size, **arguments)
+    arguments = {**arguments, "group_size": group_size, "carry_keys": RolloutTable.sources()}
+    made = ctx.rollouts.run_all(method, request, **arguments)
     rows, values, _, calls = made[0]
     table = RolloutTable.from_values(values)
     check_rewards(table.rewards, table.sample_ids)

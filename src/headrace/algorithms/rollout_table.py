@@ -40,9 +40,13 @@ class RolloutTable:
         return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in self.uids], dtype=torch.int64)
 
     @staticmethod
+    def sources() -> list[str]:
+        """Return the names, in `experience.flatten.per_sample_values`, of the values that make a table."""
+        return [column.metadata.get("source", column.name) for column in fields(RolloutTable)]
+
+    @staticmethod
     def from_values(values: Mapping[str, Any]) -> "RolloutTable":
-        """Return the table of what `experience.flatten.per_sample_values` gives."""
-        return RolloutTable(*[values[c.metadata.get("source", c.name)] for c in fields(RolloutTable)])
+        return RolloutTable(*[values[name] for name in RolloutTable.sources()])
 
     def select(self, indices: Sequence[int]) -> "RolloutTable":
         """Return the samples at `indices`, in that order."""

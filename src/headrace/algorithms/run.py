@@ -181,12 +181,7 @@ def train(recipe: RecipeConfig, run_dir: Path, observer: RunObserver, stopper: S
     The summary's `completed` is False if the user stopped the run; the newest checkpoint then resumes it. While the
     parts are built, a stop is at once.
     """
-    checkpoints = CheckpointManager(
-        run_dir / "checkpoints",
-        keep_top_k=recipe.checkpointing.keep_top_k,
-        metric=recipe.checkpointing.metric or BEST_BY,
-        higher_is_better=recipe.checkpointing.higher_is_better,
-    )
+    checkpoints = CheckpointManager.configured(run_dir / "checkpoints", recipe.checkpointing, BEST_BY)
     started = time.perf_counter()
     try:
         with stopper.at_once():

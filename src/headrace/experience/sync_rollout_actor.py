@@ -179,11 +179,10 @@ class SyncRolloutActor:
                 routes_checked=True,  # by flatten
             )
             release_on_error.pop_all()
-        carry = {key: values[key] for key in (PER_SAMPLE_KEYS if carry_keys is None else carry_keys)}
-        return meta, carry, rollout_metrics(values), calls
+        return meta, _carried(values, carry_keys), rollout_metrics(values), calls
 
     def rollout_in_memory(
-        self, input_batch: Mapping[str, Any], *, group_size: int
+        self, input_batch: Mapping[str, Any], *, group_size: int, carry_keys: Sequence[str] | None = None
     ) -> tuple[BatchedDataDict, DriverCarry, dict[str, float], dict[str, float]]:
         """Do the same without a store: the rows themselves come back, with their ids, tokens jagged."""
         try:
@@ -194,7 +193,7 @@ class SyncRolloutActor:
         columns = flatten(rollouts, route_shape=self.generator.route_shape)
         rows: BatchedDataDict = BatchedDataDict(columns)
         rows[SAMPLE_ID] = object_array([rollout.sample_id for rollout in rollouts])
-        return rows, values, rollout_metrics(values), calls
+        return rows, _carried(values, carry_keys), rollout_metrics(values), calls
 
     def validate(self, seed: int) -> dict[str, float]:
         """Return accuracy and mean reward of greedy completions and, if configured, of sampled ones, by metric name.
@@ -342,6 +341,10 @@ def _check_keys(carry_keys: Sequence[str] | None) -> None:
     for key in carry_keys or ():
         if key not in PER_SAMPLE_KEYS:
             raise ConfigError(f"carry_keys: unknown key '{key}'; known: {', '.join(PER_SAMPLE_KEYS)}")
+
+
+def _carried(values: DriverCarry, keys: Sequence[str] | None) -> DriverCarry:
+    return values if keys is None else {key: values[key] for key in keys}
 
 
 def _tags(values: DriverCarry) -> list[dict[str, Any]]:

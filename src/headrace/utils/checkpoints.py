@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
+from headrace.config import CheckpointingConfig
 from headrace.errors import ConfigError
 from headrace.utils import atomic
 from headrace.utils.json_text import read_json
@@ -72,6 +73,16 @@ class CheckpointManager:
         self._metrics = (metric,) if isinstance(metric, str) else tuple(metric)
         self._sign = 1.0 if higher_is_better else -1.0
         self._drafts: dict[int, Path] = {}
+
+    @classmethod
+    def configured(cls, directory: Path, cfg: CheckpointingConfig, best_by: Sequence[str]) -> Self:
+        """Return what a recipe asks for; `best_by` are the metrics where it names none."""
+        return cls(
+            directory,
+            keep_top_k=cfg.keep_top_k,
+            metric=cfg.metric or best_by,
+            higher_is_better=cfg.higher_is_better,
+        )
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
