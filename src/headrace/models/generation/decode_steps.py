@@ -9,18 +9,51 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
-from transformers import DynamicCache, StaticCache
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from headrace.utils.rounding import round_up
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 """The last position's logits (b, V), and routes (tokens, layers, k)."""
 Forward = Callable[[dict[str, Any], Any], Output]
 """From the inputs of a forward and its cache."""
 
+DECODE_ATTENTION = "headrace_decode"
+"""The name by which transformers knows `decode_attention`."""
 _NOTHING: Output = (torch.empty(0), None)
 _SPARE, _GROWTH = 256, 1.5
 """Free places of a new static cache, and how much longer than its content it may be instead: attention reads all."""
+
+
+def decode_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return attention (b, queries, heads, D); of one query without a copy of keys and values for each of its heads.
+
+    transformers before 5.20 makes that copy, since SDPA takes no grouped queries beside a mask. Here the queries of a
+    group take the place of a sequence.
+    """
+    rows, heads, queries, width = query.shape
+    if queries > 1 or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None:
+        whole = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return whole[0], None
+    grouped = query.view(rows, key.shape[1], heads // key.shape[1], width)
+    out = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(rows, 1, heads, -1), None
+
+
+AttentionInterface.register(DECODE_ATTENTION, decode_attention)
+AttentionMaskInterface.register(DECODE_ATTENTION, sdpa_mask)
 
 
 @dataclass
@@ -85,7 +118,7 @@ class StaticSteps:
         kept = all(type(layer) is DynamicLayer for layer in cache.layers)
         static = StaticCache(config=config, max_cache_len=1).layers
         plain = len(static) == len(cache.layers) and all(type(layer) is StaticLayer for layer in static)
-        return kept and plain and config._attn_implementation in ("sdpa", "eager")
+        return kept and plain and config._attn_implementation in ("sdpa", "eager", DECODE_ATTENTION)
 
     def keep(self, going: torch.Tensor) -> None:
         """Go on with the rows `going` only, counted among those of the last step."""
@@ -117,7 +150,8 @@ class StaticSteps:
         """Move `rows` of the present layers into a static cache of their number, and capture the step for it."""
         self._graph, self._output = None, _NOTHING  # their memory first
         self._slots = torch.arange(len(rows), device=rows.device)
-        self._capacity: int = min(self._total, max(self._filled + _SPARE, int(self._filled * _GROWTH)))
+        places = min(self._total, max(self._filled + _SPARE, int(self._filled * _GROWTH)))
+        self._capacity: int = round_up(places, 8)  # rows of a mask that begin elsewhere are copied
         self._cache = StaticCache(config=self._config, max_cache_len=self._capacity)
         for i, layer in enumerate(self._cache.layers):
             past, self._layers[i] = self._layers[i], layer

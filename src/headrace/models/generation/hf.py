@@ -23,7 +23,13 @@ from transformers import DynamicCache
 from headrace.config import GenerationConfig
 from headrace.errors import ConfigError, GenerationError
 from headrace.models.generation.decode_check import check_decoding
-from headrace.models.generation.decode_steps import Forward, GrowingSteps, PaddedPrompts, StaticSteps
+from headrace.models.generation.decode_steps import (
+    DECODE_ATTENTION,
+    Forward,
+    GrowingSteps,
+    PaddedPrompts,
+    StaticSteps,
+)
 from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
 from headrace.models.generation.route_recording import RouteRecording
 from headrace.models.generation.stopping import StopRule, build_stop_rule
@@ -96,14 +102,14 @@ class HFGenerator:
         self._cache_keyword = "cache" if "cache" in keywords else "past_key_values"
         # In float32, where rounding is small, if the attention has it.
         half_only = model.config._attn_implementation == "flash_attention_2"
-        self._static_from: float = 0 if cfg.static_cache else math.inf
+        self._static_from: float = math.inf
         if not half_only:
             self._check_decoding()
+            if cfg.static_cache or (cfg.static_cache is None and model.device.type == "cuda"):
+                self._try_static(0 if cfg.static_cache else _WORTH_A_GRAPH)
         cast_parameters(model, _DTYPES[cfg.precision])
         if half_only:
             self._check_decoding()
-        if cfg.static_cache is None and model.device.type == "cuda":
-            self._try_static()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
@@ -219,13 +225,17 @@ class HFGenerator:
             return StaticSteps(forward, cache, batch, self._model.config, new_tokens)
         return GrowingSteps(forward, cache, batch)
 
-    def _try_static(self) -> None:
-        """Decode in a static cache from now on, if this model can."""
-        self._static_from = _WORTH_A_GRAPH
+    def _try_static(self, new_tokens: int) -> None:
+        """Decode in a static cache from now on where there are so many new tokens, if this model can."""
+        self._static_from = new_tokens
+        attention = self._model.config._attn_implementation
         try:
+            if attention == "sdpa":
+                self._model.set_attn_implementation(DECODE_ATTENTION)
             self._check_decoding(new_tokens=_WORTH_A_GRAPH)
         except ConfigError as error:
             self._static_from = math.inf
+            self._model.set_attn_implementation(attention)
             _LOGGER.warning("generation.static_cache is off, so that decoding is slower: %s", error)
 
     def _check_decoding(self, new_tokens: int = 3) -> None:
