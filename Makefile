@@ -28,7 +28,7 @@ $(DEV): $(TRAIN)
 	@touch $(DEV)
 
 demo: $(TRAIN)  ## train a small MoE model with GRPO (SEED=0 RUN_DIR=runs/demo_moe/seed0)
-	$(BIN)/headrace train configs/demo_moe.yaml seed=$(SEED) run_dir=$(RUN_DIR) overwrite=true
+	$(BIN)/headrace train demo_moe seed=$(SEED) run_dir=$(RUN_DIR) overwrite=true
 
 test: $(DEV)  ## the test suite (no GPU, under 15 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from headrace.utils.timer import Timer
 SLOWER, FASTER, DRIVER_PERCENT = 1.03, 2.0, 1.0
 _DEMO_ROUNDS = 41
 """A step varies by more, from round to round, than the loops differ."""
-RECIPE = Path(__file__).parents[1] / "configs" / "demo_moe.yaml"
+RECIPE = "demo_moe"
 RANKS, COMPUTE_S = 8, 0.005
 SCORED = ("input_ids", "token_mask")
 

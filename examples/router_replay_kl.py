@@ -3,7 +3,7 @@
     python examples/router_replay_kl.py run --seed 0 --out /tmp/r3      # a few minutes per seed on one core
     python examples/router_replay_kl.py plot /tmp/r3 --png docs/router_replay_kl.png
 
-`run` warm-starts the model of configs/demo_moe_r3.yaml once, then trains it twice from there: the rollout in bfloat16,
+`run` warm-starts the model of the recipe demo_moe_r3 once, then trains it twice from there: the rollout in bfloat16,
 the trainer in float32, router replay on and off. It writes one JSON file per seed: the metrics of every step.
 """
 
@@ -19,7 +19,7 @@ from headrace.algorithms.warm_start import warm_start, warm_start_optimizer
 from headrace.config import RecipeConfig
 from headrace.utils.recipe import load_recipe
 
-CONFIG = Path(__file__).parent.parent / "configs" / "demo_moe_r3.yaml"
+RECIPE = "demo_moe_r3"
 KL = "mismatch/generation_kl"
 KEPT = ("mismatch/", "router_replay/", "rollout/accuracy")
 ARMS = {"replay": "true", "native": "false"}
@@ -51,7 +51,7 @@ class Steps:
 
 def recipe_of(seed: int, arm: str, steps: int, overrides: list[str]) -> RecipeConfig:
     return load_recipe(
-        CONFIG,
+        RECIPE,
         [
             f"seed={seed}",
             f"policy.router_replay.enabled={ARMS[arm]}",

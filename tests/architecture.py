@@ -24,6 +24,9 @@ LAYERS = {
     "headrace.algorithms": 5,
     "headrace.__main__": 6,
     "headrace.cli": 6,
+    "headrace.config_commands": 6,
+    "headrace.recipe_reference": 6,
+    "headrace.metric_names": 6,
     "headrace.compat": 6,
     "headrace.doctor": 6,
     "headrace.length_spec": 6,
@@ -37,6 +40,7 @@ LAYERS = {
 # The lowest layer that may import a package from outside; one that is in neither table may not be imported.
 LOWEST_LAYER = {
     "pydantic": 0,
+    "pydantic_core": 0,  # comes with pydantic
     "omegaconf": 0,
     "yaml": 0,
     "numpy": 1,

@@ -172,7 +172,7 @@ def copy_tree(folder: Path, unit: Unit) -> None:
     settings = {
         "source_paths": ["src"],
         "only_mutate": [str(p) for p in sources(unit)],
-        "also_copy": ["configs", "docs", "benchmarks", "examples", "README.md", "Makefile"],
+        "also_copy": ["docs", "benchmarks", "examples", "README.md", "Makefile"],
         "pytest_add_cli_args_test_selection": tests,
         "pytest_add_cli_args": ["-p", "no:cacheprovider", "-k", "not transfer_queue and not mooncake"],
         "timeout_constant": 20.0,

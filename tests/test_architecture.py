@@ -165,6 +165,7 @@ DISTRIBUTIONS = {
     "mooncake": "mooncake-transfer-engine-non-cuda",
     "megatron": "megatron-core",
     "transfer_queue": "TransferQueue",
+    "pydantic_core": "pydantic",
     "triton": "torch",
     "yaml": "PyYAML",
     "zmq": "pyzmq",

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A Ray cluster on a Slurm allocation, and `headrace train` on it. See docs/cluster.md.
 #
-#   sbatch examples/cluster/slurm.sh configs/RECIPE.yaml [KEY=VALUE ...]
+#   sbatch examples/cluster/slurm.sh RECIPE [KEY=VALUE ...]
 #
 # Needs on every node, under the same path: this checkout with its .venv, the model, and the folder of run_dir.
 # HEAD_ADDRESS, RAY_PORT and WORKERS may be set in the environment of sbatch.

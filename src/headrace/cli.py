@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 import headrace
 from headrace.algorithms.observer import BEST_BY
 from headrace.config import RecipeConfig, SequencePackingConfig
+from headrace.config_commands import Overrides, Recipe, complete_recipe, config_app
 from headrace.distributed.bin_packing import as_lengths, check_fits
 from headrace.distributed.plan_report import describe_plan
 from headrace.distributed.planner import plan_microbatches
@@ -40,16 +41,13 @@ from headrace.utils.interrupt import InterruptFlag
 from headrace.utils.paths import user_path
 from headrace.utils.recipe import dump_recipe, load_recipe
 from headrace.utils.run_directory import RunDirectory
+from headrace.utils.shipped import shipped_recipes
 
 _DEBUG = "--debug"
 _HELP = "--help"
 _PACKING = get_args(SequencePackingConfig.model_fields["algorithm"].annotation)
 _UsageError: Any = typer.BadParameter.__base__
 """What typer raises for a command line that it cannot take; it exports only this subclass."""
-_Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Keys of the recipe to change.", show_default=False),
-]
 _RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
 
 
@@ -87,10 +85,10 @@ app = typer.Typer(
     name="headrace",
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", _HELP]},
 )
+app.add_typer(config_app, name="config")
 app.add_typer(store_app, name="store")
 
 
@@ -137,8 +135,8 @@ def _root(
 
     \b
     Examples:
-      headrace train configs/demo_moe.yaml
-      headrace train configs/demo_moe.yaml seed=1 policy.optimizer.lr=1e-4
+      headrace train demo_moe
+      headrace train demo_moe seed=1 policy.optimizer.lr=1e-4
       headrace eval runs/demo_moe/seed0
       headrace train --help
     """
@@ -146,8 +144,8 @@ def _root(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A recipe, in YAML.", show_default=False)],
-    overrides: _Overrides = None,
+    config: Recipe,
+    overrides: Overrides = None,
 ) -> None:
     """Train by a recipe, or continue the run that its run_dir holds.
 
@@ -155,8 +153,8 @@ def train(
 
     \b
     Examples:
-      headrace train configs/demo_moe.yaml
-      headrace train configs/demo_moe.yaml seed=1 run_dir=/tmp/demo overwrite=true
+      headrace train demo_moe
+      headrace train demo_moe seed=1 run_dir=/tmp/demo overwrite=true
       headrace train my.yaml policy.optimizer.lr=1e-5 'generation.stop_strings=["</answer>"]'
       headrace train my.yaml grpo.max_num_steps=200 logging.progress=off
     """
@@ -238,9 +236,15 @@ def _write_results(run: RunDirectory, console: Console) -> None:
 @app.command("eval")
 def evaluate(
     target: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_CONFIG", help="A run directory or a recipe.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_CONFIG",
+            help="A run directory or a recipe.",
+            show_default=False,
+            autocompletion=complete_recipe,
+        ),
     ],
-    overrides: _Overrides = None,
+    overrides: Overrides = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(
@@ -256,7 +260,7 @@ def evaluate(
     Examples:
       headrace eval runs/demo_moe/seed0
       headrace eval runs/demo_moe/seed0 --checkpoint latest data.validation_size=1000
-      headrace eval configs/smollm2_135m.yaml
+      headrace eval smollm2_135m
     """
     is_run = user_path(target, "RUN_OR_CONFIG").is_dir()
     path = RunDirectory(target).config_path if is_run else target
@@ -289,6 +293,18 @@ def _training() -> ModuleType:
     from headrace.algorithms import run  # noqa: PLC0415  (imports transformers: seconds)
 
     return run
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that ship; each can be trained by its name, or named by `defaults` in a recipe of yours.
+
+    \b
+    Example:
+      headrace recipes
+    """
+    for name, about in shipped_recipes().items():
+        typer.echo(f"{name:20} {about}")
 
 
 @app.command()

@@ -29,7 +29,7 @@ CLUSTER = (
 def start(
     run_dir: Path, mark: str, *overrides: str, stdout: TextIO | int = subprocess.PIPE
 ) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "headrace.cli", "train", "configs/demo_moe.yaml", f"run_dir={run_dir}"]
+    command = [sys.executable, "-m", "headrace.cli", "train", "demo_moe", f"run_dir={run_dir}"]
     # Every process of the run inherits the mark, whoever its parent is; a cluster elsewhere is none of its business.
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"HEADRACE_RUN_MARK": mark}
     return subprocess.Popen(

@@ -15,6 +15,7 @@ from headrace.data_plane import pack_columns
 from headrace.data_plane.schema import FIELDS, Kind
 from headrace.data_plane.store.blocks import MAX_BLOCK_BYTES, pack
 from headrace.data_plane.store.columns import checked_put
+from headrace.utils.shipped import shipped_recipes
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cluster.md").read_text()
@@ -107,11 +108,11 @@ ALLOWED = [(1, 8, 4, 4), (2, 8, 8, 4), (1, 4, 2, 2), (1, 3, 2, 2), (2, 2, 2, 2),
 
 
 @pytest.mark.parametrize(("nodes", "gpus", "demo", "smollm2"), ALLOWED)
-@pytest.mark.parametrize("recipe", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", shipped_recipes())
 def test_the_slurm_script_takes_the_most_workers_that_a_shipped_recipe_allows(
-    recipe: Path, nodes: int, gpus: int, demo: int, smollm2: int
+    recipe: str, nodes: int, gpus: int, demo: int, smollm2: int
 ) -> None:
-    workers = smollm2 if recipe.stem.startswith("smollm2") else demo
+    workers = smollm2 if recipe.startswith("smollm2") else demo
     most = nodes * (gpus - 1) if gpus > 1 else nodes
     settings = ("data_plane.impl=transfer_queue", f"cluster.num_nodes={nodes}")
     done = choose_workers(most, nodes, nodes, recipe, *settings)
@@ -121,7 +122,7 @@ def test_the_slurm_script_takes_the_most_workers_that_a_shipped_recipe_allows(
 
 
 def test_a_number_of_workers_that_the_recipe_does_not_allow_ends_the_job_before_ray_starts() -> None:
-    done = choose_workers(7, 7, 1, ROOT / "configs" / "demo_moe.yaml", "data_plane.impl=transfer_queue")
+    done = choose_workers(7, 7, 1, "demo_moe", "data_plane.impl=transfer_queue")
     assert (done.returncode, done.stdout) == (1, "")
     assert "train_global_batch_size=256 is not divisible by workers=7" in done.stderr
     text = SLURM.read_text()

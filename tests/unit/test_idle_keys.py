@@ -11,8 +11,8 @@ from headrace.errors import ConfigError
 from headrace.utils.algorithm_presets import PRESETS
 from headrace.utils.idle_keys import EFFECTS, idle_lines
 from headrace.utils.recipe import dump_recipe, load_recipe
+from headrace.utils.shipped import shipped_recipes
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = """\
 run_dir: RUN_DIR
 policy:
@@ -174,9 +174,9 @@ def test_keys_that_need_the_same_share_a_line(recipe: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml")))
+@pytest.mark.parametrize("name", shipped_recipes())
 def test_a_shipped_recipe_and_its_resolved_form_have_no_key_without_effect(name: str, tmp_path: Path) -> None:
-    loaded = load_recipe(CONFIGS / name)
+    loaded = load_recipe(name)
     assert idle_lines(loaded) == []
     resolved = tmp_path / "config.yaml"
     resolved.write_text(dump_recipe(loaded))

@@ -21,6 +21,7 @@ from headrace.errors import ConfigError
 from headrace.utils.config_errors import describe, kinds_of_sections, text_kind
 from headrace.utils.renamed import with_new_keys
 from headrace.utils.section import shortened
+from headrace.utils.shipped import find_recipe, shipped_hint
 
 _LONGEST_OVERRIDE = 100
 _YAML_MARKS = "'\"|>!&*"
@@ -33,9 +34,10 @@ _INTERPOLATION = re.compile(r"(\\*)\$\{")
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, of_a_run: bool = False) -> RecipeConfig:
     """Read a recipe, apply `key=value` overrides in order, and validate.
 
-    `defaults` names recipes to start from, relative to the file; later ones win, and the file itself wins over
-    all. Sections merge key by key, lists are replaced. Where the key that says of which kind a section is changes
-    (`env.kind`), nothing of the section is inherited.
+    `path` is a file, or the name of a recipe that ships. `defaults` names recipes to start from, relative to the file
+    or by such a name; later ones win, and the file itself wins over all. Sections merge key by key, lists are
+    replaced. Where the key that says of which kind a section is changes (`env.kind`), nothing of the section is
+    inherited.
 
     An override's value is YAML, but for a key whose type is text: that takes what was typed, `#`, quotes and spaces
     included (and `null` as no value, where the key may have none).
@@ -46,7 +48,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, of_a_run: bo
         ConfigError: a missing or malformed file, an unknown key, a wrong type, or sections that contradict; the
             message begins with the override that brought it about, if one did, else with the file.
     """
-    merged = _load_yaml(Path(path), children=())
+    path = find_recipe(path)
+    merged = OmegaConf.create({})
+    for _, part in _parts(path, children=()):
+        merged = _merge(_without_other_kinds(merged, part), part)
     if of_a_run:
         merged = OmegaConf.create(with_new_keys(_plain(merged)))
     parsed = [_parse_override(text) for text in overrides]
@@ -109,8 +114,25 @@ def _escaped(value: Any) -> Any:
     return value
 
 
-def _load_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
-    """Read a recipe over its defaults; `children` are the files whose `defaults` led here."""
+def key_origins(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """Return, of each dotted key that a recipe sets, what set it last: the name of a file, or `override`."""
+    layers = [(file.name, _plain(part)) for file, part in _parts(find_recipe(path), children=())]
+    layers += [("override", _plain(_parse_override(text).values)) for text in overrides]
+    found: dict[str, str] = {}
+    kinds: dict[str, Any] = {}
+    for name, values in layers:
+        set_here = dict(leaves(values))
+        for section, tag in kinds_of_sections(RecipeConfig):
+            kind = set_here.get(f"{section}.{tag}", kinds.get(section))
+            if kind != kinds.setdefault(section, kind):
+                kinds[section] = kind
+                found = {key: origin for key, origin in found.items() if not key.startswith(f"{section}.")}
+        found |= dict.fromkeys(set_here, name)
+    return found
+
+
+def _parts(path: Path, children: tuple[Path, ...]) -> Iterator[tuple[Path, DictConfig]]:
+    """Yield the files of a recipe, each after its defaults; `children` are the files whose `defaults` led here."""
     chain = (*children, path)
     if path.resolve() in (child.resolve() for child in children):
         circle = " -> ".join(p.name for p in chain)
@@ -120,13 +142,13 @@ def _load_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
         defaults = loaded.pop("defaults", None)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {_in_one_line(error)}") from error
-    merged = OmegaConf.create({})
     names = [] if defaults is None else list(defaults) if isinstance(defaults, ListConfig) else [defaults]
     if not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{path}: defaults={defaults}: expected a file name or a list of them")
-    for part in (*(_load_yaml(path.parent / name, chain) for name in names), loaded):
-        merged = _merge(_without_other_kinds(merged, part), part)
-    return merged
+    for name in names:
+        beside = path.parent / name
+        yield from _parts(beside if beside.is_file() else find_recipe(name), chain)
+    yield path, loaded
 
 
 def _read_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
@@ -136,7 +158,7 @@ def _read_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
         if error.errno is None:  # OmegaConf's, of a file that holds one number or truth value
             raise ConfigError(f"{path}: {_NO_MAPPING}") from error
         named_by = f", named by `defaults` in {children[-1]}" if children else ""
-        hint = _similar_file(path) or "check the path"
+        hint = shipped_hint(path) or _similar_file(path) or "check the path"
         raise ConfigError(
             f"{path}: cannot read the recipe ({error.strerror or error}){named_by}; {hint}"
         ) from error
