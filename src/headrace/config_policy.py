@@ -134,7 +134,8 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Split activations between tensor-parallel ranks along tokens as well."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory between uses."""
+    """Keep float32 weights and optimizer state in host memory. One worker has weights in the compute precision and
+    gradients on its device; several, with FSDP2, have only the layer that runs there."""
     launcher: Literal["auto", "spawn", "ray"] = "auto"
     """How several workers are started; auto: Ray with the transfer_queue data plane, else plain processes."""
 
@@ -233,10 +234,10 @@ class PolicyConfig(Section):
                 f"lora.rank={self.lora.rank} with parallel.tensor={self.parallel.tensor}: matrices with an adapter "
                 "cannot be split over tensor ranks; set parallel.tensor=1"
             )
-        if self.parallel.cpu_offload and self.workers == 1:
+        if self.parallel.cpu_offload and self.workers == 1 and self.lora.rank is not None:
             yield (
-                "parallel.cpu_offload=true works on sharded weights and workers=1 holds them whole; raise workers, or "
-                "switch it off"
+                f"parallel.cpu_offload=true and lora.rank={self.lora.rank}: one worker offloads weights that "
+                "train, and an adapter has few; switch it off"
             )
         if self.train_global_batch_size % self.replicas:
             yield (

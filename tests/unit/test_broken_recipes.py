@@ -123,7 +123,17 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "policy.parallel.tensor=3 policy.workers=2": ("policy.workers=2", "parallel.tensor=3", "multiple of 3"),
     "policy.parallel.expert=2": ("policy.parallel.expert=2", "tensor=1", "set tensor=2, or expert=1"),
     "policy.parallel.sequence_parallel=true": ("sequence_parallel=true", "tensor=1", "raise tensor"),
-    "policy.parallel.cpu_offload=true": ("policy.parallel.cpu_offload=true", "workers=1", "raise workers"),
+    "policy.parallel.cpu_offload=true policy.lora.rank=8": (
+        "cpu_offload=true",
+        "lora.rank=8",
+        "switch it off",
+    ),
+    "policy.lora.rank=8 policy.parallel.tensor=2 policy.workers=2": (
+        "lora.rank=8",
+        "tensor=2",
+        "set parallel",
+    ),
+    "policy.lora.rank=0": ("policy.lora.rank=0", "rank=0", "greater than 0"),
     "data_plane.enabled=true policy.workers=2": (
         "data_plane.impl=local",
         "policy.workers=2",

@@ -86,7 +86,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "workers": ({"workers": 3, "parallel": {"tensor": 2}}, "make workers a multiple of 2"),
     "expert": ({"workers": 2, "parallel": {"expert": 2}}, "set tensor=2, or expert=1"),
     "sequence": ({"workers": 2, "parallel": {"sequence_parallel": True}}, "raise tensor, or switch it off"),
-    "offload": ({"parallel": {"cpu_offload": True}}, "raise workers, or switch it off"),
+    "offload": ({"parallel": {"cpu_offload": True}, "lora": {"rank": 2}}, "adapter has few; switch it off"),
 }
 
 

@@ -120,7 +120,7 @@ def packed_attention(
             f"would leak from one sequence to the next; set {_KNOB}=eager, or use dynamic_batching in place of "
             "sequence_packing"
         )
-    query, key, value = (_compute_dtype(x) for x in (query, key, value))
+    query, key, value = (to_compute_dtype(x) for x in (query, key, value))
     if context_group is not None:
         ranks = dist.get_world_size(context_group)
         check_heads(query.shape[1], key.shape[1], ranks)
@@ -139,7 +139,8 @@ def packed_attention(
     return (out if context_group is None else swap_heads_and_tokens(out, context_group)), None
 
 
-def _compute_dtype(x: torch.Tensor) -> torch.Tensor:
+def to_compute_dtype(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` in the dtype of autocast, where that is on."""
     # Rotary embeddings leave query and key in float32 under autocast, which does not know this attention.
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
@@ -180,6 +181,15 @@ def _varlen(
     )
     assert isinstance(out, torch.Tensor)
     return out[..., :value_dim]
+
+
+def varlen_knows_gqa() -> bool:
+    """Return whether this torch's `varlen_attn` takes fewer key-value heads than query heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - not in every torch build
+    except ImportError:
+        return False
+    return _knows_gqa(varlen_attn)
 
 
 @cache

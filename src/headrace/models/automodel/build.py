@@ -23,7 +23,8 @@ from headrace.models.automodel.attention import (
 )
 from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.experts import GROUPED_EXPERTS
-from headrace.models.automodel.lora import add_adapter, hold_in_half
+from headrace.models.automodel.lora import add_adapter
+from headrace.models.automodel.masters import Masters, hold_in_half
 from headrace.models.automodel.probes import check_causal
 from headrace.models.automodel.replay import install_replay
 from headrace.models.automodel.replica import Replica
@@ -52,6 +53,8 @@ class BuiltModels:
     policy: TokenScorer
     reference: TokenScorer | None
     replay: RouterReplay | None
+    masters: Masters | None = None
+    """The policy's float32 weights in host memory, where its model computes with copies."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,12 @@ class ModelBuilder:
             ConfigError: a model that cannot be loaded, packed, split or replayed as the recipe says; on every rank.
         """
         if self._topology is None:
-            model = self._load_whole(self._device)
+            model, masters = self._load_whole(self._device), None
+            if self._cfg.parallel.cpu_offload:
+                masters = Masters(model, half=self._cfg.precision == "bfloat16")
             replay, reference = self._finish(model, with_reference)
             frozen = None if reference is None else self._scorer(reference, self._scoring.unfiltered())
-            return BuiltModels(self._scorer(model, self._scoring), frozen, replay)
+            return BuiltModels(self._scorer(model, self._scoring), frozen, replay, masters)
         return self._build_split(self._topology, with_reference)
 
     def _build_split(self, topology: Topology, with_reference: bool) -> BuiltModels:

@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM
 from headrace.distributed.collectives import from_first_rank
 from headrace.errors import ConfigError
 from headrace.models.automodel.lora import ADAPTER, Adapter
+from headrace.models.automodel.masters import Masters
 from headrace.models.automodel.setup import load_pretrained, no_progress_bars
 from headrace.models.automodel.sharding import ShardedModel, named_tensors, part_like, whole_tensor
 from headrace.models.saving import Saving
@@ -83,8 +84,10 @@ def save_model(
         tokenizer.save_pretrained(directory)
 
 
-def load_weights(directory: Path, model: Any, sharded: ShardedModel | None = None) -> None:
-    """Copy the weights of a Hugging Face model directory into `model`, bit for bit.
+def load_weights(
+    directory: Path, model: Any, sharded: ShardedModel | None = None, masters: Masters | None = None
+) -> None:
+    """Copy the weights of a Hugging Face model directory into `model`, or into its `masters`, bit for bit.
 
     Of a `sharded` model rank 0 reads them, and every rank gets its part; all ranks call this together.
 
@@ -92,7 +95,7 @@ def load_weights(directory: Path, model: Any, sharded: ShardedModel | None = Non
         ConfigError: nothing there that can be read, or weights of another shape or architecture.
     """
     if sharded is None:
-        _read_weights(directory, model.load_state_dict)
+        _read_weights(directory, model.load_state_dict if masters is None else masters.take)
         return
     kept: list[Mapping[str, torch.Tensor]] = []
 
@@ -124,13 +127,16 @@ def save_checkpoint(
     tokenizer: Any,
     optimizer: torch.optim.Optimizer | None,
     state: TrainerState,
+    masters: Masters | None = None,
 ) -> None:
     """Write everything into `directory`, made if absent; with `optimizer` None its state is left out.
+
+    `masters` are the float32 weights, where the model does not hold them itself.
 
     Raises:
         WriteError: a full disk, or no permission.
     """
-    save_model(directory / MODEL, model, tokenizer)
+    save_model(directory / MODEL, model, tokenizer, None if masters is None else masters.weights().items())
     if optimizer is not None:
         with Saving(directory):
             slots = _slots(model, optimizer).items()
@@ -201,6 +207,7 @@ def load_checkpoint(
     model: Any,
     optimizer: torch.optim.Optimizer,
     sharded: ShardedModel | None = None,
+    masters: Masters | None = None,
 ) -> TrainerState:
     """Restore weights, optimizer and this process's RNG, and return the counters.
 
@@ -210,7 +217,7 @@ def load_checkpoint(
     Raises:
         ConfigError: a file that is missing or damaged, or that belongs to another model.
     """
-    load_weights(directory / MODEL, model, sharded)
+    load_weights(directory / MODEL, model, sharded, masters)
     return _load_rest(directory, model, optimizer)
 
 
@@ -271,12 +278,18 @@ def _tensors(model: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, A
 
 
 def _slots(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in _trained(model, optimizer).items()}
     return {
         f"{names[id(parameter)]}/{key}": value
         for parameter, slots in optimizer.state.items()
         for key, value in slots.items()
     }
+
+
+def _trained(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
+    """Return by name what the optimizer has state of."""
+    masters = getattr(optimizer, "masters", None)
+    return dict(model.named_parameters()) if masters is None else masters.parameters
 
 
 def _make_slots(optimizer: torch.optim.Optimizer) -> None:
@@ -298,7 +311,7 @@ def _restore_optimizer(
     for name, value in tensors.items():
         parameter, _, key = name.rpartition("/")
         slots.setdefault(parameter, {})[key] = value
-    parameters = dict(model.named_parameters())
+    parameters = _trained(model, optimizer)
     if slots.keys() - parameters.keys():
         raise ConfigError(
             f"{source}: has state of {sorted(slots.keys() - parameters.keys())[0]}, which the model does not have; "
@@ -311,8 +324,9 @@ def _restore_optimizer(
                     f"{source}: {key} of {name} has shape {tuple(value.shape)}, and the parameter "
                     f"{tuple(parameters[name].shape)}; resume with the recipe's own policy.model"
                 )
-        if isinstance(parameters[name], DTensor):
-            slots[name] = {key: part_like(value, parameters[name]) for key, value in values.items()}
+        trained = parameters[name]
+        if isinstance(trained, DTensor):
+            slots[name] = {key: part_like(value, trained) for key, value in values.items()}
     order = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
     state = {order[id(parameters[name])]: values for name, values in slots.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -57,23 +57,29 @@ def add_adapter(model: Any, cfg: LoraConfig, *, seed: int) -> None:
         ConfigError: peft is not installed, or a target that is no linear layer of the model.
     """
     peft = import_peft()
-    targets = _target_names(model, cfg.targets)
+    names = [name for name, _ in target_layers(model, cfg)]
     config = peft.LoraConfig(
-        r=cfg.rank, lora_alpha=cfg.alpha, lora_dropout=cfg.dropout, target_modules=sorted(targets)
+        r=cfg.rank, lora_alpha=cfg.alpha, lora_dropout=cfg.dropout, target_modules=sorted(names)
     )
     empty = next(model.parameters()).is_meta
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora"))
         peft.inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=empty)
-    model.eval()
+    for layer in _layers(model):
+        layer.eval()  # and nothing else: checkpointed layers are in training mode
 
 
-def _target_names(model: Any, wanted: Iterable[str]) -> set[str]:
-    head = model.get_output_embeddings()
-    layers = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
+def target_layers(model: Any, cfg: LoraConfig) -> list[tuple[str, torch.nn.Linear]]:
+    """Return the linear layers that `cfg.targets` names.
+
+    Raises:
+        ConfigError: a target that is no linear layer of the model.
+    """
+    head, modules = model.get_output_embeddings(), dict(model.named_modules())
+    layers = [n for n, m in modules.items() if isinstance(m, torch.nn.Linear) and m is not head]
     kept = [n for n in layers if n.rpartition(".")[2] not in _ROUTERS]
     found: set[str] = set()
-    for target in wanted:
+    for target in cfg.targets:
         matching = kept if target == _ALL else [n for n in layers if n == target or n.endswith(f".{target}")]
         if not matching:
             known = sorted({n.rpartition(".")[2] for n in layers})
@@ -82,33 +88,7 @@ def _target_names(model: Any, wanted: Iterable[str]) -> set[str]:
                 f"{', '.join(known[:_NAMES_SHOWN]) or 'none'}, or all (output head and fused experts get no adapter)"
             )
         found.update(matching)
-    return found
-
-
-def hold_in_half(model: Any) -> None:
-    """Hold frozen weights of products in bfloat16; what a forward under autocast computes stays the same bit for bit.
-
-    Autocast rounds those weights alike at each use. Embeddings, norms and routers stay float32.
-    """
-    for weight in product_weights(model):
-        if not weight.requires_grad:
-            weight.data = weight.data.to(torch.bfloat16)
-
-
-def product_weights(model: Any) -> list[torch.nn.Parameter]:
-    """Return the weights that are read by matrix products alone, and so always in the compute dtype."""
-    strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    found: dict[int, torch.nn.Parameter] = {}
-    others: set[int] = set()
-    for name, module in model.named_modules():
-        for weight in module.parameters(recurse=False):
-            # Fused experts are the only weights of three dimensions.
-            product = isinstance(module, torch.nn.Linear) or weight.dim() == 3
-            if product and not any(part in name for part in strict):
-                found[id(weight)] = weight
-            else:
-                others.add(id(weight))  # an output head is tied to the embedding
-    return [weight for key, weight in found.items() if key not in others]
+    return [(name, modules[name]) for name in layers if name in found]
 
 
 # Names and values.
@@ -212,7 +192,7 @@ class Adapter:
     @contextmanager
     def dropping(self) -> Iterator[None]:
         """Drop inputs of the adapter, as `policy.lora.dropout` says."""
-        parts = [layer.lora_dropout for layer in self._layers()]
+        parts = [layer.lora_dropout for layer in _layers(self._model)]
         for part in parts:
             part.train()
         try:
@@ -233,7 +213,7 @@ class Adapter:
             finally:
                 self._exchange(self._reference)
             return
-        layers = self._layers()
+        layers = _layers(self._model)
         for layer in layers:
             layer.enable_adapters(False)
         try:
@@ -266,8 +246,9 @@ class Adapter:
             local.copy_(other)
             other.copy_(kept)
 
-    def _layers(self) -> list[Any]:
-        return [m for m in self._model.modules() if hasattr(m, "lora_A") and hasattr(m, "enable_adapters")]
+
+def _layers(model: Any) -> list[Any]:
+    return [m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "enable_adapters")]
 
 
 def _shape(weight: torch.Tensor | None) -> tuple[int, ...] | None:

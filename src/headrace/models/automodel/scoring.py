@@ -194,7 +194,7 @@ class TokenScorer:
             hidden = replica.own_hidden(hidden)
         chosen = hidden.flatten(0, 1).index_select(0, source)  # (n, H)
         targets = inputs.input_ids.flatten().index_select(0, scored)  # (n,)
-        found = self._score_tokens(chosen, targets, with_entropy, with_unfiltered and filters)
+        found = self.score_tokens(chosen, targets, with_entropy, with_unfiltered and filters)
         rows, width = microbatch.original_batch_size, microbatch.original_seq_len
         spread = [
             None if x is None else x.new_zeros(rows * width).scatter(0, target, x).view(rows, width)
@@ -206,7 +206,7 @@ class TokenScorer:
         assert logprobs is not None
         return TokenScores(logprobs, entropy, logprobs if with_unfiltered and not filters else unfiltered)
 
-    def _score_tokens(
+    def score_tokens(
         self, hidden: torch.Tensor, targets: torch.Tensor, with_entropy: bool, with_unfiltered: bool
     ) -> TokenScores:
         head, scoring, size = self._head, self._scoring, self._scoring.chunk_tokens
@@ -313,19 +313,22 @@ def fused_matrix(head: OutputHead | None, scoring: Scoring) -> torch.Tensor | No
 
     A product with it and a softmax of all tokens must be all that scoring takes.
     """
-    if head is None or head.softcap is not None or scoring.filters:
+    if head is None or not takes_fused_head(head, scoring):
         return None
-    projection = head.projection
-    if type(projection) is not torch.nn.Linear or projection.bias is not None:
-        return None
-    if projection._forward_hooks or projection._forward_pre_hooks:
-        return None
-    matrix = projection.weight
+    matrix: Any = head.projection.weight
     # Sharded matrices are tensors of other types.
     if type(matrix) not in (torch.nn.Parameter, torch.Tensor):
         return None
     wanted = matrix.is_cuda if scoring.fused is None else scoring.fused
     return matrix if wanted else None
+
+
+def takes_fused_head(head: OutputHead, scoring: Scoring) -> bool:
+    """Return whether a product with a plain matrix and a softmax of all tokens are all that scoring takes."""
+    projection = head.projection
+    plain = type(projection) is torch.nn.Linear and projection.bias is None
+    hooked = projection._forward_hooks or projection._forward_pre_hooks
+    return plain and not hooked and head.softcap is None and not scoring.filters
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 from headrace.config import ModelConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
 from headrace.errors import ConfigError
 from headrace.models.automodel.attention import choose_attention
+from headrace.models.automodel.masters import HostAdamW, Masters
 from headrace.models.automodel.probes import CHOSEN_EXPERTS, REFUSALS, check_runs, first_line
 from headrace.models.gguf import convert_gguf_package
 from headrace.models.tokenizers import build_character_tokenizer, known_ids
@@ -378,12 +379,15 @@ def _switch_off_noise(config: Any) -> None:
 # Optimizer and schedule.
 
 
-def build_optimizer(model: torch.nn.Module, cfg: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return AdamW over all trainable weights; weight decay on matrices only, not on norms and biases.
+def build_optimizer(
+    model: torch.nn.Module, cfg: OptimizerConfig, masters: Masters | None = None
+) -> torch.optim.Optimizer:
+    """Return AdamW over all trainable weights, or over their `masters`; weight decay on matrices only.
 
     Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101).
     """
-    weights = [p for p in model.parameters() if p.requires_grad]
+    held = model.parameters() if masters is None else masters.parameters.values()
+    weights = [p for p in held if p.requires_grad]
     # One fused step takes tensors of one mesh; of a model that is not sharded there is none.
     meshes = list(dict.fromkeys(getattr(p, "device_mesh", None) for p in weights))
     groups = [
@@ -396,9 +400,9 @@ def build_optimizer(model: torch.nn.Module, cfg: OptimizerConfig) -> torch.optim
         for decayed in (True, False)
         for mesh in meshes
     ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True
-    )
+    options: dict[str, Any] = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "fused": True}
+    used = [g for g in groups if g["params"]]
+    return torch.optim.AdamW(used, **options) if masters is None else HostAdamW(masters, used, **options)
 
 
 def build_scheduler(

@@ -66,6 +66,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             seed=seed,
         ).build(with_reference=with_reference)
         self._scorer, self._reference, self._replay_handle = built.policy, built.reference, built.replay
+        self._masters, self._sends_half = built.masters, generation.precision == "bfloat16"
         self.model = self._scorer.model
         self._scorer.replayer = self._make_replayer()
         self._adapter = (
@@ -93,7 +94,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
     def reset_optimizer(self, optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> None:
         """Start optimizer and schedule anew, with these settings."""
         self._optimizer_cfg, self._scheduler_cfg = optimizer, scheduler
-        self.optimizer = build_optimizer(self.model, optimizer)
+        self.optimizer = build_optimizer(self.model, optimizer, self._masters)
         self.scheduler = build_scheduler(self.optimizer, scheduler)
 
     @property
@@ -361,6 +362,8 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             yield from self._adapter.weights(scaled=True)
         elif self._sharded is not None:
             yield from self._sharded.full_weights()
+        elif self._masters is not None and not self._sends_half:
+            yield from self._masters.weights().items()
         else:
             yield from ((name, tensor.detach()) for name, tensor in named_tensors(self.model))
 
@@ -386,7 +389,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
                 dist.barrier()
             return
         if self._sharded is None:
-            checkpoint.save_checkpoint(directory, self.model, self.tokenizer, optimizer, state)
+            checkpoint.save_checkpoint(directory, self.model, self.tokenizer, optimizer, state, self._masters)
             return
         self._export(directory / checkpoint.MODEL, self._sharded)
         checkpoint.save_shards(directory, self.model, optimizer)
@@ -403,14 +406,16 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             ConfigError: files that are missing, damaged, or of another model.
         """
         self._check_kind(directory)
-        self.optimizer = build_optimizer(self.model, self._optimizer_cfg)
+        self.optimizer = build_optimizer(self.model, self._optimizer_cfg, self._masters)
         if self._adapter is not None:
             state = checkpoint.load_adapter_checkpoint(directory, self._adapter, self.model, self.optimizer)
         elif (directory / checkpoint.SHARDED).is_dir():
             checkpoint.load_shards(directory, self.model, self.optimizer)
             state = checkpoint.load_counters(directory)
         else:
-            state = checkpoint.load_checkpoint(directory, self.model, self.optimizer, self._sharded)
+            state = checkpoint.load_checkpoint(
+                directory, self.model, self.optimizer, self._sharded, self._masters
+            )
         self.scheduler = build_scheduler(
             self.optimizer, self._scheduler_cfg, updates_done=state.scheduler_updates
         )
