@@ -12,6 +12,8 @@ LAYERS = {
     "headrace": 0,  # only __version__
     "headrace.errors": 0,
     "headrace.config": 0,
+    "headrace.config_data": 0,
+    "headrace.config_env": 0,
     "headrace.config_generation": 0,
     "headrace.config_grpo": 0,
     "headrace.config_policy": 0,
@@ -58,6 +60,7 @@ LOWEST_LAYER = {
     "transformers": 3,
     "datasets": 4,
     "math_verify": 4,
+    "pyarrow": 4,
     "reasoning_gym": 4,
     "sympy": 4,
     "matplotlib": 6,
@@ -108,7 +111,9 @@ LOCAL_IMPORTS = {
     ("distributed/ragged.py", "headrace.distributed"),
     ("environments/build.py", "headrace.environments.math"),
     ("environments/build.py", "headrace.environments.reasoning_gym"),
-    ("environments/dataset.py", "datasets"),
+    ("environments/dataset.py", "headrace.environments.math"),
+    ("environments/sources.py", "datasets"),
+    ("environments/sources.py", "pyarrow"),
     ("models/automodel/attention.py", "torch.nn.attention.varlen"),
     ("models/automodel/fused_head.py", "headrace.models.automodel"),
     ("models/automodel/lora.py", "peft"),
@@ -117,7 +122,7 @@ LOCAL_IMPORTS = {
 }
 
 # Where a value names a module: a call to a worker names functions and classes, which have to be registered.
-COMPUTED_IMPORTS = {"distributed/worker_groups/wire.py"}
+COMPUTED_IMPORTS = {"distributed/worker_groups/wire.py", "utils/targets.py"}
 
 # Where a process answers another one and goes on, whatever the error, or looks at what may be broken: (file, function).
 BROAD_EXCEPTS = {
@@ -126,6 +131,12 @@ BROAD_EXCEPTS = {
     ("distributed/worker_groups/rank.py", "answers"),
     ("distributed/worker_groups/rank.py", "build"),
     ("doctor.py", "_check"),
+    # Code of a user's own, which may raise anything.
+    ("environments/reward_calls.py", "_call"),
+    ("environments/reward_calls.py", "_call_batch"),
+    ("environments/reward_calls.py", "one"),
+    ("utils/targets.py", "_import"),
+    ("utils/targets.py", "user_code"),
 }
 
 MAX_FILE_LINES = 500

@@ -6,12 +6,26 @@ and turns every mistake into a ConfigError of one line. Rules that tie several s
 its vocabulary) stand with the code that loads it.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from headrace.config_generation import GuardConfig as GuardConfig  # others look for these names here
+from headrace.config_data import DataConfig as DataConfig  # others look for these names here
+from headrace.config_data import SourceConfig as SourceConfig
+from headrace.config_data import TrainSourceConfig as TrainSourceConfig
+from headrace.config_data import ValidationSourceConfig as ValidationSourceConfig
+from headrace.config_env import ByColumnConfig as ByColumnConfig
+from headrace.config_env import CalculatorConfig as CalculatorConfig
+from headrace.config_env import DatasetConfig as DatasetConfig
+from headrace.config_env import EnvironmentConfig as EnvironmentConfig
+from headrace.config_env import GuessNumberConfig as GuessNumberConfig
+from headrace.config_env import MathConfig as MathConfig
+from headrace.config_env import PythonConfig as PythonConfig
+from headrace.config_env import ReasoningGymConfig as ReasoningGymConfig
+from headrace.config_env import RewardFunctionConfig as RewardFunctionConfig
+from headrace.config_generation import GuardConfig as GuardConfig
 from headrace.config_generation import SGLangConfig as SGLangConfig
 from headrace.config_grpo import AdvantageConfig as AdvantageConfig
 from headrace.config_grpo import GRPOConfig as GRPOConfig
@@ -28,9 +42,7 @@ from headrace.utils.algorithm_presets import with_preset
 from headrace.utils.idle_keys import refused_idle_keys
 from headrace.utils.section import Fraction, Integers, Section, Strings
 
-ValidationMetric = Literal[
-    "validation/accuracy", "validation/sampled_accuracy", "validation/reward", "validation/sampled_reward"
-]
+_VALIDATION_METRICS = ("accuracy", "sampled_accuracy", "reward", "sampled_reward")
 
 
 class ObservabilityConfig(Section):
@@ -120,71 +132,6 @@ class GenerationConfig(Section):
         return self.backend != "hf" if self.guard.enabled is None else self.guard.enabled
 
 
-class ReasoningGymConfig(Section):
-    """A reasoning-gym task by name."""
-
-    kind: Literal["reasoning_gym"] = "reasoning_gym"
-    """Makes this section a reasoning-gym task."""
-    task: str
-    """The task's name in reasoning-gym, for example spell_backward."""
-    config: dict[str, Any] = Field(default_factory=dict)
-    """The task's own settings, as reasoning-gym names them."""
-    prompt_from: str = "question"
-    """`question`, or `metadata.KEY` for an entry of the task's metadata."""
-    lowercase: bool = False
-    """Put questions and answers in lower case, so that a model of few characters is enough."""
-    exact: bool = False
-    """Reward 1 only for exactly the right answer, ended by end-of-text; otherwise the task's own score."""
-
-
-class MathConfig(Section):
-    """Math problems from a file, answers compared as text, and with math-verify where the texts differ."""
-
-    kind: Literal["math"] = "math"
-    """Makes this section math problems."""
-    path: str
-    """A JSONL file, or a Hugging Face dataset saved to disk."""
-    question_key: str = "question"
-    """Field of a row that holds the question."""
-    answer_key: str = "answer"
-    """Field of a row that holds the right answer."""
-
-
-class DatasetConfig(Section):
-    """Questions and answers from JSONL or a saved Hugging Face dataset, compared as text."""
-
-    kind: Literal["dataset"] = "dataset"
-    """Makes this section questions with answers in plain text."""
-    path: str
-    """A JSONL file, or a Hugging Face dataset saved to disk."""
-    question_key: str = "question"
-    """Field of a row that holds the question."""
-    answer_key: str = "answer"
-    """Field of a row that holds the right answer."""
-    match: Literal["exact", "contains", "last_number"] = "exact"
-    """A completion is right if it equals the answer but for outer whitespace (`exact`), if it holds it (`contains`), or
-    if the last numbers of both are equal (`last_number`)."""
-
-
-EnvironmentConfig = Annotated[ReasoningGymConfig | MathConfig | DatasetConfig, Field(discriminator="kind")]
-
-
-class DataConfig(Section):
-    """Which prompts, and how they are written."""
-
-    train_size: PositiveInt | None = None
-    """Prompts generated for training, or kept of a file at most; None: 2,048 of a generated task, all of a file."""
-    validation_size: PositiveInt = 256
-    """Prompts held out; no training prompt equals one of them."""
-    system_prompt: str | None = None
-    """A system message before every question; None: none."""
-    shuffle: bool = True
-    """Draw the order of the training prompts from the seed, anew for each pass."""
-    overlong_prompts: Literal["refuse", "skip"] = "refuse"
-    """A prompt that fills `policy.max_total_sequence_length`: end the run before it starts, or leave the prompt out of
-    its split, with a warning that counts them."""
-
-
 class WarmStartConfig(Section):
     """Supervised steps on the right answers before GRPO, so that rewards are not all zero."""
 
@@ -228,12 +175,21 @@ class CheckpointingConfig(Section):
     """Steps between checkpoints. The last step, and one at which the run is stopped, always has one."""
     keep_top_k: PositiveInt | None = 2
     """The best checkpoints that are kept, beside the newest; None: all."""
-    metric: ValidationMetric | None = None
-    """What the best checkpoint is best at. None: accuracy, or reward where the environment gives no verdicts."""
+    metric: str | None = None
+    """What the best checkpoint is best at, such as `validation/accuracy`, or `validation/NAME/pass@4` of a set of
+    `data.validation`. None: accuracy, or reward where the environment gives no verdicts."""
     higher_is_better: bool = True
     """Whether more of the metric is better."""
     save_optimizer: bool = True
     """Write the optimizer's moments as well, two numbers per weight; without them a resumed run starts new ones."""
+
+    def faults(self) -> Iterator[str]:
+        known = re.fullmatch(
+            rf"validation/([^/]+/)?({'|'.join(_VALIDATION_METRICS)}|(pass|maj)@\d+)", self.metric or ""
+        )
+        if self.metric is not None and not known:
+            names = ", ".join(f"'validation/{name}'" for name in _VALIDATION_METRICS)
+            yield f"metric={self.metric!r}: expected {names}, or one of a set, as in validation/NAME/pass@4"
 
 
 class LoggingConfig(Section):
@@ -287,6 +243,8 @@ class RecipeConfig(Section):
     """Go on from the newest checkpoint in `run_dir`; false: refuse a directory that holds a run."""
     allow_changes: bool = False
     """Go on from a checkpoint although its prompts, split, seed or model are not those of this recipe."""
+    code_path: Strings | None = None
+    """Folders in which modules of your own are found, beside the working directory; unset: the recipe's folder."""
     cpu_threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Threads that torch uses on a CPU; None: one per core. Small models are faster with 1."""
     policy: PolicyConfig
@@ -334,6 +292,7 @@ class RecipeConfig(Section):
         yield from self._batch_faults()
         yield from self._place_faults()
         yield from self._length_faults()
+        yield from self._data_faults()
         yield from refused_idle_keys(self)
 
     def _batch_faults(self) -> Iterator[str]:
@@ -384,6 +343,31 @@ class RecipeConfig(Section):
                 f"data_plane.storage_capacity={self.data_plane.storage_capacity} cannot hold the {held} samples "
                 "of a step; raise it"
             )
+
+    def _data_faults(self) -> Iterator[str]:
+        path = getattr(self.env, "path", None)
+        if self.env.kind in ("math", "dataset") and path is None and not self.data.train:
+            yield (
+                f"missing key 'env.path', or 'data.train': env.kind={self.env.kind} has no questions; set one to a "
+                "file, a dataset of the hub, or a function (package.module:function)"
+            )
+        if path is not None and self.data.train:
+            yield (
+                f"env.path={path} and data.train={', '.join(self.data.train)} both name training questions; remove one"
+            )
+        if self.env.kind in ("reasoning_gym", "guess_number") and (self.data.train or self.data.validation):
+            key = "train" if self.data.train else "validation"
+            yield f"data.{key} has no effect with env.kind={self.env.kind}, which makes its own questions; remove it"
+        for name, one in self.data.validation.items():
+            if (one.pass_at or one.maj_at) and not self.validation.sampled:
+                key = "pass_at" if one.pass_at else "maj_at"
+                yield f"data.validation.{name}.{key} is of samples; set validation.sampled=true, or remove it"
+            if not (one.greedy or self.validation.sampled):
+                yield f"data.validation.{name}.greedy=false and validation.sampled=false measure nothing; set one true"
+        metric = (self.checkpointing.metric or "").split("/")
+        if len(metric) == 3 and metric[1] not in self.data.validation:
+            sets = ", ".join(self.data.validation) or "none"
+            yield f"checkpointing.metric={'/'.join(metric)} is of a set that data.validation lacks (it has {sets})"
 
     def _length_faults(self) -> Iterator[str]:
         if self.generation.max_new_tokens >= self.policy.max_total_sequence_length:

@@ -117,13 +117,16 @@ def held_out(metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
         values = {how: _result(kind, metrics[name]) for name, how in names.items() if name in metrics}
         if values:
             break
-    return kind, values
+    at_k = {name.removeprefix("validation/"): value for name, value in metrics.items() if "@" in name}
+    return kind, {**values, **{name: _result("accuracy", value) for name, value in at_k.items()}}
 
 
 def metrics_table(metrics: Mapping[str, float]) -> RenderableType:
     table = _table("held-out prompts", "value")
     for name, value in metrics.items():
-        table.add_row(name, _result("accuracy" if name.endswith("accuracy") else "reward", value))
+        table.add_row(
+            name, _result("accuracy" if name.endswith("accuracy") or "@" in name else "reward", value)
+        )
     return table
 
 

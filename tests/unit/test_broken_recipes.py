@@ -280,7 +280,7 @@ TEXTS: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     ),
     "a key of another kind": (
         BASE.replace("reasoning_gym", "math"),
-        ("unknown key 'env.task'", "here: kind, path"),
+        ("unknown key 'env.task'", "here: chat_template_kwargs, path"),
     ),
     "blanks as run_dir": (
         BASE.replace("RUN_DIR", '" "'),

@@ -257,14 +257,16 @@ def test_a_folder_that_holds_no_dataset_is_named(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_saved_dataset_with_several_splits_asks_for_one(tmp_path: Path) -> None:
+def test_of_a_saved_dataset_with_several_splits_train_is_taken_and_without_one_a_split_is_asked_for(
+    tmp_path: Path,
+) -> None:
     data = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(
-        ConfigError, match=r"several splits \(train, test\); add one to the path, as in .*saved/train"
-    ):
-        build(tmp_path / "saved")
-    assert len(build(tmp_path / "saved" / "train").prompts("train")) == 8
+    assert len(build(tmp_path / "saved").prompts("train")) == 8
+    assert len(build(tmp_path / "saved" / "test").prompts("train")) == 8
+    datasets.DatasetDict({"a": data, "b": data}).save_to_disk(str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match=r"has no split 'train' \(it has a, b\); add one to the path"):
+        build(tmp_path / "other")
 
 
 def test_a_fault_in_a_saved_dataset_names_the_row(tmp_path: Path) -> None:

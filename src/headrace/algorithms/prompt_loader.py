@@ -1,6 +1,6 @@
 """The order in which prompts are used: shuffled anew each epoch, resumable by position."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,15 +12,23 @@ from headrace.utils.seeding import derive_seed
 class PromptLoader:
     """An endless stream over a list of prompts, or of their uids; the position alone decides what comes next.
 
-    Example: with 3 prompts, `take(4)` gives one epoch of 3 and the first prompt of the next.
+    Example: with 3 prompts, `take(4)` gives one epoch of 3 and the first prompt of the next. `order` gives the places
+    of an epoch's prompts, as many as there are prompts; without it they are in the order given, or shuffled.
     """
 
-    def __init__(self, prompts: Sequence[Prompt | str], *, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt | str],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        order: Callable[[int], Sequence[int]] | None = None,
+    ) -> None:
         if not prompts:
             raise ConfigError("the training split has no prompts; check env and data.train_size")
         self._prompts = list(prompts)
         self._seed = seed
-        self._shuffle = shuffle
+        self._order_of = order or (self._shuffled if shuffle else self._as_given)
         self.position = 0
         self._epoch = -1
         self._order: Sequence[int] = range(len(prompts))
@@ -33,7 +41,13 @@ class PromptLoader:
 
     def _at(self, position: int) -> Prompt | str:
         epoch, index = divmod(position, len(self._prompts))
-        if self._shuffle and self._epoch != epoch:
-            rng = np.random.default_rng(derive_seed(self._seed, "prompt-order", epoch))
-            self._epoch, self._order = epoch, rng.permutation(len(self._prompts)).tolist()
+        if self._epoch != epoch:
+            self._epoch, self._order = epoch, self._order_of(epoch)
         return self._prompts[self._order[index]]
+
+    def _shuffled(self, epoch: int) -> Sequence[int]:
+        rng = np.random.default_rng(derive_seed(self._seed, "prompt-order", epoch))
+        return rng.permutation(len(self._prompts)).tolist()  # type: ignore[no-any-return]
+
+    def _as_given(self, epoch: int) -> Sequence[int]:
+        return range(len(self._prompts))

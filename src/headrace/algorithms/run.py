@@ -18,6 +18,7 @@ from headrace.algorithms.loss import PolicyGradientLoss
 from headrace.algorithms.mismatch_guard import MismatchGuard
 from headrace.algorithms.observer import BEST_BY, RunObserver
 from headrace.algorithms.prompt_loader import PromptLoader
+from headrace.algorithms.prompt_order import prompt_order
 from headrace.algorithms.resume import keep_reference, prompts_state, restore, warming_up
 from headrace.algorithms.warm_start import check_demonstrations, warm_start, warm_start_optimizer
 from headrace.config import DataPlaneConfig, ObservabilityConfig, RecipeConfig
@@ -38,6 +39,7 @@ from headrace.utils.checkpoints import CheckpointManager
 from headrace.utils.run_directory import RunDirectory
 from headrace.utils.run_state import Metrics, Progress, PromptsState, read_state
 from headrace.utils.seeding import derive_seed
+from headrace.utils.targets import extend_import_path
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ def build_session(recipe: RecipeConfig) -> Session:
     in_actor = rolls_out_in_actor(recipe)
     if recipe.cpu_threads:
         torch.set_num_threads(recipe.cpu_threads)
+    extend_import_path(recipe.code_path or ())
     tokenizer = load_tokenizer(recipe.policy)
     environment = prompts_that_fit(recipe, tokenizer)
     train_prompts = environment.prompts("train")
@@ -100,6 +103,7 @@ def build_session(recipe: RecipeConfig) -> Session:
         [prompt.uid for prompt in train_prompts] if in_actor else train_prompts,
         seed=derive_seed(recipe.seed, "prompts"),
         shuffle=recipe.data.shuffle,
+        order=prompt_order(recipe.data, train_prompts, seed=recipe.seed),
     )
     policy = _build_policy(recipe, tokenizer, in_actor)
     with ExitStack() as undo:

@@ -1,13 +1,33 @@
 """From an `env` section to an environment."""
 
-from headrace.config import DataConfig, EnvironmentConfig, MathConfig, ReasoningGymConfig
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from headrace.config import (
+    ByColumnConfig,
+    CalculatorConfig,
+    DataConfig,
+    DatasetConfig,
+    EnvironmentConfig,
+    GuessNumberConfig,
+    MathConfig,
+    PythonConfig,
+    ReasoningGymConfig,
+)
 from headrace.environments.dataset import dataset_environment
+from headrace.environments.games import calculator_environment, guess_number_environment
 from headrace.environments.interfaces import Environment
+from headrace.environments.prompts import SET, Splits, read_splits
+from headrace.environments.python import python_environment
+from headrace.environments.routed import RoutedEnvironment
 from headrace.errors import ConfigError
 
 
-def build_environment(cfg: EnvironmentConfig, data: DataConfig, *, seed: int) -> Environment:
-    """Build the environment that `cfg.kind` names, with its prompts.
+def build_environment(
+    cfg: EnvironmentConfig, data: DataConfig, *, seed: int, splits: Splits | None = None
+) -> Environment:
+    """Build the environment that `cfg.kind` names, with its prompts, or with those of `splits`.
 
     `seed` decides the order of the training prompts if `data.shuffle` is on, and nothing else: all seeds
     share the same two splits, and no question is in both.
@@ -16,17 +36,62 @@ def build_environment(cfg: EnvironmentConfig, data: DataConfig, *, seed: int) ->
         ConfigError: settings, a file or an installation that cannot be used.
     """
     try:
-        if isinstance(cfg, ReasoningGymConfig):
-            from headrace.environments.reasoning_gym import reasoning_gym_environment  # noqa: PLC0415 - optional
-
-            return reasoning_gym_environment(cfg, data, seed=seed)
-        if isinstance(cfg, MathConfig):
-            from headrace.environments.math import math_environment  # noqa: PLC0415 - optional
-
-            return math_environment(cfg, data, seed=seed)
+        return _BUILDERS[type(cfg)](cfg, data, seed, splits)
     except ImportError as error:
         raise ConfigError(
             f"env.kind={cfg.kind} needs the package '{error.name}', which is not installed; install "
             "headrace[train]"
         ) from error
-    return dataset_environment(cfg, data, seed=seed)
+
+
+def _math(cfg: MathConfig, data: DataConfig, seed: int, splits: Splits | None) -> Environment:
+    from headrace.environments.math import math_environment  # noqa: PLC0415 - optional
+
+    return math_environment(cfg, data, seed=seed, splits=splits)
+
+
+def _reasoning_gym(
+    cfg: ReasoningGymConfig, data: DataConfig, seed: int, splits: Splits | None
+) -> Environment:
+    from headrace.environments.reasoning_gym import reasoning_gym_environment  # noqa: PLC0415 - optional
+
+    return reasoning_gym_environment(cfg, data, seed=seed)
+
+
+def _by_column(cfg: ByColumnConfig, data: DataConfig, seed: int, splits: Splits | None) -> Environment:
+    """Build each environment over the prompts of `data` that name it; one that none names has its own."""
+    read = read_splits(data, task=cfg.kind) if data.train else Splits([], [])
+    _check_names(cfg, read)
+    bare = data.model_copy(update={"train": {}, "validation": {}})
+    everything, by_name = Splits([*read.train], [*read.validation]), {}
+    for name, inner in cfg.environments.items():
+        mine = Splits(
+            *([p for p in part if p.info[cfg.column] == name] for part in (read.train, read.validation))
+        )
+        named = bool(mine.train or mine.validation)
+        environment = build_environment(inner, bare, seed=seed, splits=mine if named else None)
+        by_name[name] = environment
+        for part, split in ((everything.train, "train"), (everything.validation, "validation")):
+            made = [] if named else environment.prompts(split)
+            part += [replace(p, info={**p.info, cfg.column: name, SET: name}) for p in made]
+    return RoutedEnvironment(everything, by_name, column=cfg.column)
+
+
+def _check_names(cfg: ByColumnConfig, splits: Splits) -> None:
+    for prompt in (*splits.train, *splits.validation):
+        if (name := prompt.info.get(cfg.column)) not in cfg.environments:
+            raise ConfigError(
+                f"{prompt.info[SET]}, {prompt.info['place']}: column '{cfg.column}' is {name!r}; expected one of "
+                f"{', '.join(cfg.environments)} (env.environments), or set env.column to another"
+            )
+
+
+_BUILDERS: dict[type[Any], Callable[[Any, DataConfig, int, Splits | None], Environment]] = {
+    ReasoningGymConfig: _reasoning_gym,
+    MathConfig: _math,
+    DatasetConfig: lambda cfg, data, seed, splits: dataset_environment(cfg, data, seed=seed, splits=splits),
+    PythonConfig: lambda cfg, data, seed, splits: python_environment(cfg, data, splits=splits),
+    CalculatorConfig: lambda cfg, data, seed, splits: calculator_environment(cfg, data, splits=splits),
+    GuessNumberConfig: lambda cfg, data, seed, splits: guess_number_environment(cfg, data),
+    ByColumnConfig: _by_column,
+}

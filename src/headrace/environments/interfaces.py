@@ -16,7 +16,9 @@ class StepResult:
         it writes its next completion. At `grpo.max_rollout_turns`, or without room for more tokens, it ends anyway.
     correct: whether the completion is right; None where the environment does not say. Accuracy is the share of True
         among verdicts; the last verdict of a sample counts.
-    metrics: finite numbers by name, averaged over samples as `environment/<name>`.
+    metrics: finite numbers by name, averaged over samples as `environment/<name>`, or as they are called where they
+        begin with `reward/`.
+    answer: what the completion answers, as it votes in `maj@k`; None: its text.
     """
 
     reward: float
@@ -24,14 +26,15 @@ class StepResult:
     observation: tuple[Message, ...] = ()
     correct: bool | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 class Environment(Protocol):
     """Prompts for training and validation, and scores for completions.
 
-    `single_turn.py` is the one to copy. What `step` returns is checked: a result that `StepResult` does not allow ends
-    the run with a RewardError that names the sample. An exception of `step` ends the run, so a completion that cannot
-    be scored is a reward of 0, not an error.
+    `single_turn.py` is the one to copy; `games.py` has some of several turns. What `step` returns is checked: a result
+    that `StepResult` does not allow ends the run with a RewardError that names the sample. An exception of `step` ends
+    the run, so a completion that cannot be scored is a reward of 0, not an error.
     """
 
     def prompts(self, split: str) -> list[Prompt]:

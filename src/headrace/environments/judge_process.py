@@ -30,6 +30,8 @@ _START_S = 120.0
 """Longest wait for the process to start and to load what judges."""
 _WAITS_PER_LIMIT = 10
 """How many times the limit a verdict may take by the clock: a busy machine computes slowly."""
+_SLACK_S = 2.0
+"""How much longer than its limit of the clock a call may take to give up, before its process is ended."""
 _MEMORY_BYTES = 8 * 1024**3
 """Address space at most: a text that evaluates to more fails here, and takes no memory from a trainer."""
 
@@ -47,8 +49,11 @@ class NoVerdict(Exception):
 class JudgeProcess:
     """Calls functions in one process, one at a time; started by the first call, and after it has died."""
 
-    def __init__(self, *, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, *, limit_s: float = LIMIT_S, code_of_user: bool = False) -> None:
+        """With `code_of_user`, the limit is of the clock, memory has none, and what is printed is shown."""
         self._limit_s = limit_s
+        self._code_of_user = code_of_user
+        self._wait_s = limit_s + _SLACK_S if code_of_user else limit_s * _WAITS_PER_LIMIT
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection[Any, Any] | None = None
@@ -70,7 +75,7 @@ class JudgeProcess:
         question = pickle.dumps((function, arguments))
         with self._lock:
             pipe = self._loaded(question)
-            verdict = self._receive(pipe, self._limit_s * _WAITS_PER_LIMIT)
+            verdict = self._receive(pipe, self._wait_s)
         if verdict is None:
             raise NoVerdict("the process that judged it had to be ended")
         if "fault" in verdict:
@@ -127,10 +132,13 @@ class JudgeProcess:
         settings = {"PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(self._limit_s)],
+                [
+                    *(sys.executable, "-m", __name__, str(theirs.fileno()), str(self._limit_s)),
+                    *(["user"] if self._code_of_user else []),
+                ],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stdout=2 if self._code_of_user else subprocess.DEVNULL,
+                stderr=None if self._code_of_user else subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 # Ctrl-C is for this process alone.
                 process_group=0,
@@ -152,11 +160,12 @@ class _OverLimit(BaseException):
     """Raised by the clock, past what handles errors."""
 
 
-def _serve(pipe: "Connection[Any, Any]", limit_s: float) -> NoReturn:
+def _serve(pipe: "Connection[Any, Any]", limit_s: float, *, by_clock: bool) -> NoReturn:
     """Load each question, say so, and send its verdict."""
     questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, questions), daemon=True).start()
     signal.signal(signal.SIGPROF, _give_up)
+    signal.signal(signal.SIGALRM, _give_up)
     while True:
         try:
             function, arguments = pickle.loads(questions.get())
@@ -164,7 +173,7 @@ def _serve(pipe: "Connection[Any, Any]", limit_s: float) -> NoReturn:
             _send(pipe, {"fault": f"{type(error).__name__}: {error}"})
             continue
         _send(pipe, {})
-        _send(pipe, _verdict(function, arguments, limit_s))
+        _send(pipe, _verdict(function, arguments, limit_s, by_clock=by_clock))
 
 
 def _listen(pipe: "Connection[Any, Any]", questions: "queue.SimpleQueue[bytes]") -> None:
@@ -179,20 +188,24 @@ def _send(pipe: "Connection[Any, Any]", message: dict[str, Any]) -> None:
     pipe.send_bytes(json.dumps(message, default=repr).encode())
 
 
-def _verdict(function: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float) -> dict[str, Any]:
+def _verdict(
+    function: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float, *, by_clock: bool
+) -> dict[str, Any]:
     # The first clock raises, the second kills: work that never comes back to Python sees no exception. Both count
-    # this process's computing, so that verdicts do not depend on what else the machine does.
+    # this process's computing, so that verdicts do not depend on what else the machine does. By the clock on the wall,
+    # the asking process does the killing.
+    clocks = (signal.ITIMER_REAL,) if by_clock else (signal.ITIMER_PROF, signal.ITIMER_VIRTUAL)
     try:
-        signal.setitimer(signal.ITIMER_PROF, limit_s)
-        signal.setitimer(signal.ITIMER_VIRTUAL, 2 * limit_s)
+        for times, clock in enumerate(clocks, 1):
+            signal.setitimer(clock, times * limit_s)
         return {"value": function(*arguments)}
     except _OverLimit:
-        return {"fault": f"it took more than {limit_s:g} s of computing"}
+        return {"fault": f"it took more than {limit_s:g} s{'' if by_clock else ' of computing'}"}
     except FAILURES as error:
         return {"fault": type(error).__name__}
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        for clock in clocks:
+            signal.setitimer(clock, 0)
 
 
 def _give_up(number: int, frame: FrameType | None) -> None:
@@ -201,5 +214,6 @@ def _give_up(number: int, frame: FrameType | None) -> None:
 
 if __name__ == "__main__":
     with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, resource.RLIM_INFINITY))
-    _serve(Connection(int(sys.argv[1])), float(sys.argv[2]))
+        if "user" not in sys.argv:
+            resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, resource.RLIM_INFINITY))
+    _serve(Connection(int(sys.argv[1])), float(sys.argv[2]), by_clock="user" in sys.argv)

@@ -8,10 +8,10 @@ import re
 from functools import lru_cache
 
 from headrace.config import DataConfig, MathConfig
-from headrace.environments.dataset import file_environment
 from headrace.environments.interfaces import StepResult
 from headrace.environments.judge_process import NoVerdict, judge_process
 from headrace.environments.math_verdicts import verdict
+from headrace.environments.prompts import Splits, read_splits
 from headrace.environments.single_turn import SingleTurnEnvironment
 from headrace.experience.types import Prompt
 
@@ -66,22 +66,27 @@ _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _BARE_POINT = re.compile(r"(?<![\d.])\.(?=\d)")
 
 
-def math_environment(cfg: MathConfig, data: DataConfig, *, seed: int) -> SingleTurnEnvironment:
+def math_environment(
+    cfg: MathConfig, data: DataConfig, *, seed: int, splits: Splits | None = None
+) -> SingleTurnEnvironment:
     """Build the environment that gives 1 for a completion whose result equals the answer as mathematics, else 0.
 
     The result is looked for at the end of the text: boxed, after `####` or "the answer is", in LaTeX, or as a plain
     number. A completion that cannot be judged gets 0 and counts in the metric `unscorable`.
 
     Raises:
-        ConfigError: see `file_environment`; also an answer that states no result.
+        ConfigError: see `read_splits`; also an answer that states no result.
     """
-    return file_environment(cfg, data, _reward, fault_of_answer=_lacks_result, seed=seed)
+    splits = splits or read_splits(data, cfg, task=cfg.kind)
+    splits.check(lambda prompt: _fault_of_answer(prompt, cfg.answer_key))
+    return SingleTurnEnvironment(splits.train, splits.validation, math_reward, data, seed=seed)
 
 
-def _reward(prompt: Prompt, completion: str, truncated: bool) -> StepResult:
+def math_reward(prompt: Prompt, completion: str, truncated: bool) -> StepResult:
     correct = is_equal(completion, prompt.answer or "")
     metrics = {"unscorable": float(correct is None)}
-    return StepResult(reward=float(bool(correct)), correct=bool(correct), metrics=metrics)
+    said = _normal(_stated_result(completion))[:_LONGEST_RESULT]
+    return StepResult(reward=float(bool(correct)), correct=bool(correct), metrics=metrics, answer=said)
 
 
 def is_equal(text: str, answer: str) -> bool | None:
@@ -113,6 +118,13 @@ def same_result(text: str, answer: str) -> bool:
 @lru_cache(maxsize=65536)
 def _answer_result(answer: str) -> str:
     return _normal(_stated_result(answer))
+
+
+def _fault_of_answer(prompt: Prompt, key: str) -> str | None:
+    if prompt.answer is None:
+        return "there is no answer to compare with; name its column (columns: {answer: ...})"
+    fault = _lacks_result(prompt.answer)
+    return fault and f"key '{key}' {fault}"
 
 
 def _lacks_result(answer: str) -> str | None:

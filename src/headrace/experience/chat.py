@@ -7,7 +7,7 @@ Control tokens are the template's. A message that spells one, such as `<|im_end|
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any, Protocol
@@ -45,8 +45,31 @@ class ChatTokenizer(Protocol):
     ) -> list[str]: ...
 
     def apply_chat_template(
-        self, conversation: Any, *, add_generation_prompt: bool, tokenize: bool
+        self, conversation: Any, *, add_generation_prompt: bool, tokenize: bool, **switches: Any
     ) -> Any: ...
+
+    def get_chat_template(self, chat_template: None = None, tools: Any = None) -> str: ...
+
+
+_SWITCHES = "headrace_template_switches"
+
+
+def set_template_switches(tokenizer: ChatTokenizer, switches: Mapping[str, Any]) -> None:
+    """Give a tokenizer's chat template these variables from now on, in place of earlier ones.
+
+    Raises:
+        ConfigError: the template does not read one of them.
+    """
+    if not switches and not hasattr(tokenizer, _SWITCHES):
+        return
+    template = tokenizer.get_chat_template(tools=switches.get("tools")) if switches else ""
+    for name in switches:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ConfigError(
+                f"env.chat_template_kwargs.{name}: the tokenizer's chat template does not read it; remove it, or use "
+                "a tokenizer whose template does (policy.tokenizer)"
+            )
+    setattr(tokenizer, _SWITCHES, dict(switches))
 
 
 def render_prompt(tokenizer: ChatTokenizer, messages: Sequence[Message]) -> list[int]:
@@ -146,7 +169,10 @@ def _text(tokenizer: ChatTokenizer, messages: Sequence[Message], *, opens_comple
     conversation = [{"role": m.role, "content": _quoted(tokenizer, m.content)} for m in messages]
     try:
         text = tokenizer.apply_chat_template(
-            conversation, add_generation_prompt=opens_completion, tokenize=False
+            conversation,
+            add_generation_prompt=opens_completion,
+            tokenize=False,
+            **getattr(tokenizer, _SWITCHES, {}),
         )
     except (TemplateError, ValueError) as error:
         roles = ", ".join(m.role for m in messages)

@@ -39,7 +39,7 @@ def rollout_metrics(values: Mapping[str, Any]) -> dict[str, float]:
         metrics["rollout/accuracy"] = float(np.mean(verdicts))
     for name in sorted({name for own in values["metrics"] for name in own}):
         given = [own[name] for own in values["metrics"] if name in own]
-        metrics[f"environment/{name}"] = float(np.mean(given))
+        metrics[name if name.startswith("reward/") else f"environment/{name}"] = float(np.mean(given))
     return metrics
 
 

@@ -37,6 +37,7 @@ def score_group(environment: Environment, rollouts: Sequence[Rollout]) -> list[S
                 "expected a sum that fits in float32"
             )
         rollout.correct = rollout.correct if result.correct is None else bool(result.correct)
+        rollout.answer = result.answer
         rollout.metrics.update(result.metrics)
     return results
 
@@ -67,6 +68,8 @@ def _fault(result: Any) -> str | None:
         return f"reward {_shown(result.reward)}; expected a finite number that fits in float32"
     if result.correct is not None and not _is_flag(result.correct):
         return f"correct {_shown(result.correct)}; expected True, False or None"
+    if result.answer is not None and not isinstance(result.answer, str):
+        return f"answer {_shown(result.answer)}; expected text or None"
     if not isinstance(result.metrics, Mapping):
         return f"metrics {_shown(result.metrics)}; expected a dict of names and numbers"
     for key, value in result.metrics.items():

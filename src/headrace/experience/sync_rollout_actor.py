@@ -7,13 +7,12 @@ metadata comes back.
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 import torch
 from transformers.utils import logging as hf_logging
 
-from headrace.config import DataPlaneConfig, RecipeConfig, ValidationConfig
+from headrace.config import DataPlaneConfig, RecipeConfig, ValidationConfig, ValidationSourceConfig
 from headrace.data_plane.column_io import kv_first_write
 from headrace.data_plane.factory import build_data_plane_client
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
@@ -21,27 +20,23 @@ from headrace.data_plane.schema import SAMPLE_ID, FieldSpec, declare
 from headrace.data_plane.worker_mixin import bytes_moved
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.columns import object_array
-from headrace.environments.interfaces import Environment, StepResult
+from headrace.environments.interfaces import Environment
+from headrace.environments.routed import RoutedEnvironment
 from headrace.errors import ConfigError, DataPlaneError
 from headrace.experience.chat import ChatTokenizer, render_prompt
 from headrace.experience.flatten import PER_SAMPLE_KEYS, flatten, per_sample_values
-from headrace.experience.metrics import (
-    GREEDY_ACCURACY,
-    GREEDY_REWARD,
-    SAMPLED_ACCURACY,
-    SAMPLED_REWARD,
-    rollout_metrics,
-)
+from headrace.experience.metrics import rollout_metrics
 from headrace.experience.probe import Probe, complete
 from headrace.experience.prompt_room import prompts_that_fit
 from headrace.experience.rollouts import RolloutSettings, run_rollouts
-from headrace.experience.scoring import checked_results
-from headrace.experience.types import Message, Prompt, Rollout
+from headrace.experience.types import Prompt, Rollout
+from headrace.experience.validation import measure, sets_of
 from headrace.models.automodel.setup import load_model, load_tokenizer
 from headrace.models.generation.build import build_generator
-from headrace.models.generation.interfaces import Generator
+from headrace.models.generation.interfaces import Generator, SamplingParams
 from headrace.models.generation.weights import WeightStream
 from headrace.utils.seeding import derive_seed
+from headrace.utils.targets import extend_import_path
 
 TAGS = ("reward", "uid", "group_index", "weight_version", "truncated")
 """Per-sample values that are stamped on the meta, for filters."""
@@ -67,6 +62,7 @@ class SyncRolloutActor:
         *,
         dp_client: DataPlaneClient | None = None,
         validation: ValidationConfig | None = None,
+        validation_sets: Mapping[str, ValidationSourceConfig] | None = None,
         task_name: str = "train",
         seed: int = 0,
     ) -> None:
@@ -77,13 +73,16 @@ class SyncRolloutActor:
         self._dp_client = dp_client
         self._own_client: DataPlaneClient | None = None
         self._validation = validation
-        self._held_out = environment.prompts("validation")[: validation.max_samples] if validation else []
+        held_out = environment.prompts("validation") if validation else []
+        self._held_out = sets_of(
+            held_out, validation_sets or {}, validation.max_samples if validation else None
+        )
         self._task_name = task_name
         self._seed = seed
         self._steps = 0
         self._rounds = 0
         self._by_uid: dict[str, Prompt] = {}
-        if validation and not self._held_out:
+        if validation and not all(one.prompts for one in self._held_out):
             raise ConfigError("the validation split has no prompts; raise data.validation_size")
 
     @classmethod
@@ -101,6 +100,7 @@ class SyncRolloutActor:
                 generator that records no routes.
         """
         hf_logging.disable_progress_bar()
+        extend_import_path(recipe.code_path or ())
         tokenizer = tokenizer or load_tokenizer(recipe.policy)
         environment = environment or prompts_that_fit(recipe, tokenizer)
         model = load_model(recipe.policy, seed=recipe.seed)
@@ -113,7 +113,13 @@ class SyncRolloutActor:
             )
         settings = RolloutSettings.from_recipe(recipe)
         return cls(
-            generator, tokenizer, environment, settings, dp_client=dp_client, validation=recipe.validation
+            generator,
+            tokenizer,
+            environment,
+            settings,
+            dp_client=dp_client,
+            validation=recipe.validation,
+            validation_sets=recipe.data.validation,
         )
 
     def setup_data_plane(
@@ -198,13 +204,26 @@ class SyncRolloutActor:
     def validate(self, seed: int) -> dict[str, float]:
         """Return accuracy and mean reward of greedy completions and, if configured, of sampled ones, by metric name.
 
-        The accuracy is there if the environment gives any verdict; a completion without one is then not right. The
-        sampling seed depends on `seed` alone, so validations of one run draw the same numbers. Nothing is stored.
+        See `validation.measure`. The sampling seed depends on `seed` alone, so validations of one run draw the same
+        numbers. Nothing is stored.
         """
-        metrics = self._measure(seed, GREEDY_ACCURACY, GREEDY_REWARD, greedy=True)
-        if self._validation and self._validation.sampled:
-            metrics |= self._measure(seed, SAMPLED_ACCURACY, SAMPLED_REWARD, greedy=False)
-        return metrics
+        assert self._validation is not None, "no validation section was given"
+
+        def roll_out(
+            prompts: Sequence[Prompt], sampling: SamplingParams, samples: int, number: int, greedy: bool
+        ) -> list[Rollout]:
+            return run_rollouts(
+                prompts,
+                generator=self.generator,
+                tokenizer=self.tokenizer,
+                environment=self._environment,
+                settings=replace(self.settings, sampling=sampling),
+                group_size=samples,
+                seed=derive_seed(seed, "validation", number),
+                greedy=greedy,
+            )[0]
+
+        return measure(self._held_out, self._validation, self.settings.sampling, roll_out)
 
     def update_weights(self, weights: Iterable[Any], version: int) -> None:
         """Give the generator what a policy's `weight_stream` yields."""
@@ -253,7 +272,9 @@ class SyncRolloutActor:
             [self._prompt(uid) if isinstance(uid, str) else uid for uid in request["prompts"]],
             generator=self.generator,
             tokenizer=self.tokenizer,
-            environment=_Routed(self._environment, overrides) if overrides else self._environment,
+            environment=self._environment
+            if not overrides
+            else RoutedEnvironment(self._environment, overrides, default=self._environment),
             settings=self.settings,
             group_size=group_size,
             seed=seed,
@@ -271,59 +292,6 @@ class SyncRolloutActor:
                     "finds prompts by uid: make them unique, or set cluster.rollout=driver"
                 )
         return self._by_uid[uid]
-
-    def _measure(self, seed: int, accuracy: str, reward: str, *, greedy: bool) -> dict[str, float]:
-        assert self._validation is not None, "no validation section was given"
-        size = self._validation.batch_size
-        # Nothing of a validation is replayed.
-        sampling = replace(self.settings.sampling, record_routes=False)
-        rollouts: list[Rollout] = []
-        for index, start in enumerate(range(0, len(self._held_out), size)):
-            rollouts += run_rollouts(
-                self._held_out[start : start + size],
-                generator=self.generator,
-                tokenizer=self.tokenizer,
-                environment=self._environment,
-                settings=replace(self.settings, sampling=sampling),
-                group_size=1,
-                seed=derive_seed(seed, "validation", index),
-                greedy=greedy,
-            )[0]
-        metrics = {reward: fmean(r.reward for r in rollouts)}
-        if any(r.correct is not None for r in rollouts):
-            metrics = {accuracy: fmean(r.correct is True for r in rollouts), **metrics}
-        return metrics
-
-
-class _Routed:
-    """Sends each prompt to the environment of its task, or to a default one."""
-
-    def __init__(self, default: Environment, by_task: Mapping[str, Environment]) -> None:
-        self._default = default
-        self._by_task = by_task
-
-    def prompts(self, split: str) -> list[Prompt]:
-        return self._default.prompts(split)
-
-    def step(
-        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], truncated: Sequence[bool]
-    ) -> list[StepResult]:
-        rows_by_task: dict[str | None, list[int]] = {}
-        for row, prompt in enumerate(prompts):
-            task = prompt.info.get("task")
-            rows_by_task.setdefault(task if task in self._by_task else None, []).append(row)
-        results: dict[int, StepResult] = {}
-        for task, rows in rows_by_task.items():
-            environment = self._default if task is None else self._by_task[task]
-            judged = environment.step(
-                [prompts[i] for i in rows],
-                [conversations[i] for i in rows],
-                truncated=[truncated[i] for i in rows],
-            )
-            names = [f"prompt '{prompts[i].uid}'" for i in rows]
-            judged = checked_results(judged, names, who=f"the environment of task {task!r}")
-            results.update(zip(rows, judged))
-        return [results[row] for row in range(len(prompts))]
 
 
 def _request(input_batch: Sequence[Prompt] | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -38,7 +38,8 @@ class Rollout:
 
     `token_ids` (L), `token_mask` (L, 1 on generated assistant tokens, 0 on the rest) and `logprobs` (L, 0 where
     the mask is 0) are aligned; nothing is padded. `sample_id` is `<uid>_g<i>`. `truncated` is True where the
-    token limit cut the last turn. `correct` is the environment's word on the last completion, None where it has none.
+    token limit cut the last turn. `correct` and `answer` are the environment's words on the last completion, None where
+    it has none.
     `routes` (at most L, MoE layers, k) are the experts that the first tokens used, in the wire's dtype; the last
     sampled token has none. None without router replay.
     """
@@ -55,6 +56,7 @@ class Rollout:
     turns: int = 0
     weight_version: int = 0
     correct: bool | None = None
+    answer: str | None = None
     routes: torch.Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 

@@ -60,6 +60,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, of_a_run: bo
         merged = _merge(_without_other_kinds(merged, _merge(*changes)), *changes)
     try:
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        if isinstance(values, dict):
+            values.setdefault("code_path", [str(Path(path).parent.absolute())])
         return RecipeConfig.model_validate(values)
     except faults.MissingMandatoryValue as error:
         key = getattr(error, "full_key", None)

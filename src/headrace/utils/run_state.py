@@ -20,7 +20,7 @@ _ADAPTER = ("policy.lora.rank", "policy.lora.alpha", "policy.lora.targets")
 _FIXED = ("seed", *_MODEL, *_ADAPTER, "env")
 # What these change in the prompts shows in their digest.
 _IN_DIGEST = ("env.path", "env.question_key", "env.answer_key", "data")
-_ABOUT_THE_RUN = ("run_dir", "overwrite", "resume", "allow_changes", "logging")
+_ABOUT_THE_RUN = ("run_dir", "overwrite", "resume", "allow_changes", "logging", "code_path")
 _NO_MATTER = (*_ABOUT_THE_RUN, "validation", "checkpointing", "data_plane", "cluster")
 _LONGEST_VALUE = 37
 

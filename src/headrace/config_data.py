@@ -1,0 +1,113 @@
+"""The part of a recipe that says where prompts come from: `data`, with its training and validation sets."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+
+from headrace.utils.section import Integers, Section
+from headrace.utils.targets import TARGET
+
+
+class SourceConfig(Section):
+    """One set of prompts."""
+
+    path: str
+    """A file (.jsonl, .json, .csv, .parquet), a Hugging Face dataset saved to disk, one of the hub (`org/name`), or a
+    function that returns rows (`package.module:function`)."""
+    split: str | None = None
+    """Split of a dataset of the hub or on disk; None: `train`, or the one that there is."""
+    subset: str | None = None
+    """Configuration of a dataset of the hub."""
+    revision: str | None = None
+    """Branch, tag or commit of a dataset of the hub."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Our name: the file's name of a column. `prompt` is text or messages (unset: the first of `prompt`, `question`,
+    `messages` that is there), `answer` the right answer (unset: `answer`, if there). Other columns keep their names;
+    scoring code finds them in `info`."""
+    size: PositiveInt | None = None
+    """Prompts of it at most; None: all."""
+
+
+class TrainSourceConfig(SourceConfig):
+    """One training set."""
+
+    weight: PositiveFloat | None = None
+    """Its share of the prompts of an epoch, beside the other sets' weights; None: as many as it has."""
+
+
+class ValidationSourceConfig(SourceConfig):
+    """One validation set, and how it is measured."""
+
+    samples: PositiveInt = 1
+    """Sampled completions of each prompt."""
+    greedy: bool = True
+    """Measure a greedy completion of each prompt too."""
+    pass_at: Integers = ()
+    """Each k: the chance that one of k samples is right (`pass@k`, without bias)."""
+    maj_at: Integers = ()
+    """Each k: the chance that the answer which most of k samples give is right (`maj@k`)."""
+    temperature: PositiveFloat | None = None
+    """None: the run's."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """None: the run's."""
+    top_k: PositiveInt | None = None
+    """None: the run's."""
+    max_new_tokens: PositiveInt | None = None
+    """None: the run's."""
+
+    def faults(self) -> Iterator[str]:
+        for key in ("pass_at", "maj_at"):
+            for k in getattr(self, key):
+                if not 1 <= k <= self.samples:
+                    yield f"{key}={list(getattr(self, key))}: {k} of samples={self.samples}; raise samples"
+
+
+class DataConfig(Section):
+    """Which prompts, and how they are written."""
+
+    train_size: PositiveInt | None = None
+    """Prompts generated for training, or kept of a file at most; None: 2,048 of a generated task, all of a file."""
+    validation_size: PositiveInt = 256
+    """Prompts held out, where no validation sets are named; no training prompt equals one of them."""
+    system_prompt: str | None = None
+    """A system message before every question that has none; None: none."""
+    shuffle: bool = True
+    """Draw the order of the training prompts from the seed, anew for each pass."""
+    order: str | None = None
+    """A function `package.module:function` of (prompts, epoch, seed) that returns the places of an epoch's prompts, as
+    many as there are; a place may come twice. None: every prompt once, or by the sets' weights."""
+    overlong_prompts: Literal["refuse", "skip", "truncate"] = "refuse"
+    """A prompt that fills `policy.max_total_sequence_length`: end the run before it starts; leave the prompt out of its
+    split; or cut the beginning of its last message, so that `generation.max_new_tokens` have room. A warning counts
+    them."""
+    train: dict[str, TrainSourceConfig] = Field(default_factory=dict)
+    """Training sets by name. A path alone is a set of the file's name."""
+    validation: dict[str, ValidationSourceConfig] = Field(default_factory=dict)
+    """Validation sets by name; none: `validation_size` prompts of the training sets. A path alone is a set."""
+
+    @field_validator("train", "validation", mode="before")
+    @classmethod
+    def _name_single_sets(cls, value: object) -> object:
+        return _named(value)
+
+    def faults(self) -> Iterator[str]:
+        weighted = [name for name, source in self.train.items() if source.weight is not None]
+        if weighted and len(weighted) < len(self.train):
+            other = next(name for name in self.train if name not in weighted)
+            yield f"train.{other} has no weight, and train.{weighted[0]} has one; give all of them one, or none"
+
+
+def _named(value: Any) -> Any:
+    """Return sets by name, of a path, of one set, or of paths and sets by name."""
+    if isinstance(value, str):
+        value = {"path": value}
+    if not isinstance(value, Mapping):
+        return value
+    path = value.get("path")
+    if isinstance(path, str) and not TARGET.fullmatch(path):
+        return {PurePath(path).stem or "data": value}
+    if isinstance(path, str):
+        return {path.partition(":")[2]: value}
+    return {name: {"path": entry} if isinstance(entry, str) else entry for name, entry in value.items()}

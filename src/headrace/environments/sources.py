@@ -1,0 +1,241 @@
+"""Rows of a file, of a saved dataset, of the hub, or of a function: mappings, with the place of each in words."""
+
+import csv
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+from headrace.config import SourceConfig
+from headrace.errors import ConfigError
+from headrace.utils.json_text import read_json, read_json_lines
+from headrace.utils.paths import user_path
+from headrace.utils.targets import TARGET, check_parameters, load_callable, user_code
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_LONGEST_REASON = 200
+Row = tuple[int, str, Mapping[str, Any]]
+"""The number of a row, its place (`line 3` of a text file, `row 2` of a dataset), and its values."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A set of prompts under its name; `key` is the recipe's key of its path, `settings` those of its columns."""
+
+    name: str
+    cfg: SourceConfig
+    key: str
+    settings: Mapping[str, str]
+
+    def setting(self, column: str) -> str:
+        return self.settings.get(column, f"{self.key.removesuffix('.path')}.columns.{column}")
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.cfg.path}"
+
+
+def read_rows(source: Source) -> Iterator[Row]:
+    """Yield the rows of a source, in order.
+
+    Raises:
+        ConfigError: nothing is there, it cannot be read, or the hub cannot be reached.
+    """
+    text = source.cfg.path
+    if TARGET.fullmatch(text) and not Path(text).exists():
+        return _of_function(source)
+    path = user_path(text, source.key)
+    if path.is_dir():
+        return _numbered(_saved_dataset(path, source))
+    reader = _READERS.get(path.suffix.lower())
+    if path.is_file() and reader is None:
+        raise ConfigError(
+            f"{source}: expected a file that ends in {', '.join(_READERS)}; rename or convert it"
+        )
+    if reader is not None:
+        if not path.is_file():
+            raise ConfigError(f"{source}: cannot read it (No such file or directory); check the path")
+        return reader(path, source)
+    if not _HUB_NAME.fullmatch(text):
+        raise ConfigError(
+            f"{source}: no such file or folder, and no name of a hub's dataset (org/name) or of a function "
+            "(package.module:function); check the path"
+        )
+    return _numbered(_hub_dataset(source))
+
+
+def _json_lines(path: Path, source: Source) -> Iterator[Row]:
+    for line in read_json_lines(path, name=str(source)):
+        yield line.number, f"line {line.number}", line.value
+
+
+def _json(path: Path, source: Source) -> Iterator[Row]:
+    rows = read_json(path, remedy="write a list of objects")
+    if not isinstance(rows, list):
+        raise ConfigError(f"{source}: expected a list of objects; got {type(rows).__name__}")
+    return _numbered(_mappings(rows, source), start=1)
+
+
+def _csv(path: Path, source: Source) -> Iterator[Row]:
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            for cells in reader:
+                place = f"line {reader.line_num}"
+                if None in cells or None in cells.values():
+                    raise ConfigError(
+                        f"{source}, {place}: {'more' if None in cells else 'fewer'} cells than the header's "
+                        f"{len(reader.fieldnames or ())}; put text with commas into double quotes"
+                    )
+                yield reader.line_num, place, {name: cell_value(text) for name, text in cells.items()}
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{source}: cannot read it as CSV in UTF-8 ({_reason(error)})") from error
+
+
+def cell_value(text: str) -> str | int | float:
+    """Return a number where Python writes it as the cell does, else the text: `007` and `1.50` stay as they are.
+
+    >>> cell_value("7"), cell_value("1.5"), cell_value("007"), cell_value("1e3")
+    (7, 1.5, '007', '1e3')
+    """
+    for kind in (int, float):
+        try:
+            if str(value := kind(text)) == text and text not in ("nan", "inf", "-inf"):
+                return value
+        except ValueError:
+            continue
+    return text
+
+
+def _parquet(path: Path, source: Source) -> Iterator[Row]:
+    with _needed("pyarrow", source):
+        from pyarrow import ArrowException, parquet  # noqa: PLC0415 - optional
+    try:
+        return _numbered(parquet.read_table(path).to_pylist())
+    except (ArrowException, OSError) as error:
+        raise ConfigError(f"{source}: cannot read it as Parquet ({_reason(error)})") from error
+
+
+_READERS: dict[str, Callable[[Path, Source], Iterator[Row]]] = {
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
+
+
+def _saved_dataset(path: Path, source: Source) -> Iterable[Mapping[str, Any]]:
+    with _needed("datasets", source):
+        from datasets import load_from_disk  # noqa: PLC0415 - optional, and slow to import
+    try:
+        return _one_split(load_from_disk(str(path)), source)
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{source}: not a Hugging Face dataset made by save_to_disk ({_reason(error)}); check the path"
+        ) from error
+
+
+def _hub_dataset(source: Source) -> Iterable[Mapping[str, Any]]:
+    """Return a dataset of the hub: from there, or, without a network, what an earlier download has left."""
+    cfg = source.cfg
+    with _needed("datasets", source):
+        import datasets  # noqa: PLC0415 - optional, and slow to import
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        return _one_split(datasets.load_dataset(cfg.path, cfg.subset, revision=cfg.revision), source)
+    except ConnectionError as error:
+        folder = _downloaded(source, error)
+        return _one_split(datasets.load_dataset(str(folder), cfg.subset), source)
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{source}: no such file or folder, and the hub has no such dataset ({_reason(error)}); check the name, "
+            f"or the subset and revision beside it"
+        ) from error
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def _downloaded(source: Source, error: Exception) -> Path:
+    try:
+        found = snapshot_download(
+            source.cfg.path, repo_type="dataset", revision=source.cfg.revision, local_files_only=True
+        )
+    except (OSError, ValueError) as missing:
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
+        revision = f" --revision {source.cfg.revision}" if source.cfg.revision else ""
+        raise ConfigError(
+            f"{source}: no such file or folder, and the hub cannot be reached{offline}; where it can, run "
+            f"`hf download {source.cfg.path} --repo-type dataset{revision}`, or give the path of a file"
+        ) from missing
+    return Path(found)
+
+
+def _one_split(dataset: Any, source: Source) -> Iterable[Mapping[str, Any]]:
+    wanted = source.cfg.split
+    if not hasattr(dataset, "keys"):
+        if wanted is not None and str(getattr(dataset, "split", None) or wanted) != wanted:
+            raise ConfigError(
+                f"{source} is the split {dataset.split}; remove split={wanted}, or change the path"
+            )
+        return dataset  # type: ignore[no-any-return]
+    name = wanted or ("train" if "train" in dataset or len(dataset) > 1 else next(iter(dataset)))
+    if name not in dataset:
+        own = source.key != "env.path"
+        remedy = f"set {source.key.removesuffix('path')}split to one" if own else "add one to the path"
+        raise ConfigError(f"{source} has no split '{name}' (it has {', '.join(dataset)}); {remedy}")
+    return dataset[name]  # type: ignore[no-any-return]
+
+
+def _of_function(source: Source) -> Iterator[Row]:
+    """Call a function of the user's for its rows; `split` goes to one that takes it."""
+    function = load_callable(source.cfg.path, source.key)
+    taken = check_parameters(
+        function, {"split"}, str(source), example="a function without parameters, or (split)"
+    )
+    given = {"split": source.cfg.split or "train"} if taken is None or taken else {}
+    with user_code(str(source)):
+        rows = function(**given)
+        if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+            raise ConfigError(
+                f"{source}: expected a list of rows, each a dict; it returned a {type(rows).__name__}"
+            )
+        found = list(rows)
+    return _numbered(_mappings(found, source))
+
+
+def _mappings(rows: list[Any], source: Source) -> Iterator[Mapping[str, Any]]:
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"{source}, row {number}: expected a mapping of columns; got {type(row).__name__}"
+            )
+        yield row
+
+
+def _numbered(rows: Iterable[Mapping[str, Any]], start: int = 0) -> Iterator[Row]:
+    for number, row in enumerate(rows, start):
+        yield number, f"row {number}", row
+
+
+@contextmanager
+def _needed(package: str, source: Source) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"{source}: reading it needs the package '{package}'; install headrace[train], or give a JSONL file"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split())[:_LONGEST_REASON]
