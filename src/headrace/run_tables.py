@@ -118,6 +118,8 @@ def held_out(metrics: Mapping[str, float]) -> tuple[str, dict[str, str]]:
         if values:
             break
     at_k = {name.removeprefix("validation/"): value for name, value in metrics.items() if "@" in name}
+    # Of sets with names, each for itself.
+    at_k = {name: value for name, value in at_k.items() if "/" in name} or at_k
     return kind, {**values, **{name: _result("accuracy", value) for name, value in at_k.items()}}
 
 
