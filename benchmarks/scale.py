@@ -235,7 +235,7 @@ class Books:
             name: [block._replace(key=f"{self._puts}.{block.key}") for block in blocks]
             for name, blocks in packed.columns.items()
         }
-        begun, ticket = self.ask("begin_put", OWNER, Put(PARTITION, ids, columns, tags, {}), 60.0)
+        begun, ticket = self.ask("begin_put", OWNER, Put(PARTITION, ids, tags, {}), columns, 60.0)
         slots = [self._puts * 1000 + number for number in range(len(packed.blocks))]
         return begun + self.ask("commit", ticket, slots)[0]
 
@@ -250,7 +250,7 @@ def packed_like(rows: int, names: Sequence[str]) -> PackedColumns:
         shape = (rows, int(TOKENS.value)) if is_wide else (rows,)
         values[name] = lengths if name == INPUT_LENGTHS else torch.zeros(shape, dtype=spec.dtype)
     wire = pack_columns(values, lengths=lengths, rows=rows)
-    return pack(checked_put([str(row) for row in range(rows)], "p", wire, None).columns, "block")
+    return pack(checked_put([str(row) for row in range(rows)], "p", wire, None)[1], "block")
 
 
 def measure_index(bench: Bench, rows: int, rank_rows: int) -> dict[str, float]:

@@ -38,7 +38,7 @@ DTYPES = [torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64, torch
 
 def chunks_of(count: int, **columns: Any) -> Any:
     ids, wire = [f"s{i}" for i in range(count)], TensorDict(columns, batch_size=[count])
-    return checked_put(ids, "p", wire, None).columns
+    return checked_put(ids, "p", wire, None)[1]
 
 
 def plain(chunk: Chunk) -> Any:
@@ -46,8 +46,8 @@ def plain(chunk: Chunk) -> Any:
 
 
 def put(index: SampleIndex, partition: str, ids: list[str], packed: PackedColumns) -> None:
-    stored = Put(partition, ids, packed.columns, None, {})
-    index.commit(index.begin_put(b"me", stored, 60), range(len(packed.blocks)))
+    stored = Put(partition, ids, None, {})
+    index.commit(index.begin_put(b"me", stored, packed.columns, 60), range(len(packed.blocks)))
 
 
 def numbers(key: str, rows: int = 1, **columns: torch.Tensor) -> PackedColumns:
@@ -173,7 +173,7 @@ def test_a_put_that_cannot_be_committed_is_refused_before_its_blocks_are_stored(
         (["a"], numbers("m", x=torch.tensor([1])), SchemaError),
     ):
         with pytest.raises(error):
-            index.begin_put(b"me", Put("p", ids, packed.columns, None, {}), 60)
+            index.begin_put(b"me", Put("p", ids, None, {}), packed.columns, 60)
     with pytest.raises(SampleNotFound):
         index.locate("p", ["b"], ["x"])
     assert garbage(index) == []
@@ -181,7 +181,7 @@ def test_a_put_that_cannot_be_committed_is_refused_before_its_blocks_are_stored(
 
 def begin(index: SampleIndex, owner: bytes, key: str, limit_s: float = 60) -> int:
     packed = numbers(key)
-    return index.begin_put(owner, Put("p", [key], packed.columns, None, {}), limit_s)
+    return index.begin_put(owner, Put("p", [key], None, {}), packed.columns, limit_s)
 
 
 def test_blocks_of_a_put_that_its_process_did_not_live_to_commit_are_garbage() -> None:
@@ -267,7 +267,7 @@ def test_stores_of_one_cluster_are_apart() -> None:
     one, two = (ask(indexes, "open_store", b"me", name, 4, "me")[0] for name in ("one", "two"))
     assert (ask(indexes, "attach", "one"), ask(indexes, "attach", "two")) == (one, two)
     ticket = ask(
-        indexes, "begin_put", b"me", Put("p", ["a"], numbers("k").columns, None, {}), 60.0, store=one
+        indexes, "begin_put", b"me", Put("p", ["a"], None, {}), numbers("k").columns, 60.0, store=one
     )
     ask(indexes, "commit", ticket, [0], store=one)
     assert (ask(indexes, "sample_ids", store=one), ask(indexes, "sample_ids", store=two)) == (
@@ -290,12 +290,12 @@ def test_what_the_index_is_told_and_says_is_the_same_after_the_way_through_messa
     }
     ids, wire = ["a_g0", "b_g0"], TensorDict(column, batch_size=[2])
     tags: list[dict[str, Any]] = [{"n": 1, "why": ("a", 2.5)}, {"mask": torch.tensor([1, 2]), "none": None}]
-    put = checked_put(ids, "p", wire, tags)
-    packed = pack(put.columns, "k")
-    told = put._replace(columns=packed.columns, tags=wire_tags(tags))
+    put, chunks = checked_put(ids, "p", wire, tags)
+    packed = pack(chunks, "k")
+    told = put._replace(tags=wire_tags(tags))
     registration = Registration("p", 2, ("train",), enums={"n": (1, "x")})
     ask(indexes, "register", registration, store=store)
-    ticket = ask(indexes, "begin_put", b"me", told, 60.0, store=store)
+    ticket = ask(indexes, "begin_put", b"me", told, packed.columns, 60.0, store=store)
     facts = ask(indexes, "commit", ticket, [4, 7], store=store)
     assert (facts.sample_ids, facts.sequence_lengths) == ([], [3, 5])
     claimed = ask(indexes, "claim", ClaimRequest("p", "train", ["x"], 2), 0.0, store=store)
@@ -308,7 +308,9 @@ def test_what_the_index_is_told_and_says_is_the_same_after_the_way_through_messa
         assert (where.form, where.blocks) == (block.form, [block._replace(slot=slot)])
         assert [part.tolist() for part in where.places] == [[0, 0], [1, 0]]
     with pytest.raises(SchemaError, match="tag 'n' of sample 'a_g0' is 3"):
-        ask(indexes, "begin_put", b"me", told._replace(tags=[{"n": 3}, {}]), 60.0, store=store)
+        ask(
+            indexes, "begin_put", b"me", told._replace(tags=[{"n": 3}, {}]), packed.columns, 60.0, store=store
+        )
 
 
 @pytest.mark.parametrize("operation", ["run", "__init__", "hand_out", "close", "begin_puts"])

@@ -32,7 +32,7 @@ def fill_and_end(store: SampleStore[Chunk], first: int, count: int) -> float:
         for name in (f"registered {number}", f"by hand {number}"):
             if name.startswith("registered"):
                 store.register(registration(name, 2))
-            store.put(Put(name, ["a", "b"], {}, None, {}))
+            store.put(Put(name, ["a", "b"], None, {}), {})
             store.clear(name, None)
         best = min(best, time.perf_counter() - start)
     return best
@@ -57,7 +57,7 @@ def test_of_the_partitions_that_have_ended_the_latest_can_be_filled_again() -> N
     store = SampleStore[Chunk](8)
     fill_and_end(store, 0, 1001)
     for name in ("registered 1", "registered 1000"):
-        store.put(Put(name, ["a"], {}, None, {}))
+        store.put(Put(name, ["a"], None, {}), {})
         assert store.claim(claim(name, 1)) is not None
     with pytest.raises(DataPlaneError, match="unknown partition 'registered 0'"):
         store.claim(claim("registered 0", 1))
@@ -68,7 +68,7 @@ def test_the_writer_says_which_columns_say_lengths_also_those_that_the_books_do_
         leaf = read_wire(TensorDict({name: rows}, batch_size=[2]))[name]
         chunk = chunk_of_leaf(name, leaf, ["a", "b"], [])  # type: ignore[arg-type]
         said = {column: np.array(numbers, np.int32) for column, numbers in lengths.items()}
-        store.put(Put("p", ["a", "b"], {name: [chunk]}, None, said))
+        store.put(Put("p", ["a", "b"], None, said), {name: [chunk]})
 
     store = SampleStore[Chunk](8)
     put("hint", torch.ones(2, 3), hint=[3, 3])
@@ -82,8 +82,8 @@ def test_the_writer_says_which_columns_say_lengths_also_those_that_the_books_do_
 def test_a_claim_costs_what_it_hands_out(group_size: int) -> None:
     def claims(rows: int) -> float:
         partition = Partition[Chunk]("p", registration("p", rows, group_size))
-        put = Put[Chunk]("p", [f"u{i // 4}_g{i % 4}" for i in range(rows)], {}, None, {})
-        partition.write(put, partition.locate(put.ids))
+        put = Put("p", [f"u{i // 4}_g{i % 4}" for i in range(rows)], None, {})
+        partition.write(put, {}, partition.locate(put.ids))
         times = []
         for first in range(0, 4096, 64):
             start = time.perf_counter()

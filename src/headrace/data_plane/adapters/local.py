@@ -91,9 +91,9 @@ class LocalDataPlaneClient(StoreClient):
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> KVBatchMeta:
-        store, put = self._open(), checked_put(sample_ids, partition_id, fields, tags)
-        own = {name: [chunk.copy() for chunk in chunks] for name, chunks in put.columns.items()}
-        (ids, lengths, own_tags), _ = store.put(put._replace(columns=own))
+        store, (put, chunks) = self._open(), checked_put(sample_ids, partition_id, fields, tags)
+        own = {name: [chunk.copy()] for name, chunk in chunks.items()}
+        (ids, lengths, own_tags), _ = store.put(put, own)
         return meta_of_checked(partition_id, "", ids, list(own), lengths, tags=own_tags)
 
     def get_samples(

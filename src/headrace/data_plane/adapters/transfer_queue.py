@@ -45,7 +45,7 @@ from headrace.data_plane.store.blocks import (
 )
 from headrace.data_plane.store.claims import ClaimRequest
 from headrace.data_plane.store.client import StoreClient
-from headrace.data_plane.store.columns import Known, Put, Rows, checked_put, shown
+from headrace.data_plane.store.columns import Known, Rows, checked_put, shown
 from headrace.data_plane.store.sample_store import RowFacts
 from headrace.data_plane.wire import wire_tensordict
 from headrace.distributed.ray_connection import Deadline, Part, check_parts, connect, wait_for
@@ -388,12 +388,12 @@ class TransferQueueDataPlaneClient(StoreClient):
                 message says that the commit itself went unanswered.
         """
         link = self._open()
-        put, deadline = checked_put(sample_ids, partition_id, fields, tags), self._deadline()
-        columns, key = put.columns if put.ids else {}, f"{self._prefix}.{next(self._puts)}"
-        packed = pack(columns, key, gives_rows=link.blocks.gives_rows)
-        announced = Put(partition_id, put.ids, packed.columns, wire_tags(put.tags), put.lengths)
+        (put, chunks), deadline = checked_put(sample_ids, partition_id, fields, tags), self._deadline()
+        key = f"{self._prefix}.{next(self._puts)}"
+        packed = pack(chunks if put.ids else {}, key, gives_rows=link.blocks.gives_rows)
+        asked = (link.index.owner, put._replace(tags=wire_tags(put.tags)), packed.columns)
         limit_s = deadline.left + _LEASE_MARGIN_S
-        ticket: int = self._ask("begin_put", link.index.owner, announced, limit_s, deadline=deadline)
+        ticket: int = self._ask("begin_put", *asked, limit_s, deadline=deadline)
         is_stored = False
         try:
             slots = link.blocks.put(self._partition, packed, deadline) if packed.frames else []
@@ -405,7 +405,7 @@ class TransferQueueDataPlaneClient(StoreClient):
                 raise TransportError(f"{error}. The rows may have been written") from error
             self._drop_later(Garbage(ticket, [block.key for block in packed.blocks]))
             raise
-        return meta_of_checked(partition_id, "", put.ids, list(put.columns), lengths, tags=own_tags)
+        return meta_of_checked(partition_id, "", put.ids, list(chunks), lengths, tags=own_tags)
 
     def get_samples(
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]

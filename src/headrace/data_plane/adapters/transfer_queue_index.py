@@ -38,6 +38,7 @@ _LOOK_S, _DROP_S = 1.0, 60.0
 _EXT_NUMBERS = 16
 
 Answer = TypeVar("Answer")
+BlockColumns = dict[str, list[BlockInfo]]
 
 
 class Located(NamedTuple):
@@ -69,7 +70,7 @@ class _Lease(NamedTuple):
     owner: bytes
     ends: float
     keys: list[str]
-    put: Put[BlockInfo] | None
+    put: tuple[Put, BlockColumns] | None
 
 
 def _is_always_alive(owner: bytes) -> bool:
@@ -98,11 +99,11 @@ class SampleIndex(SampleStore[BlockInfo]):
         self._garbage += [block.key for block in blocks]
         return []
 
-    def begin_put(self, owner: bytes, put: Put[BlockInfo], limit_s: float) -> int:
+    def begin_put(self, owner: bytes, put: Put, columns: BlockColumns, limit_s: float) -> int:
         """Lease the blocks of a put, which are not stored yet, to a client; return the ticket for `commit`."""
-        self.check_put(put)
-        keys = [block.key for blocks in put.columns.values() for block in blocks]
-        return self._lease(owner, keys, limit_s, put)
+        self.check_put(put, columns)
+        keys = [block.key for blocks in columns.values() for block in blocks]
+        return self._lease(owner, keys, limit_s, (put, columns))
 
     def commit(self, ticket: int, slots: Sequence[int]) -> RowFacts:
         """Commit a put whose blocks are stored in these slots; a refusal leaves blocks and ticket to the client.
@@ -114,7 +115,8 @@ class SampleIndex(SampleStore[BlockInfo]):
             raise TransportError(
                 "the put took so long that its blocks were dropped, or its process was taken for dead; put again"
             )
-        facts, gone = self.put(lease.put._replace(columns=placed(lease.put.columns, slots)))
+        put, columns = lease.put
+        facts, gone = self.put(put, placed(columns, slots))
         self._discarded(gone)
         self.end([ticket])
         return facts._replace(sample_ids=[], tags=wire_tags(facts.tags))
@@ -157,7 +159,9 @@ class SampleIndex(SampleStore[BlockInfo]):
         keys, self._garbage = self._garbage, []
         return Garbage(self._lease(owner, keys, _DROP_S), keys) if keys else None
 
-    def _lease(self, owner: bytes, keys: list[str], limit_s: float, put: Put[BlockInfo] | None = None) -> int:
+    def _lease(
+        self, owner: bytes, keys: list[str], limit_s: float, put: tuple[Put, BlockColumns] | None = None
+    ) -> int:
         ticket = next(self._tickets)
         self._leases[ticket] = _Lease(owner, time.monotonic() + limit_s, keys, put)
         return ticket

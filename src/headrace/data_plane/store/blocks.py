@@ -110,9 +110,7 @@ def placed(columns: Mapping[str, Sequence[BlockInfo]], slots: Sequence[int]) -> 
     return {name: [block._replace(slot=next(given)) for block in blocks] for name, blocks in columns.items()}
 
 
-def pack(
-    chunks: Mapping[str, Sequence[Chunk]], key_prefix: str, *, gives_rows: bool = False
-) -> PackedColumns:
+def pack(chunks: Mapping[str, Chunk], key_prefix: str, *, gives_rows: bool = False) -> PackedColumns:
     """Cut columns of a put into blocks; block i gets the key `<key_prefix>.<i>`.
 
     Blocks are as large as may be for a transport that gives single rows of them.
@@ -120,7 +118,7 @@ def pack(
     columns: dict[str, list[BlockInfo]] = {name: [] for name in chunks}
     blocks: list[BlockInfo] = []
     frames: list[Frames] = []
-    for name, (chunk,) in chunks.items():
+    for name, chunk in chunks.items():
         data, unit, offsets = chunk.flat_bytes(), chunk.unit, chunk.offsets
         rows = np.arange(chunk.rows + 1, dtype=np.int64) if offsets is None else offsets.numpy()
         ends = rows * unit

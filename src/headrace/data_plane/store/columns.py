@@ -255,15 +255,14 @@ def chunk_of_bytes(form: Form, rows: int, data: torch.Tensor, offsets: torch.Ten
     return Chunk(form, values.view(tokens, *form.trailing), offsets)
 
 
-class Put(NamedTuple, Generic[Block]):
-    """What a store is told of a put; the blocks of a column together have one row per id.
+class Put(NamedTuple):
+    """What a store is told of a put beside its columns.
 
     `lengths` are the tokens of each row by the columns that say them; columns that agree share one array.
     """
 
     partition_id: str
     ids: list[str]
-    columns: Mapping[str, Sequence[Block]]
     tags: Sequence[Mapping[str, Any]] | None
     lengths: Mapping[str, Lengths]
 
@@ -273,8 +272,8 @@ def checked_put(
     partition_id: str,
     fields: TensorDict | None,
     tags: Sequence[Mapping[str, Any]] | None,
-) -> Put[Chunk]:
-    """Return a put with one chunk per column, which shares the memory of its values.
+) -> tuple[Put, dict[str, Chunk]]:
+    """Return a put, and its columns as chunks, which share the memory of their values.
 
     Raises:
         SchemaError: an id that appears twice (all such are named), another number of rows, or what `check_declared`,
@@ -295,7 +294,7 @@ def checked_put(
             raise SchemaError(f"column '{name}' {got}; expected {len(ids)} rows, one per sample id")
         check_declared(name, leaf)
         chunks[name] = chunk_of_leaf(name, leaf, ids, known)
-    return Put(partition_id, ids, {n: [c] for n, c in chunks.items()}, own_tags, said_lengths(chunks))
+    return Put(partition_id, ids, own_tags, said_lengths(chunks)), chunks
 
 
 def checked_tags(tags: Sequence[Mapping[str, Any]], rows: int) -> list[dict[str, Any]]:
@@ -358,6 +357,9 @@ class Slots(NamedTuple):
 Places = tuple[Rows, Rows] | None
 """Row i is row `places[1][i]` of block `places[0][i]`; None: they are all rows of all blocks, in order."""
 
+
+Columns = Mapping[str, Sequence[Block]]
+"""The columns of a put; the blocks of each together have one row per id."""
 
 Selection = tuple[list[Block], Places]
 """Rows of a column, fixed at one moment: the blocks, one at least, and where the rows are in them."""

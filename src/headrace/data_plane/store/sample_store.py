@@ -17,6 +17,7 @@ from headrace.data_plane.store.claims import ClaimRequest, Claims, Held, Registr
 from headrace.data_plane.store.columns import (
     Block,
     Column,
+    Columns,
     Lengths,
     Put,
     Rows,
@@ -94,7 +95,7 @@ class Partition(Generic[Block]):
         slot_of = self._slot_of.get
         return Slots(np.array([slot_of(sample_id, -1) for sample_id in map(str, ids)], dtype=np.int64))
 
-    def check(self, put: Put[Block], slots: Slots) -> int:
+    def check(self, put: Put, columns: Columns[Block], slots: Slots) -> int:
         """Return how many samples of a put are new; `slots` are what `locate` gives for its ids.
 
         Raises:
@@ -110,11 +111,11 @@ class Partition(Generic[Block]):
                 f"num_samples={registration.num_samples} and holds {len(self)}. Clear samples that are done with, or "
                 "register more"
             )
-        for name, blocks in put.columns.items():
+        for name, blocks in columns.items():
             if name in self._columns:
                 self._check_form(name, blocks[0], put.ids, slots.at)
         if put.lengths:
-            self._check_lengths(put, slots.at)
+            self._check_lengths(put, columns, slots.at)
         if self._claims.groups is not None:
             self._claims.groups.check(put.ids, slots.at, put.tags)
         for tag, allowed in (registration.enums if registration else {}).items():
@@ -144,7 +145,7 @@ class Partition(Generic[Block]):
                 "shape, overwrite all its rows at once, or use another column name"
             )
 
-    def _check_lengths(self, put: Put[Block], slots: Rows) -> None:
+    def _check_lengths(self, put: Put, columns: Columns[Block], slots: Rows) -> None:
         """Hold the columns of a put to one length per row, and to the rows that are there."""
         (first, lengths), *others = put.lengths.items()
         for name, other in others:
@@ -158,14 +159,14 @@ class Partition(Generic[Block]):
         if not len(differs):
             return
         for name, column in self._columns.items():
-            if name in self._saying and name not in put.columns:
+            if name in self._saying and name not in columns:
                 says = column.held(slots[differs])
                 if says.any():
                     row = int(differs[int(says.argmax())])
                     where = "that the store holds"
                     raise _two_lengths(first, put.ids[row], lengths[row], name, held[row], where)
 
-    def write(self, put: Put[Block], slots: Slots) -> tuple[Slots, list[Block]]:
+    def write(self, put: Put, columns: Columns[Block], slots: Slots) -> tuple[Slots, list[Block]]:
         """Write what `check` has let pass; return the slots of all samples, and the blocks that no row is left of."""
         if slots.version is None:
             slots = self._with_new(put, slots.at)
@@ -178,8 +179,8 @@ class Partition(Generic[Block]):
                 self._lengths = grown(self._lengths, len(self._ids), _UNKNOWN)
                 if lengths is not None:
                     self._lengths[slots.at] = lengths
-            self._saying = (self._saying - put.columns.keys()) | put.lengths.keys()
-            for name, blocks in put.columns.items():
+            self._saying = (self._saying - columns.keys()) | put.lengths.keys()
+            for name, blocks in columns.items():
                 if name not in self._columns:
                     self._columns[name] = Column()
                 gone += self._columns[name].write(slots, blocks)
@@ -187,7 +188,7 @@ class Partition(Generic[Block]):
             self._tags.setdefault(sample_id, {}).update(values)
         return slots, gone
 
-    def _with_new(self, put: Put[Block], slots: Rows) -> Slots:
+    def _with_new(self, put: Put, slots: Rows) -> Slots:
         """Give slots to samples that have none."""
         rows = np.flatnonzero(slots < 0)
         if not len(rows):
@@ -339,27 +340,27 @@ class SampleStore(Generic[Block]):
                 del self._ended[next(iter(self._ended))]
         return partition.blocks
 
-    def put(self, put: Put[Block]) -> tuple[RowFacts, list[Block]]:
+    def put(self, put: Put, columns: Columns[Block]) -> tuple[RowFacts, list[Block]]:
         """Write rows, all or nothing; a partition that was not registered appears with its first put."""
         name, ids = put.partition_id, put.ids
         with self._changed:
-            partition, slots, new = self._checked(put)
+            partition, slots, new = self._checked(put, columns)
             if ids or partition.registration is not None:
                 self._partitions[name] = partition
                 self._ended.pop(name, None)
             self._held += new
-            slots, gone = partition.write(put, slots)
+            slots, gone = partition.write(put, columns, slots)
             facts = partition.facts(ids, slots)
             if self._waiting:
                 self._changed.notify_all()
         return facts, gone
 
-    def check_put(self, put: Put[Block]) -> None:
+    def check_put(self, put: Put, columns: Columns[Block]) -> None:
         """Raise what `put` would raise."""
         with self._changed:
-            self._checked(put)
+            self._checked(put, columns)
 
-    def _checked(self, put: Put[Block]) -> tuple[Partition[Block], Slots, int]:
+    def _checked(self, put: Put, columns: Columns[Block]) -> tuple[Partition[Block], Slots, int]:
         """Return the partition of a put that nothing speaks against, which may be new, the ids' slots, and new rows."""
         self._check_open()
         name = put.partition_id
@@ -367,7 +368,7 @@ class SampleStore(Generic[Block]):
         if partition is None:
             partition = Partition(name, self._ended.get(name))
         slots = partition.locate(put.ids)
-        new = partition.check(put, slots)
+        new = partition.check(put, columns, slots)
         if self._held + new > self._capacity:
             raise CapacityExceeded(
                 f"a put of {new} new samples into partition '{name}' does not fit: the store holds {self._held} of "
