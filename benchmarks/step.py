@@ -21,9 +21,9 @@ import torch
 from columns import Batch, lognormal, make_batch
 from run import Bench, main
 
-from headrace.algorithms.grpo import StepContext, StepResult, run_step
-from headrace.algorithms.loss import PolicyGradientLoss
-from headrace.algorithms.run import Session, build_session
+from headrace.algorithms.grpo import Session, StepResult, run_step
+from headrace.algorithms.loop import update_weights
+from headrace.algorithms.run import build_session
 from headrace.data_plane import KVBatchMeta, kv_first_write, read_columns, write_columns
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.preshard import shard_meta_for_dp
@@ -50,21 +50,13 @@ class DemoLoop:
         ]
         recipe = load_recipe(RECIPE, changes)
         self.session: Session = build_session(recipe)
-        self.session.update_weights()
-        self.context = StepContext(
-            recipe,
-            self.session.policy,
-            self.session.rollouts,
-            self.session.prompts,
-            PolicyGradientLoss(recipe.loss),
-            on_stage=lambda _step, _stage: None,
-        )
+        update_weights(self.session)
         self.timer, self.results = Timer(), list[StepResult]()
 
     def step(self) -> None:
         """Run the next step."""
-        result = run_step(self.context, len(self.results) + 1, self.timer)
-        self.session.update_weights()
+        result = run_step(self.session, len(self.results) + 1, self.timer)
+        update_weights(self.session)
         self.results.append(result)
 
 

@@ -71,8 +71,8 @@ def run_five_steps(recipe: RecipeConfig) -> dict[str, Any]:
     try:
         recorder = Recorder()
         loop = start_loop(session, recorder, NeverStop())
-        loss = RecordingLoss(loop.ctx.loss_fn)
-        loop.ctx.loss_fn = loss
+        loss = RecordingLoss(loop.session.loss_fn)
+        loop.session.loss_fn = loss
         assert loop.run()
         weights = {name: w.clone() for name, w in session.policy.named_weights()}
     finally:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from group_worker import running_children
-from headrace.algorithms.run import Session, build_session, start_loop, train
+from headrace.algorithms.grpo import Session
+from headrace.algorithms.run import build_session, start_loop, train
 from headrace.config import RecipeConfig
 from recorder import NeverStop, Recorder, StopAfter
 from tiny_models import tiny_batch

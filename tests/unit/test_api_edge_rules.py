@@ -13,8 +13,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.algorithms.grpo import Session
+from headrace.algorithms.loop import update_weights
 from headrace.algorithms.loss import read_inputs
-from headrace.algorithms.run import Session, build_session
+from headrace.algorithms.run import build_session
 from headrace.data_plane import (
     DP_TRAIN_FIELDS,
     LP_SEED_FIELDS,
@@ -636,7 +638,7 @@ def test_groups_of_a_step_are_claimed_whole(make_policy: Any) -> None:
 def session(tmp_path: Path) -> Iterator[Session]:
     """The parts of a run over the store."""
     made = build_session(tiny_recipe(tmp_path))
-    made.update_weights()
+    update_weights(made)
     yield made
     made.close()
 

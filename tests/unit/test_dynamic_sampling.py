@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.algorithms.grpo import Collected, StepContext, collect, score
+from headrace.algorithms.grpo import Collected, Session, collect, score
 from headrace.algorithms.loss import NLLLoss
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.config import RecipeConfig
@@ -81,11 +81,9 @@ def collected(
     actor = SyncRolloutActor(generator, character_tokenizer(), judge, settings)
     policy = tiny_policy()
     prompts = PromptLoader(judge.prompts("train"), seed=0, shuffle=False)
-    ctx = StepContext(
-        recipe, policy, LocalWorkerGroup(actor), prompts, loss_fn=NLLLoss(), on_stage=lambda *_: None
-    )
+    session = Session(recipe, policy, LocalWorkerGroup(actor), judge, prompts, NLLLoss())
     with policy.step_rows(32, GROUP):
-        return recipe, collect(ctx, 1), judge, generator
+        return recipe, collect(session, 1), judge, generator
 
 
 VARIED, EQUAL = [1.0, 0.0, 0.0, 0.0], [0.0] * GROUP

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from headrace.algorithms.grpo import Session
 from headrace.algorithms.observer import BEST_BY, RunObserver
 from headrace.algorithms.resume import restore
-from headrace.algorithms.run import Session, build_session, start_loop, train
+from headrace.algorithms.run import build_session, start_loop, train
 from headrace.config import RecipeConfig
 from headrace.errors import GenerationError
 from headrace.models.generation.hf import HFGenerator

@@ -96,7 +96,7 @@ def poisoned_run(recipe: RecipeConfig) -> tuple[Recorder, dict[str, torch.Tensor
     try:
         recorder = Recorder()
         loop = start_loop(session, recorder, NeverStop())
-        loop.ctx.loss_fn = PoisonedLoss(loop.ctx.loss_fn, spared_calls=4)
+        loop.session.loss_fn = PoisonedLoss(loop.session.loss_fn, spared_calls=4)
         try:
             loop.run()
             message = None

@@ -85,7 +85,7 @@ def run_with(
         )
         loop = start_loop(session, Recorder(), NeverStop(), checkpoints)
         results = iter(validations)
-        loop.validate = lambda: next(results)
+        loop.session.validate = lambda: next(results)
         loop.run()
     finally:
         session.close()

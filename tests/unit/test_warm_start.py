@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.algorithms.run import Session, build_session
+from headrace.algorithms.grpo import Session
+from headrace.algorithms.run import build_session
 from headrace.algorithms.warm_start import check_demonstrations, warm_start
 from headrace.config import WarmStartConfig
 from headrace.errors import ConfigError, HeadraceError

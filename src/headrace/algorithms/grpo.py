@@ -6,8 +6,8 @@ Rows are what the policy takes: columns in memory, or the KVBatchMeta of rows in
 bit for bit.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,10 +43,12 @@ from headrace.algorithms.updates import check_finite, update_metrics
 from headrace.config import RecipeConfig
 from headrace.data_plane.schema import MEAN_ADVANTAGES
 from headrace.distributed.worker_groups import WorkerGroup, registered
+from headrace.environments.interfaces import Environment
 from headrace.errors import HeadraceError
 from headrace.experience.metrics import combine_calls
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.lm_policy import Policy
+from headrace.utils.run_state import Metrics
 from headrace.utils.seeding import derive_seed
 from headrace.utils.timer import Timer
 
@@ -66,21 +68,30 @@ class StepResult:
 
 
 @dataclass
-class StepContext:
-    """What every step needs; `rollouts` is a group of one `SyncRolloutActor`."""
+class Session:
+    """The live parts of a run; `rollouts` is a group of one `SyncRolloutActor`."""
 
     recipe: RecipeConfig
     policy: Policy
     rollouts: WorkerGroup
+    environment: Environment
     prompts: PromptLoader
     loss_fn: LossFn
-    on_stage: Callable[[int, str], None]
+    on_stage: Callable[[int, str], None] = lambda step, stage: None
     should_stop: Callable[[], bool] = lambda: False
     trace_dir: Path | None = None
     """Where the routes of every step are written, with `policy.router_replay.trace`."""
 
+    def validate(self) -> Metrics:
+        metrics: Metrics = self.rollouts.run_all("validate", self.recipe.seed)[0]
+        return metrics
 
-def run_step(ctx: StepContext, step: int, timer: Timer) -> StepResult:
+    def close(self) -> None:
+        self.rollouts.shutdown()
+        self.policy.shutdown()
+
+
+def run_step(session: Session, step: int, timer: Timer) -> StepResult:
     """Run step number `step` (from 1) and return its report; the weights have changed when it returns.
 
     Raises:
@@ -89,13 +100,13 @@ def run_step(ctx: StepContext, step: int, timer: Timer) -> StepResult:
         HeadraceError: an update whose loss or gradient is not finite, with `loss.on_non_finite=stop`.
         ReplayError: router replay without effect, with rows used twice or changed on the way, or over its budget.
     """
-    recipe, policy = ctx.recipe, ctx.policy
-    stage = partial(_stage, ctx, step, timer, ctx.prompts.position)
+    recipe, policy = session.recipe, session.policy
+    stage = partial(_stage, session, step, timer, session.prompts.position)
     with policy.step_rows(_expected_rows(recipe), recipe.grpo.num_generations_per_prompt):
         with stage("rollout"):
-            collected = collect(ctx, step)
+            collected = collect(session, step)
         table, rows = collected.table, policy.padded(collected.rows)
-        replay = _watch_replay(ctx, step, rows, table)
+        replay = _watch_replay(session, step, rows, table)
         recorded = replay.budget()
         if needs_prev_logprobs(recipe):
             with stage("prev_logprobs"):
@@ -116,29 +127,29 @@ def run_step(ctx: StepContext, step: int, timer: Timer) -> StepResult:
                 policy.derive_columns(rows, make, (MEAN_ADVANTAGES, *stats_columns(reference=True)))
         with stage("train"):
             # Without a sample that counts, an update would only apply momentum and weight decay.
-            trained = policy.train(rows, _loss(ctx)) if scored.sample_mask.any() else None
+            trained = policy.train(rows, _loss(session)) if scored.sample_mask.any() else None
             if trained is not None:
                 check_finite(trained, recipe.loss.on_non_finite, f"step {step}")
                 replay.check(policy.take_replay_stats(), "train")
         samples = _samples(policy, rows, table, scored, recipe.logging.samples_per_step)
         policy.finish_step(rows)
-    traffic = policy.traffic(ctx.rollouts)
+    traffic = policy.traffic(session.rollouts)
     updates = update_metrics(trained, recipe.samples_per_step // recipe.policy.train_global_batch_size)
     metrics = {**collected.metrics, **scored.metrics, **updates, **replay.metrics}
     tokens = int(table.total_tokens.sum())
     return StepResult({**metrics, **traffic.metrics()}, tokens, dict(traffic.by_column), samples)
 
 
-def _watch_replay(ctx: StepContext, step: int, rows: Any, table: RolloutTable) -> ReplayWatch:
+def _watch_replay(session: Session, step: int, rows: Any, table: RolloutTable) -> ReplayWatch:
     return ReplayWatch(
-        ctx.recipe.policy.router_replay,
+        session.recipe.policy.router_replay,
         step=step,
         sample_ids=table.sample_ids,
         total_tokens=table.total_tokens,
         missing=table.routes_missing,
         digests=table.routes_digest,
-        read=partial(ctx.policy.read_columns, rows),
-        trace_dir=ctx.trace_dir,
+        read=partial(session.policy.read_columns, rows),
+        trace_dir=session.trace_dir,
     )
 
 
@@ -151,26 +162,20 @@ def needs_prev_logprobs(recipe: RecipeConfig) -> bool:
     )
 
 
-def _loss(ctx: StepContext) -> LossFn:
+def _loss(session: Session) -> LossFn:
     # Without previous logprobs, the training forward says how far the generator is from the trainer.
-    return ctx.loss_fn if needs_prev_logprobs(ctx.recipe) else MismatchLoss(ctx.loss_fn)
+    return session.loss_fn if needs_prev_logprobs(session.recipe) else MismatchLoss(session.loss_fn)
 
 
-class _stage(AbstractContextManager[None]):  # noqa: N801 - reads as a verb where it is used
+@contextmanager
+def _stage(session: Session, step: int, timer: Timer, position: int, name: str) -> Iterator[None]:
     """Announce, time, and offer a safe point to stop before a stage."""
-
-    def __init__(self, ctx: StepContext, step: int, timer: Timer, position: int, name: str) -> None:
-        self._ctx, self._step, self._timer, self._position, self._name = ctx, step, timer, position, name
-
-    def __enter__(self) -> None:
-        if self._ctx.should_stop():
-            self._ctx.prompts.position = self._position
-            raise StepInterrupted(f"stopped before stage '{self._name}' of step {self._step}")
-        self._ctx.on_stage(self._step, self._name)
-        self._timer.start(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.stop(self._name)
+    if session.should_stop():
+        session.prompts.position = position
+        raise StepInterrupted(f"stopped before stage '{name}' of step {step}")
+    session.on_stage(step, name)
+    with timer.time(name):
+        yield
 
 
 # Collecting rollouts.
@@ -191,55 +196,55 @@ def _expected_rows(recipe: RecipeConfig) -> int:
     return recipe.samples_per_step * (2 if recipe.grpo.dynamic_sampling.enabled else 1)
 
 
-def collect(ctx: StepContext, step: int) -> Collected:
+def collect(session: Session, step: int) -> Collected:
     """Roll out until the step has its groups; without dynamic sampling that is one round."""
-    grpo = ctx.recipe.grpo
+    grpo = session.recipe.grpo
     if not grpo.dynamic_sampling.enabled:
-        rows, table, calls = _round(ctx, step, 0, grpo.num_prompts_per_step)
+        rows, table, calls = _round(session, step, 0, grpo.num_prompts_per_step)
         return Collected(rows, table, torch.ones(len(table)), {**table.drawn_metrics(), **calls})
-    return _collect_filtered(ctx, step)
+    return _collect_filtered(session, step)
 
 
 def _round(
-    ctx: StepContext, step: int, number: int, prompts: int
+    session: Session, step: int, number: int, prompts: int
 ) -> tuple[Any, RolloutTable, dict[str, float]]:
-    method, arguments = ctx.policy.rollout_call
+    method, arguments = session.policy.rollout_call
     request = {
-        "prompts": ctx.prompts.take(prompts),
-        "seed": derive_seed(ctx.recipe.seed, "rollout", step, number),
+        "prompts": session.prompts.take(prompts),
+        "seed": derive_seed(session.recipe.seed, "rollout", step, number),
         "tag": f"{step}.{number}",
     }
-    group_size = ctx.recipe.grpo.num_generations_per_prompt
+    group_size = session.recipe.grpo.num_generations_per_prompt
     arguments = {**arguments, "group_size": group_size, "carry_keys": RolloutTable.sources()}
-    made = ctx.rollouts.run_all(method, request, **arguments)
+    made = session.rollouts.run_all(method, request, **arguments)
     rows, values, _, calls = made[0]
     table = RolloutTable.from_values(values)
     check_rewards(table.rewards, table.sample_ids)
     return rows, table, calls
 
 
-def _collect_filtered(ctx: StepContext, step: int) -> Collected:
+def _collect_filtered(session: Session, step: int) -> Collected:
     """Dynamic sampling: after each round clear what does not train, then roll out what is likely to fill the batch.
 
     After `max_refills` rounds the batch is filled with groups of equal rewards, of weight 0. Metrics are of all rounds.
     """
-    grpo = ctx.recipe.grpo
+    grpo = session.recipe.grpo
     needed = grpo.num_prompts_per_step
-    rows, table, calls = _round(ctx, step, 0, needed)
+    rows, table, calls = _round(session, step, 0, needed)
     drawn, all_calls = [table], [calls]
     while True:
-        chosen = select_groups(**_compared(ctx.recipe, table), needed=needed)
+        chosen = select_groups(**_compared(session.recipe, table), needed=needed)
         if not chosen.missing_groups or len(drawn) == grpo.dynamic_sampling.max_refills:
             break
         held = sorted([*chosen.keep, *chosen.spare])
-        rows, table = ctx.policy.keep_rows(rows, held), table.select(held)
+        rows, table = session.policy.keep_rows(rows, held), table.select(held)
         # Those held fill one batch at most, and the partition has room for another.
-        more = refill_groups(chosen.missing_groups, most=needed, **_counted(ctx.recipe, drawn))
-        new_rows, new_table, calls = _round(ctx, step, len(drawn), more)
+        more = refill_groups(chosen.missing_groups, most=needed, **_counted(session.recipe, drawn))
+        new_rows, new_table, calls = _round(session, step, len(drawn), more)
         drawn, all_calls = [*drawn, new_table], [*all_calls, calls]
-        rows, table = ctx.policy.join_rows([rows, new_rows]), RolloutTable.join([table, new_table])
+        rows, table = session.policy.join_rows([rows, new_rows]), RolloutTable.join([table, new_table])
     trained, weights = complete_batch(chosen.keep, chosen.spare, table.uids, needed=needed)
-    counts = _counted(ctx.recipe, drawn)
+    counts = _counted(session.recipe, drawn)
     metrics = {
         **RolloutTable.join(drawn).drawn_metrics(),
         **combine_calls(all_calls),
@@ -248,7 +253,7 @@ def _collect_filtered(ctx: StepContext, step: int) -> Collected:
         "dynamic_sampling/useful_fraction": (needed - chosen.missing_groups) / counts["drawn"],
     }
     return Collected(
-        ctx.policy.keep_rows(rows, trained), table.select(trained), torch.tensor(weights), metrics
+        session.policy.keep_rows(rows, trained), table.select(trained), torch.tensor(weights), metrics
     )
 
 

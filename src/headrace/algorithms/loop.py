@@ -1,16 +1,14 @@
 """The outer loop: steps, validation, checkpoints and safe stops, the same for every kind of step."""
 
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from headrace.algorithms.grpo import StepContext, StepInterrupted, StepResult, run_step
+from headrace.algorithms.grpo import Session, StepInterrupted, StepResult, run_step
 from headrace.algorithms.mismatch_guard import MismatchGuard
 from headrace.algorithms.observer import UPDATE_BYTES, RunObserver, StepRecord
 from headrace.algorithms.updates import idle_reason
 from headrace.config import RecipeConfig
-from headrace.distributed.worker_groups import WorkerGroup
 from headrace.errors import ConfigError
 from headrace.models.policy.lm_policy import Policy
 from headrace.utils.checkpoints import CheckpointManager
@@ -26,20 +24,19 @@ IDLE_STEPS = 10
 class Loop:
     """One run of GRPO steps, wherever their rows live."""
 
-    recipe: RecipeConfig
-    ctx: StepContext
-    policy: Policy
-    rollouts: WorkerGroup
-    validate: Callable[[], Metrics]
-    checkpoints: CheckpointManager | None
+    session: Session
     observer: RunObserver
-    should_stop: Callable[[], bool]
     progress: Progress
     prompts: PromptsState
+    checkpoints: CheckpointManager | None = None
     guard: MismatchGuard | None = None
     # Seconds of the checkpoint after a step go into the next step's record.
     _saving: Timer = field(default_factory=Timer)
     _told_idle: bool = False
+
+    @property
+    def recipe(self) -> RecipeConfig:
+        return self.session.recipe
 
     def run(self) -> bool:
         """Run to the last step; return False if the user stopped it before.
@@ -48,8 +45,8 @@ class Loop:
         """
         total = self.recipe.grpo.max_num_steps
         with nullcontext() if self.guard is None else self.guard.around(self.progress.step):
-            update_weights(self.policy, self.rollouts)
-        if self.progress.step == 0 and self.recipe.validation.at_start and not self.should_stop():
+            update_weights(self.session)
+        if self.progress.step == 0 and self.recipe.validation.at_start and not self.session.should_stop():
             self._validate(Timer())
             self.progress.first_validation = dict(self.progress.last_validation)
         completed = True
@@ -66,13 +63,13 @@ class Loop:
         timer = Timer()
         with self.guard.around(step) if self.guard and self.guard.due(step) else nullcontext():
             started = time.perf_counter()
-            result = run_step(self.ctx, step, timer)
+            result = run_step(self.session, step, timer)
             with timer.time(UPDATE_WEIGHTS):
-                update_weights(self.policy, self.rollouts)
-            result.metrics[UPDATE_BYTES] = float(self.policy.sent_bytes)
+                update_weights(self.session)
+            result.metrics[UPDATE_BYTES] = float(self.session.policy.sent_bytes)
             self.progress.train_seconds += time.perf_counter() - started
         self.progress.step = step
-        self.progress.prompt_position = self.ctx.prompts.position
+        self.progress.prompt_position = self.session.prompts.position
         if self._validation_due(step, total):
             self._validate(timer)
         # First the record, then the checkpoint: a crash between the two costs no line of the metrics.
@@ -114,7 +111,7 @@ class Loop:
     def _validate(self, timer: Timer) -> None:
         self.observer.on_stage(self.progress.step, VALIDATION)
         with timer.time(VALIDATION):
-            metrics = self.validate()
+            metrics = self.session.validate()
         self.observer.on_validation(self.progress.step, metrics)
         self._require_ranking(metrics)
         self.progress.last_validation = metrics
@@ -141,15 +138,16 @@ class Loop:
         if latest and latest.step == self.progress.step:
             return
         with self._saving.time("checkpoint"):
-            save_checkpoint(self.policy, self.checkpoints, self.recipe, self.progress, self.prompts)
+            save_checkpoint(self.session.policy, self.checkpoints, self.recipe, self.progress, self.prompts)
         info = self.checkpoints.latest()
         if info is not None:
             self.observer.on_checkpoint(info.step, info.path)
 
 
-def update_weights(policy: Policy, rollouts: WorkerGroup) -> None:
+def update_weights(session: Session) -> None:
     """Give the side that makes samples the policy's weights."""
-    policy.workers.stream_to(rollouts, "weight_stream", "update_weights", policy.weight_version)
+    policy = session.policy
+    policy.workers.stream_to(session.rollouts, "weight_stream", "update_weights", policy.weight_version)
 
 
 def save_checkpoint(

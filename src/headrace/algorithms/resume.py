@@ -4,9 +4,8 @@ import hashlib
 import json
 import logging
 from pathlib import Path
-from typing import Protocol
 
-from headrace.algorithms.prompt_loader import PromptLoader
+from headrace.algorithms.grpo import Session
 from headrace.algorithms.warm_start import warm_start_optimizer
 from headrace.config import RecipeConfig
 from headrace.environments.interfaces import Environment
@@ -17,17 +16,6 @@ from headrace.utils.checkpoints import CheckpointManager
 from headrace.utils.run_state import Progress, PromptsState, SplitState, prompt_changes, read_state
 
 logger = logging.getLogger(__name__)
-
-
-class Resumable(Protocol):
-    """The parts of a run that a checkpoint is read into."""
-
-    recipe: RecipeConfig
-    policy: Policy
-    prompts: PromptLoader
-
-    @property
-    def prompts_state(self) -> PromptsState: ...
 
 
 def prompts_state(environment: Environment) -> PromptsState:
@@ -42,7 +30,7 @@ def prompts_state(environment: Environment) -> PromptsState:
     return PromptsState(**splits)
 
 
-def restore(session: Resumable, checkpoints: CheckpointManager, reference_dir: Path) -> Progress:
+def restore(session: Session, checkpoints: CheckpointManager, reference_dir: Path) -> Progress:
     """Load the newest checkpoint into a session that was just built; without one, a fresh progress.
 
     Raises:
@@ -54,7 +42,9 @@ def restore(session: Resumable, checkpoints: CheckpointManager, reference_dir: P
         return Progress.at_start()
     state = read_state(latest)
     progress, recipe = state.progress, session.recipe
-    _check_prompts(state.prompts, session.prompts_state, latest.path, allowed=recipe.allow_changes)
+    _check_prompts(
+        state.prompts, prompts_state(session.environment), latest.path, allowed=recipe.allow_changes
+    )
     if not (latest.path / "policy").is_dir():
         raise ConfigError(f"{latest.path}: no policy in this checkpoint; remove it, or set overwrite=true")
     if warming_up(recipe, progress):

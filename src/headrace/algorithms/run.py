@@ -4,15 +4,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from transformers.utils import logging as hf_logging
 
-from headrace.algorithms.grpo import StepContext
+from headrace.algorithms.grpo import Session
 from headrace.algorithms.loop import Loop, save_checkpoint, update_weights
 from headrace.algorithms.loss import PolicyGradientLoss
 from headrace.algorithms.mismatch_guard import MismatchGuard
@@ -25,7 +23,6 @@ from headrace.config import DataPlaneConfig, ObservabilityConfig, RecipeConfig
 from headrace.data_plane.schema import added_fields
 from headrace.distributed.topology import lay_out_ranks
 from headrace.distributed.worker_groups import LocalWorkerGroup, WorkerGroup, WorkerSpec
-from headrace.environments.interfaces import Environment
 from headrace.errors import ConfigError
 from headrace.experience.metrics import GREEDY_ACCURACY, GREEDY_REWARD, SAMPLED_ACCURACY, SAMPLED_REWARD
 from headrace.experience.prompt_room import FittingPrompts, prompts_that_fit
@@ -37,7 +34,7 @@ from headrace.models.policy.tq_policy import TQPolicy, launcher_for
 from headrace.utils.algorithm_presets import describe_preset
 from headrace.utils.checkpoints import CheckpointManager
 from headrace.utils.run_directory import RunDirectory
-from headrace.utils.run_state import Metrics, Progress, PromptsState, read_state
+from headrace.utils.run_state import Metrics, Progress, read_state
 from headrace.utils.seeding import derive_seed
 from headrace.utils.targets import extend_import_path
 
@@ -52,33 +49,6 @@ class Stopper(Protocol):
     def at_once(self) -> AbstractContextManager[None]:
         """Return a context in which the first signal raises KeyboardInterrupt."""
         ...
-
-
-@dataclass
-class Session:
-    """The live parts of a run."""
-
-    recipe: RecipeConfig
-    policy: Policy
-    rollouts: WorkerGroup
-    """A group of one `SyncRolloutActor`."""
-    environment: Environment
-    prompts: PromptLoader
-
-    def update_weights(self) -> None:
-        update_weights(self.policy, self.rollouts)
-
-    def validate(self) -> Metrics:
-        metrics: Metrics = self.rollouts.run_all("validate", self.recipe.seed)[0]
-        return metrics
-
-    @cached_property
-    def prompts_state(self) -> PromptsState:
-        return prompts_state(self.environment)
-
-    def close(self) -> None:
-        self.rollouts.shutdown()
-        self.policy.shutdown()
 
 
 def build_session(recipe: RecipeConfig) -> Session:
@@ -114,7 +84,8 @@ def build_session(recipe: RecipeConfig) -> Session:
             store = policy.dp_client if isinstance(policy, TQPolicy) else None
             rollouts = LocalWorkerGroup(SyncRolloutActor.from_recipe(recipe, tokenizer, environment, store))
         undo.pop_all()
-    return Session(recipe, policy, rollouts, environment, prompts)
+    loss_fn = PolicyGradientLoss(recipe.loss, filtered=recipe.generation.filters)
+    return Session(recipe, policy, rollouts, environment, prompts, loss_fn)
 
 
 def _start_rollout_actor(recipe: RecipeConfig, dp_cfg: DataPlaneConfig | Mapping[str, Any]) -> WorkerGroup:
@@ -226,7 +197,7 @@ def evaluate(recipe: RecipeConfig, checkpoint: Path | None) -> Metrics:
     try:
         if checkpoint is not None:
             session.policy.load_checkpoint(checkpoint / "policy")
-        session.update_weights()
+        update_weights(session)
         return session.validate()
     finally:
         session.close()
@@ -244,30 +215,9 @@ def start_loop(
 
     With `policy.router_replay.trace`, routes are written to `trace_dir`.
     """
-    recipe = session.recipe
-    ctx = StepContext(
-        recipe,
-        session.policy,
-        session.rollouts,
-        session.prompts,
-        PolicyGradientLoss(recipe.loss, filtered=recipe.generation.filters),
-        on_stage=observer.on_stage,
-        should_stop=stopper.is_set,
-        trace_dir=trace_dir,
-    )
-    return Loop(
-        recipe,
-        ctx,
-        session.policy,
-        session.rollouts,
-        validate=session.validate,
-        checkpoints=checkpoints,
-        observer=observer,
-        should_stop=stopper.is_set,
-        progress=progress or Progress.at_start(),
-        prompts=session.prompts_state,
-        guard=_build_guard(session),
-    )
+    session.on_stage, session.should_stop, session.trace_dir = observer.on_stage, stopper.is_set, trace_dir
+    progress, prompts = progress or Progress.at_start(), prompts_state(session.environment)
+    return Loop(session, observer, progress, prompts, checkpoints, _build_guard(session))
 
 
 def _build_guard(session: Session) -> MismatchGuard | None:
@@ -307,7 +257,7 @@ def _warm_up(
         )
         if warming_up(recipe, progress):
             if recipe.checkpointing.enabled:
-                save_checkpoint(policy, checkpoints, recipe, progress, session.prompts_state)
+                save_checkpoint(policy, checkpoints, recipe, progress, prompts_state(session.environment))
             return False
         policy.reset_optimizer(recipe.policy.optimizer, recipe.policy.scheduler)
     if recipe.needs_reference:
