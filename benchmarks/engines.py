@@ -302,6 +302,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--moe", action="store_true")
     parser.add_argument("--profile", type=Path)
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds of a way at most")
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp(prefix="engines-"))
     case = Case(folder, tiny=args.tiny, moe=args.moe, steps=args.steps)
@@ -332,7 +333,18 @@ def in_a_process(script: str, folder: Path, name: str, args: argparse.Namespace)
     if args.profile:
         command += ["--profile", str(args.profile)]
     env = {"PYTHONPATH": f"{REPO / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=args.limit,
+        )
+    except subprocess.TimeoutExpired as late:
+        print((late.stdout or b"")[-2000:].decode(), (late.stderr or b"")[-3000:].decode(), flush=True)
+        return {"failed": f"took longer than {args.limit:.0f} s"}
     if done.returncode:
         lines = (done.stdout + done.stderr).splitlines()
         print("\n".join(lines[-40:]), flush=True)

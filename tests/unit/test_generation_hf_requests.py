@@ -257,7 +257,7 @@ def test_release_changes_no_answer_and_shutdown_ends_generation():
 def test_a_backend_that_is_not_there_is_refused_with_those_that_are():
     cfg = GenerationConfig().model_copy(update={"backend": "other"})
     with pytest.raises(
-        ConfigError, match=r"generation\.backend='other' is not there; choose one of: hf, vllm"
+        ConfigError, match=r"generation\.backend='other' is not there; choose one of: hf, sglang, vllm"
     ):
         build_generator(cfg, model_of(), TOKENIZER)
 
