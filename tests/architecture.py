@@ -117,6 +117,8 @@ LOCAL_IMPORTS = {
     ("models/automodel/attention.py", "torch.nn.attention.varlen"),
     ("models/automodel/fused_head.py", "headrace.models.automodel"),
     ("models/automodel/lora.py", "peft"),
+    ("models/generation/engine_process.py", "headrace.models.generation.hf_engine"),
+    ("models/generation/engine_process.py", "headrace.models.generation.vllm"),
     ("models/generation/vllm.py", "vllm"),
     ("models/policy/launch.py", "headrace.distributed.worker_groups.ray_group"),
 }

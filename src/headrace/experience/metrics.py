@@ -7,7 +7,17 @@ import numpy as np
 
 COMPLETIONS, NEW_TOKENS, SECONDS = "generation/completions", "generation/new_tokens", "generation/seconds"
 TOKENS_PER_S = "rollout/tokens_per_s"
-_SUMS = ("_tokens", "_bytes", "_ms", "_s", "/calls", "/completions", "/seconds")
+_SUMS = (
+    "_tokens",
+    "_bytes",
+    "_ms",
+    "_s",
+    "/calls",
+    "/completions",
+    "/seconds",
+    "/preemptions",
+    "/engines_lost",
+)
 _EXTREMES: dict[str, Callable[[Any], Any]] = {"_max": np.max, "_min": np.min}
 
 GREEDY_ACCURACY = "validation/accuracy"

@@ -155,6 +155,7 @@ EFFECTS: tuple[Effect, ...] = (
     _when(_SGLANG_FILES, "generation.sglang", "weights_dir"),
     _when(_OWN_SGLANG, "generation.sglang", "args python"),
     _when(_GUARDED, "generation.guard", "every_n_steps max_logprob_gap num_prompts max_new_tokens"),
+    _when(_is("generation.placement", "beside", "apart"), "generation", "python"),
     _when(_is("grpo.advantage.estimator", "grpo"), "grpo.advantage", "leave_one_out"),
     _when(_DIVIDES, "grpo.advantage", "normalize_std"),
     _when(_is("grpo.advantage.normalize_std", True) & _DIVIDES, "grpo.advantage", "epsilon"),

@@ -97,12 +97,13 @@ class RankServer:
     _store: TCPStore | None = None
     _rank = 0
 
-    def build(self, info: RankInfo, settings: RankSettings, load: Callable[[], WorkerSpec]) -> Answer:
-        """Join the process group and build the worker."""
-        self._rank = info.rank
+    def build(self, info: RankInfo | None, settings: RankSettings, load: Callable[[], WorkerSpec]) -> Answer:
+        """Join the process group, if the rank is in one, and build the worker."""
+        self._rank = info.rank if info is not None else 0
         try:
             spec = load()
-            self._store = join_process_group(info, settings)
+            if info is not None:
+                self._store = join_process_group(info, settings)
             self._worker = spec.factory(*spec.args, **spec.kwargs)
         except Exception as error:
             return describe_error(self._rank, error)

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -124,15 +124,24 @@ def _join(processes: list[SpawnProcess], timeout_s: float) -> None:
 
 
 def _serve(pipe: "Connection[Any, Any]", info: RankInfo, settings: RankSettings, spec: WorkerSpec) -> None:
-    """Serve one rank until the driver says stop or is gone."""
-    for number in TERMINAL_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    serve(pipe, info, settings, lambda: spec)
+
+
+def serve(
+    pipe: "Connection[Any, Any]",
+    info: RankInfo | None,
+    settings: RankSettings,
+    load: Callable[[], WorkerSpec],
+) -> None:
+    """Serve one rank, or a worker alone, until the driver says stop or is gone."""
+    for number in TERMINAL_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     server = RankServer()
     # A closed pipe means that there is nobody left to tell.
     with suppress(EOFError, ConnectionError):
-        wire.send(pipe, server.build(info, settings, lambda: spec))
+        wire.send(pipe, server.build(info, settings, load))
         while (call := wire.receive(pipe)) is not None:
             for answer in server.answers(call):
                 wire.send(pipe, answer)

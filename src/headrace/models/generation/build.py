@@ -5,16 +5,18 @@ from typing import Any
 
 from headrace.config import GenerationConfig
 from headrace.errors import ConfigError, ReplayError
+from headrace.models.generation.engine_generator import EngineGenerator, VLLMGenerator
 from headrace.models.generation.hf import HFGenerator
 from headrace.models.generation.interfaces import Generator
 from headrace.models.generation.sglang import SGLangGenerator
-from headrace.models.generation.vllm import VLLMGenerator
 
 _BACKENDS: dict[str, Callable[..., Generator]] = {
     "hf": HFGenerator,
     "sglang": SGLangGenerator,
     "vllm": VLLMGenerator,
 }
+# Those that can run in processes of their own.
+_IN_PROCESSES: dict[str, Callable[..., Generator]] = {"hf": EngineGenerator, "vllm": VLLMGenerator}
 
 
 def build_generator(
@@ -25,10 +27,12 @@ def build_generator(
     Raises:
         ConfigError: a backend that is not there, or `record_routes` with a model whose routes cannot be recorded.
     """
-    backend = _BACKENDS.get(cfg.backend)
+    choices = _BACKENDS if cfg.placement == "in_place" else _IN_PROCESSES
+    backend = choices.get(cfg.backend)
     if backend is None:
+        place = "" if cfg.placement == "in_place" else f" with generation.placement={cfg.placement}"
         raise ConfigError(
-            f"generation.backend={cfg.backend!r} is not there; choose one of: {', '.join(_BACKENDS)}"
+            f"generation.backend={cfg.backend!r} is not there{place}; choose one of: {', '.join(choices)}"
         )
     try:
         return backend(model, tokenizer, cfg, record_routes=record_routes)

@@ -30,7 +30,7 @@ from headrace.models.generation.decode_steps import (
     PaddedPrompts,
     StaticSteps,
 )
-from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
+from headrace.models.generation.interfaces import GenerationOutput, SamplingParams, check_request
 from headrace.models.generation.route_recording import RouteRecording
 from headrace.models.generation.stopping import StopRule, build_stop_rule
 from headrace.models.generation.weights import cast_parameters, checked_weights, copy_weights
@@ -41,34 +41,6 @@ from headrace.models.tokenizers import unknown_ids, vocabulary_of
 _LOGGER = logging.getLogger(__name__)
 _WORTH_A_GRAPH = 16  # new tokens; a capture takes as long as a few steps
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def check_request(model: Any, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-    """Refuse what no generator can complete.
-
-    Raises:
-        ConfigError: an empty prompt, one without room for a completion, or one that could pass the model's positions.
-    """
-    if params.max_new_tokens < 1:
-        raise ConfigError(f"generation.max_new_tokens={params.max_new_tokens}: expected 1 or more")
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    for i, prompt in enumerate(prompts):
-        limit = params.limit(len(prompt))
-        if len(prompt) == 0:
-            raise ConfigError(
-                f"prompt {i} is empty; expected at least one token id (check the chat template)"
-            )
-        if limit < 1:
-            raise ConfigError(
-                f"prompt {i} has {len(prompt)} tokens and leaves no room for a completion within max_total_tokens="
-                f"{params.max_total_tokens} (policy.max_total_sequence_length); raise it, or shorten the prompt"
-            )
-        if positions is not None and len(prompt) + limit > positions:
-            raise ConfigError(
-                f"prompt {i} has {len(prompt)} tokens; with generation.max_new_tokens="
-                f"{params.max_new_tokens} that is more than the model's {positions} positions "
-                "(max_position_embeddings); lower generation.max_new_tokens or shorten the prompt"
-            )
 
 
 class HFGenerator:
@@ -112,10 +84,16 @@ class HFGenerator:
             self._check_decoding()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        seed: int,
+        places: Sequence[int] | None = None,
     ) -> GenerationOutput:
         """Answer every prompt (token ids, at least one each), in order.
 
+        `places`: where in a larger call these prompts stand, so that each gets what it would get there.
         Metrics: `generated_tokens`, `generate_s`, `tokens_per_s`, `truncated_fraction`.
 
         Raises:
@@ -132,7 +110,8 @@ class HFGenerator:
         check_request(self._model, prompts, params)
         stop = build_stop_rule(self._model, self._tokenizer, params)
         limits = [params.limit(len(prompt)) for prompt in prompts]
-        uniforms = None if params.greedy else _draw_uniforms(len(prompts), max(limits, default=0), seed)
+        places = range(len(prompts)) if places is None else places
+        uniforms = None if params.greedy else _draw_uniforms(places, params.limit(1), seed)
         output = GenerationOutput([[] for _ in prompts], [[] for _ in prompts], [True for _ in prompts])
         routes: dict[int, torch.Tensor] = {}
         # The longest first: a batch that does not fit in memory fails at once. Equal prompts side by side.
@@ -340,10 +319,12 @@ class _Completions:
             output.truncated[i] = truncated
 
 
-def _draw_uniforms(rows: int, limit: int, seed: int) -> torch.Tensor:
+def _draw_uniforms(places: Sequence[int], limit: int, seed: int) -> torch.Tensor:
     # On CPU whatever the model's device: the same seed gives the same numbers everywhere.
     generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.rand(rows, limit, generator=generator, dtype=torch.float64, device="cpu")
+    rows = max(places, default=-1) + 1
+    drawn = torch.rand(rows, limit, generator=generator, dtype=torch.float64, device="cpu")
+    return drawn[torch.tensor(places, dtype=torch.int64)]
 
 
 def _choose(

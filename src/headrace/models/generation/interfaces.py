@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from headrace.config import GenerationConfig
-from headrace.data_plane.routes_codec import RouteShape
+from headrace.errors import ConfigError
+
+if TYPE_CHECKING:  # an engine's process loads no data plane
+    from headrace.data_plane.routes_codec import RouteShape
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Generator(Protocol):
     """
 
     weight_version: int
-    route_shape: RouteShape | None
+    route_shape: "RouteShape | None"
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
@@ -97,3 +100,31 @@ def sampling_params(cfg: GenerationConfig) -> SamplingParams:
         stop_token_ids=cfg.stop_token_ids,
         stop_strings=cfg.stop_strings,
     )
+
+
+def check_request(model: Any, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+    """Refuse what no generator can complete.
+
+    Raises:
+        ConfigError: an empty prompt, one without room for a completion, or one that could pass the model's positions.
+    """
+    if params.max_new_tokens < 1:
+        raise ConfigError(f"generation.max_new_tokens={params.max_new_tokens}: expected 1 or more")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    for i, prompt in enumerate(prompts):
+        limit = params.limit(len(prompt))
+        if len(prompt) == 0:
+            raise ConfigError(
+                f"prompt {i} is empty; expected at least one token id (check the chat template)"
+            )
+        if limit < 1:
+            raise ConfigError(
+                f"prompt {i} has {len(prompt)} tokens and leaves no room for a completion within max_total_tokens="
+                f"{params.max_total_tokens} (policy.max_total_sequence_length); raise it, or shorten the prompt"
+            )
+        if positions is not None and len(prompt) + limit > positions:
+            raise ConfigError(
+                f"prompt {i} has {len(prompt)} tokens; with generation.max_new_tokens="
+                f"{params.max_new_tokens} that is more than the model's {positions} positions "
+                "(max_position_embeddings); lower generation.max_new_tokens or shorten the prompt"
+            )

@@ -24,8 +24,7 @@ import torch
 from headrace.config import GenerationConfig
 from headrace.errors import ConfigError, GenerationError
 from headrace.models.generation.engine_routes import read_sglang
-from headrace.models.generation.hf import check_request
-from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
+from headrace.models.generation.interfaces import GenerationOutput, SamplingParams, check_request
 from headrace.models.generation.sglang_server import SGLangServer
 from headrace.models.generation.stopping import build_stop_rule
 from headrace.models.generation.weights import (

@@ -1,0 +1,132 @@
+"""What an engine is: it answers the prompts that a generator hands it, in this process or in one of its own.
+
+Imports nothing heavy: an engine's process may run in another environment than the trainer, without transformers.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.config import GenerationConfig
+from headrace.models.generation.interfaces import SamplingParams
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is built from.
+
+    `folder` holds the model's config and the tokenizer. `known_ids` are the ids that have a token, None: all.
+    `implementations` are transformers' names of attention and experts. `device` is "cpu" or "cuda".
+    """
+
+    folder: Path
+    cfg: GenerationConfig
+    known_ids: list[int] | None
+    record_routes: bool
+    device: str
+    implementations: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Prompts of one `generate` call. `places` says where in that call they stand: what is drawn depends on it.
+
+    `params` has all ids that end a completion.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    places: Sequence[int]
+    params: SamplingParams
+    seed: int
+
+    def subset(self, places: Iterable[int]) -> "Request":
+        """Return the request for the prompts at some of the places."""
+        at = dict(zip(self.places, self.prompts))
+        kept = list(places)
+        return Request([at[place] for place in kept], kept, self.params, self.seed)
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Completions that are finished, of the prompts at `places`, one after the other.
+
+    `lengths` (N) counts their new tokens, `token_ids` and `logprobs` have all of them. `routes`: per completion what
+    the engine says of its experts, None: nothing. `cached_tokens` of the prompts were in the prefix cache.
+    """
+
+    places: list[int]
+    lengths: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    truncated: list[bool]
+    routes: list[Any] | None = None
+    cached_tokens: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        places: Sequence[int],
+        token_ids: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[float]],
+        truncated: Sequence[bool],
+        **more: Any,
+    ) -> "Completions":
+        return cls(
+            list(places),
+            np.array([len(row) for row in token_ids], dtype=np.int64),
+            np.array([token for row in token_ids for token in row], dtype=np.int32),
+            np.array([value for row in logprobs for value in row], dtype=np.float32),
+            list(truncated),
+            **more,
+        )
+
+    def rows(self) -> Iterator[tuple[int, list[int], list[float], bool, Any]]:
+        """Yield place, token ids, logprobs, whether the limit cut it, and routes, per completion."""
+        ends = np.cumsum(self.lengths)
+        for row, (place, end) in enumerate(zip(self.places, ends.tolist())):
+            part = slice(end - int(self.lengths[row]), end)
+            routes = self.routes[row] if self.routes is not None else None
+            yield (
+                place,
+                self.token_ids[part].tolist(),
+                self.logprobs[part].tolist(),
+                self.truncated[row],
+                routes,
+            )
+
+
+class Engine(Protocol):
+    """Answers requests. It draws the same tokens for a prompt whatever else it is asked beside it, but for rounding."""
+
+    def answer(self, request: Request) -> Iterator[Completions]:
+        """Yield every prompt's completion once, as they finish."""
+        ...
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load weights, all of them, and forget what is cached of the old ones."""
+        ...
+
+    def release(self) -> None:
+        """Free what is not needed until the next call."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what happened since the last call of this."""
+        ...
+
+    def shutdown(self) -> None: ...
+
+
+def sum_metrics(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of engines that work side by side as one: the greatest of peaks and times, else sums."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            combine = max if name.endswith(("_max", "_s")) else float.__add__
+            total[name] = combine(total[name], value) if name in total else float(value)
+    return total

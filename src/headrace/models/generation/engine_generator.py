@@ -1,0 +1,243 @@
+"""Generators over engines, which run in this process or in processes of their own."""
+
+import copy
+import gc
+import logging
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+from headrace.config import GenerationConfig
+from headrace.errors import ConfigError, GenerationError
+from headrace.models.generation.engine import Engine, EngineSpec, Request
+from headrace.models.generation.engine_pool import EnginePool
+from headrace.models.generation.engine_routes import read_vllm
+from headrace.models.generation.interfaces import GenerationOutput, SamplingParams, check_request
+from headrace.models.generation.stopping import build_stop_rule
+from headrace.models.generation.vllm import OWN_ARGS, VLLMEngine, import_vllm
+from headrace.models.generation.weight_buckets import sent_dtype
+from headrace.models.router_replay import install
+from headrace.models.tokenizers import unknown_ids, vocabulary_of
+
+_log = logging.getLogger(__name__)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+_LAYER = re.compile(r".*\.layers\.\d+\.")
+
+
+class EngineGenerator:
+    """A Generator over engines that serve transformers' models, each in a process of its own.
+
+    It takes config, names and first weights from `model`, which is empty (on the meta device) afterwards.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, cfg: GenerationConfig, *, record_routes: bool = False
+    ) -> None:
+        """Start the engines: seconds on a CPU, a minute for vLLM with CUDA graphs.
+
+        Raises:
+            ConfigError: an engine cannot be started with this model and config.
+            ReplayError: `record_routes`, and the model has no routers, or some that cannot be recorded.
+        """
+        self._cfg, self._model, self._tokenizer = cfg, model, tokenizer
+        self._check(model)
+        self._routers = install(model) if record_routes else None
+        self.route_shape = self._routers.shape if self._routers else None
+        self.weight_version = 0
+        self._update_metrics: dict[str, float] = {}
+        device = model.device.type
+        # Engines that are started again read it too.
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-engine-")
+        spec = EngineSpec(
+            self._save(Path(self._folder.name)),
+            cfg,
+            _known_ids(tokenizer, vocabulary_of(model)),
+            record_routes,
+            device,
+            {n: value for n in _IMPLEMENTATIONS if (value := getattr(model.config, f"_{n}", None))},
+        )
+        first = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
+        model.to("meta")
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        self._engine: Engine | None = self._start(spec)
+        self.update_weights(first.items(), 0)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the engines that answer; none of an engine in place."""
+        return self._engine.pids if isinstance(self._engine, EnginePool) else []
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
+    ) -> GenerationOutput:
+        """Complete every prompt (token ids, at least one each), in order.
+
+        Metrics: `generated_tokens`, `generate_s`, `tokens_per_s`, `truncated_fraction`, `cached_prompt_fraction`, those
+        of the engine, and after an update of the weights those of it.
+
+        Raises:
+            ConfigError: a prompt without room for a completion, or params that cannot be used.
+            GenerationError: fewer results than prompts, missing routes, no engine left, or a call after `shutdown`.
+        """
+        start = time.perf_counter()
+        engine = self._open()
+        check_request(self._model, prompts, params)
+        stop_ids = tuple(build_stop_rule(self._model, self._tokenizer, params).token_ids.tolist())
+        asked = replace(params, stop_token_ids=stop_ids)
+        request = Request([list(prompt) for prompt in prompts], range(len(prompts)), asked, seed)
+        output = GenerationOutput([[]] * len(prompts), [[]] * len(prompts), [True] * len(prompts))
+        output.stop_token_ids = stop_ids
+        routes: dict[int, Any] = {}
+        cached = self._fill(output, routes, engine, request)
+        if self._routers is not None and params.record_routes:
+            if lacking := [place for place in request.places if routes[place] is None]:
+                cached += self._fill(output, routes, engine, request.subset(lacking))
+            output.routes = [
+                self._read_routes(f"prompt {row}", prompt, output.token_ids[row], routes[row])
+                for row, prompt in enumerate(prompts)
+            ]
+        tokens, seconds = sum(map(len, output.token_ids)), time.perf_counter() - start
+        output.metrics = {
+            "generated_tokens": float(tokens),
+            "generate_s": seconds,
+            "tokens_per_s": tokens / seconds,
+            "truncated_fraction": sum(output.truncated) / max(len(prompts), 1),
+            "cached_prompt_fraction": cached / max(sum(map(len, prompts)), 1),
+            **engine.take_metrics(),
+            **self._update_metrics,
+        }
+        self._update_metrics = {}
+        return output
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load new weights, by Hugging Face parameter name, empty the prefix cache, and set `weight_version`."""
+        started = time.perf_counter()
+        self._open().update_weights(self._named(named_tensors), version)
+        self.weight_version = version
+        self._update_metrics = {"weights_s": time.perf_counter() - started}
+
+    def release(self) -> None:
+        """Give memory back until the next call, as far as the engine does."""
+        if self._engine is not None:
+            self._engine.release()
+
+    def shutdown(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+        self._engine = None
+        self._folder.cleanup()
+
+    def _fill(
+        self, output: GenerationOutput, routes: dict[int, Any], engine: Engine, request: Request
+    ) -> int:
+        """Put each completion in its prompt's place; return how many tokens of prompts were cached."""
+        missing, cached = set(request.places), 0
+        for part in engine.answer(request):
+            cached += part.cached_tokens
+            for place, token_ids, logprobs, truncated, routed in part.rows():
+                output.token_ids[place], output.logprobs[place] = token_ids, logprobs
+                output.truncated[place], routes[place] = truncated, routed
+            missing -= set(part.places)
+        if missing:
+            raise GenerationError(
+                f"the engine returned nothing for {len(missing)} of {len(request.places)} prompts"
+            )
+        return cached
+
+    def _open(self) -> Engine:
+        if self._engine is None:
+            raise GenerationError("the generator was called after shutdown; build a new one")
+        return self._engine
+
+    def _save(self, folder: Path) -> Path:
+        """Write what an engine reads: config, with the architecture's name, and tokenizer."""
+        config = copy.deepcopy(self._model.config)
+        config.architectures = [type(self._model).__name__]
+        config.save_pretrained(folder)
+        self._tokenizer.save_pretrained(folder)
+        return folder
+
+    # What engines differ in.
+
+    def _check(self, model: Any) -> None:
+        """Refuse what the engine cannot do with the model."""
+
+    def _start(self, spec: EngineSpec) -> Engine:
+        dtype = getattr(torch, spec.cfg.precision)
+        weights = self._model.state_dict().values()
+        return EnginePool(spec, [t.numel() * sent_dtype(t, dtype).itemsize for t in weights])
+
+    def _named(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        return named_tensors
+
+    def _read_routes(self, name: str, prompt: Sequence[int], new: Sequence[int], routes: Any) -> torch.Tensor:
+        if routes is None:
+            raise GenerationError(f"{name}: the engine returned no routes, asked twice")
+        found: torch.Tensor = routes
+        return found
+
+
+class VLLMGenerator(EngineGenerator):
+    """A Generator over vLLM: one engine in this process, or several in processes of their own."""
+
+    def _check(self, model: Any) -> None:
+        args = self._cfg.vllm.args
+        if taken := sorted(OWN_ARGS.keys() & args.keys()):
+            raise ConfigError(
+                f"generation.vllm.args.{taken[0]}={args[taken[0]]}: headrace sets it; what decides it is "
+                f"{OWN_ARGS[taken[0]]}"
+            )
+        if self._cfg.placement == "in_place":
+            import_vllm()
+        if model.device.type == "cpu" and self._cfg.vllm.sleep_level:
+            _log.warning("generation.vllm.sleep_level=%s has no effect on a CPU", self._cfg.vllm.sleep_level)
+        text_config = model.config.get_text_config()
+        if model.device.type == "cpu" and any(getattr(text_config, name, None) for name in _EXPERTS):
+            raise ConfigError(
+                "generation.backend=vllm: on a CPU, vLLM goes on with the experts of before an update; set "
+                "generation.backend=hf, or use a GPU"
+            )
+
+    def _start(self, spec: EngineSpec) -> Engine:
+        return VLLMEngine(spec) if spec.cfg.placement == "in_place" else super()._start(spec)
+
+    def _named(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield weights as a checkpoint has them: fused experts of transformers are split again, layer by layer."""
+
+        def layer(pair: tuple[str, torch.Tensor]) -> str:
+            found = _LAYER.match(pair[0])
+            return found[0] if found else ""
+
+        for _, weights in groupby(named_tensors, key=layer):
+            yield from revert_weight_conversion(self._model, dict(weights)).items()
+
+    def _read_routes(self, name: str, prompt: Sequence[int], new: Sequence[int], routes: Any) -> torch.Tensor:
+        assert self._routers is not None
+        of_prompt, of_answer = routes or (None, None)
+        return read_vllm(
+            of_prompt,
+            of_answer,
+            model=self._routers,
+            prompt_tokens=len(prompt),
+            new_tokens=len(new),
+            name=name,
+        )
+
+
+def _known_ids(tokenizer: Any, vocabulary: int) -> list[int] | None:
+    """Return the ids that a token has, where some of the model's have none."""
+    unknown = unknown_ids(tokenizer, vocabulary)
+    if unknown is None:
+        return None
+    return sorted(set(range(vocabulary)) - set(unknown.tolist()))

@@ -1,0 +1,267 @@
+# ruff: noqa: E402 - the tests' folder has to be on the path first
+"""vLLM in a process of its own beside the trainer on one GPU: python tests/gpu/engine_check.py [--out FILE]
+
+Checks that greedy logprobs are those of a bfloat16 transformers forward before and after updates of the weights, and
+that answers survive sleep. Measures updates through CUDA's IPC against a plain copy on the device, sleep, memory, and
+tokens per second. --placement in_place does the same without a process, for comparison.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src"), str(ROOT / "benchmarks")]
+
+from run import where
+
+from headrace.config import GenerationConfig
+from headrace.models.generation.build import build_generator
+from headrace.models.generation.interfaces import SamplingParams
+from headrace.models.tokenizers import build_character_tokenizer
+
+GIB = 1 << 30
+DEVICE = (
+    "cuda" if torch.cuda.is_available() else "cpu"
+)  # on a CPU the script itself is tried, with --models tiny
+VOCABULARY = 151_936
+_SPECIAL = 5
+QWEN: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.05,
+    "tie_word_embeddings": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "0.6b": {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+             "num_attention_heads": 16, **QWEN},
+    "1.7b": {"model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+             "num_attention_heads": 16, **QWEN},
+    "tiny": {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+             "num_attention_heads": 2, **QWEN, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 500},
+    "moe": {"model_type": "qwen3_moe", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6,
+            "num_attention_heads": 16, "moe_intermediate_size": 768, "num_experts": 32, "num_experts_per_tok": 4,
+            "norm_topk_prob": True, **QWEN},
+}  # fmt: skip
+LARGEST_MEAN_GAP, LARGEST_STALE_SHARE = 0.03, 0.2
+
+
+def model_of(name: str, seed: int, dtype: torch.dtype = torch.float32) -> Any:
+    values = dict(MODELS[name])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    torch.manual_seed(seed)
+    with torch.device(DEVICE):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).eval()
+
+
+def tokenizer_of_size(size: int) -> Any:
+    codes = (code for code in range(0x4E00, 0x10FFFF) if not 0xD800 <= code < 0xE000)
+    return build_character_tokenizer("".join(chr(code) for code, _ in zip(codes, range(size - _SPECIAL))))
+
+
+def prompts_of(name: str, count: int, length: int = 24) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(_SPECIAL, MODELS[name]["vocab_size"], (count, length), generator=generator).tolist()
+
+
+@torch.no_grad()
+def gaps(model: Any, prompts: list[list[int]], output: Any) -> dict[str, float]:
+    """Compare the engine's logprobs with those of a forward pass over prompt and completion."""
+    found = []
+    for prompt, new, logprobs in zip(prompts, output.token_ids, output.logprobs):
+        ids = torch.tensor([prompt + new], device=DEVICE)
+        scores = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        truth = scores.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+        found.append((truth - torch.tensor(logprobs, device=DEVICE)).abs())
+    every = torch.cat(found)
+    return {"mean": float(every.mean()), "max": float(every.max()), "tokens": len(every)}
+
+
+def copy_gb_per_s(nbytes: int = GIB) -> float:
+    """Return the bandwidth of a plain copy on the device: bytes copied, not bytes read and written."""
+    source = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(6):
+        synchronize()
+        start = time.perf_counter()
+        target.copy_(source)
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return nbytes / min(times) / 1e9
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def used_gib() -> float:
+    if DEVICE == "cpu":
+        return float("nan")
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / GIB
+
+
+def timed(call: Any, *args: Any) -> float:
+    start = time.perf_counter()
+    call(*args)
+    synchronize()
+    return time.perf_counter() - start
+
+
+def check(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    tokenizer = tokenizer_of_size(MODELS[name]["vocab_size"])
+    cfg = GenerationConfig(
+        backend="vllm",
+        precision="bfloat16",
+        max_new_tokens=512,
+        placement=args.placement,
+        engines=args.engines,
+        python=args.python,
+        vllm={
+            "args": {"gpu_memory_utilization": args.memory, "max_model_len": 1024, **json.loads(args.vllm_args)},
+            "sleep_level": args.sleep_level,
+        },
+    )  # fmt: skip
+    report: dict[str, Any] = {"model": name, "copy_gb_per_s": copy_gb_per_s()}
+    torch.cuda.empty_cache()
+    start = time.perf_counter()
+    generator = build_generator(cfg, model_of(name, 0), tokenizer, record_routes=name == "moe")
+    report["start_s"] = time.perf_counter() - start
+    greedy = SamplingParams(64, greedy=True)
+    few, versions = prompts_of(name, 8), []
+    stale = None
+    for version in range(3):
+        policy = model_of(name, version)
+        if version:
+            seconds = timed(generator.update_weights, policy.state_dict().items(), version)
+        output = generator.generate(few, greedy, seed=0)
+        half = policy.to(torch.bfloat16)
+        entry: dict[str, Any] = {"version": version, "gap": gaps(half, few, output)}
+        if version:
+            assert stale is not None
+            entry |= {"update_s": seconds, "stale_gap": gaps(half, few, stale), **_weights(output.metrics)}
+        if output.routes is not None:
+            entry["routes"] = list(output.routes[0].shape)
+        versions.append(entry)
+        stale = output
+        print(name, entry, flush=True)
+        del policy, half
+        torch.cuda.empty_cache()
+    report["versions"] = versions
+    report["ok"] = all(v["gap"]["mean"] < LARGEST_MEAN_GAP for v in versions) and all(
+        v["gap"]["mean"] < LARGEST_STALE_SHARE * v["stale_gap"]["mean"] for v in versions[1:]
+    )
+    report["updates"] = updates(generator, name, few)
+    report["copy_share"] = report["updates"].get("gb_per_s", 0.0) / report["copy_gb_per_s"]
+    report["speed"] = speed(generator, name)
+    report["sleep"] = sleep(generator, few, greedy, name, args.sleep_level)
+    report["ok"] = bool(report["ok"] and report["sleep"]["answers_as_before"])
+    generator.shutdown()
+    return report
+
+
+def _weights(metrics: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in metrics.items() if key.startswith("weights_")}
+
+
+def updates(generator: Any, name: str, prompts: list[list[int]], repeats: int = 6) -> dict[str, Any]:
+    """Time updates from a trainer in float32: all of it, packing, and copying out of the trainer's memory."""
+    policy = model_of(name, 2)
+    whole, ways, packing, nbytes = [], [], [], 0.0
+    for repeat in range(repeats):
+        whole.append(timed(generator.update_weights, policy.state_dict().items(), 3 + repeat))
+        metrics = generator.generate(prompts[:1], SamplingParams(1, greedy=True), seed=0).metrics
+        ways.append(metrics.get("weights_copy_s", float("nan")))
+        packing.append(metrics.get("weights_pack_s", float("nan")))
+        nbytes = metrics.get("weights_bytes", 0.0)
+    found: dict[str, Any] = {
+        "update_s": sorted(whole),
+        "copy_s": sorted(ways),
+        "pack_s": sorted(packing),
+        "bytes": nbytes,
+    }
+    if nbytes:
+        found["gb_per_s"] = nbytes / statistics.median(ways) / 1e9
+    print(name, found, flush=True)
+    return found
+
+
+def speed(generator: Any, name: str) -> list[dict[str, float]]:
+    found = []
+    for repeat in range(3):
+        output = generator.generate(
+            prompts_of(name, 256 if DEVICE == "cuda" else 8), SamplingParams(512), seed=repeat
+        )
+        found.append(output.metrics)
+        print(output.metrics, flush=True)
+    return found
+
+
+def sleep(
+    generator: Any, prompts: list[list[int]], greedy: SamplingParams, name: str, level: int
+) -> dict[str, Any]:
+    """Let the engine sleep and wake it; at level 2 it gets its weights again in between."""
+    before = generator.generate(prompts, greedy, seed=0)
+    used = used_gib()
+    asleep_s = timed(generator.release)
+    asleep = used_gib()
+    update_s = 0.0
+    if level == 2:
+        policy = model_of(name, 2)
+        update_s = timed(generator.update_weights, policy.state_dict().items(), 99)
+        del policy
+    start = time.perf_counter()
+    after = generator.generate(prompts, greedy, seed=0)
+    found = {
+        "level": level,
+        "used_gib": used,
+        "asleep_gib": asleep,
+        "release_s": asleep_s,
+        "update_s": update_s,
+        "wake_and_generate_s": time.perf_counter() - start,
+        "answers_as_before": before.token_ids == after.token_ids,
+    }
+    print(found, flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["0.6b"])
+    parser.add_argument("--placement", choices=["beside", "in_place"], default="beside")
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--python", help="interpreter of the engines")
+    parser.add_argument("--memory", type=float, default=0.4, help="gpu_memory_utilization of an engine")
+    parser.add_argument("--sleep-level", type=int, choices=[0, 1, 2], default=1)
+    parser.add_argument("--vllm-args", default="{}", help="more engine arguments, as JSON")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    reports = [check(name, args) for name in args.models]
+    passed = all(report["ok"] for report in reports)
+    result = {
+        "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else None,
+        "where": where(),
+        "placement": args.placement,
+        "engines": args.engines,
+        "passed": passed,
+        "models": reports,
+    }
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print("passed" if passed else "FAILED", flush=True)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
