@@ -74,7 +74,9 @@ class TokenizerConfig(Section):
     """Where the tokenizer comes from; None: the model's own directory."""
 
     path: str | None = None
-    """A directory with a Hugging Face tokenizer."""
+    """A directory with a Hugging Face tokenizer, or a name on the hub."""
+    revision: str | None = None
+    """Branch, tag or commit of a name on the hub; None: its main branch."""
     builder: Literal["characters"] | None = None
     """Build a tokenizer in place of loading one: `characters` has one token per character."""
     characters: str = string.ascii_letters
@@ -82,10 +84,14 @@ class TokenizerConfig(Section):
 
 
 class ModelConfig(Section):
-    """Which weights: a Hugging Face directory, a GGUF file in a Python package, or fresh ones from `config`."""
+    """Which weights: a Hugging Face directory or name, a GGUF file in a Python package, or fresh ones from `config`."""
 
     path: str | None = None
-    """A Hugging Face model directory: config.json and safetensors."""
+    """A Hugging Face model directory (config.json and safetensors), or a name on the hub: Qwen/Qwen3-0.6B."""
+    revision: str | None = None
+    """Branch, tag or commit of a name on the hub; None: its main branch."""
+    trust_remote_code: bool = False
+    """Run Python files that come with the model, for architectures that transformers does not have."""
     gguf_package: str | None = None
     """Importable package that ships a .gguf file; converted once to safetensors in `cache_dir`."""
     config: dict[str, Any] | None = None

@@ -94,6 +94,10 @@ def _above_0(key: str) -> Need:
     return _need(key, f"{key} above 0", lambda value: value > 0)
 
 
+def _given(key: str) -> Need:
+    return _need(key, key, lambda value: value is not None)
+
+
 def _when(need: Need, section: str, names: str, *, refused: bool = False) -> Effect:
     return Effect(tuple(f"{section}.{name}" for name in names.split()), need, refused)
 
@@ -111,8 +115,8 @@ _LAUNCHED_BY_RAY = _is("policy.parallel.launcher", "ray")
 _AUTO = _is("policy.parallel.launcher", "auto")
 _SEVERAL = _need("policy.workers", "policy.workers above 1", lambda workers: workers > 1)
 _RAY_BY_STORE = _AUTO & _SEVERAL & _REMOTE_STORE
-_GGUF = _need("policy.model.gguf_package", "policy.model.gguf_package", lambda package: package is not None)
-_LORA = _need("policy.lora.rank", "policy.lora.rank", lambda rank: rank is not None)
+_GGUF = _given("policy.model.gguf_package")
+_LORA = _given("policy.lora.rank")
 _DIVIDES = _is("grpo.advantage.estimator", "grpo", "reinforce_plus_plus")
 _ONE_TURN = ("reasoning_gym", "math", "dataset")
 _TURNS = _need(
@@ -140,6 +144,8 @@ EFFECTS: tuple[Effect, ...] = (
     _when_enabled("policy.dynamic_batching", "train_mb_tokens logprob_mb_tokens sequence_length_round"),
     _when(_FIXED, "policy", "train_micro_batch_size logprob_batch_size"),
     _when(_is("policy.scheduler.kind", "linear", "cosine"), "policy.scheduler", "decay_steps min_lr_ratio"),
+    _when(_given("policy.model.path"), "policy.model", "revision trust_remote_code"),
+    _when(_given("policy.tokenizer.path"), "policy.tokenizer", "revision"),
     _when(_LORA, "policy.lora", "alpha targets dropout"),
     _when(_is("policy.tokenizer.builder", None), "policy.tokenizer", "path", refused=True),
     _when(_is("policy.tokenizer.builder", "characters"), "policy.tokenizer", "characters"),

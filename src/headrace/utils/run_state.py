@@ -15,7 +15,13 @@ from headrace.utils.renamed import with_new_keys
 from headrace.utils.section import written
 
 # A checkpoint is of no use to a run that differs in one of these.
-_MODEL = ("policy.model.path", "policy.model.gguf_package", "policy.model.config", "policy.tokenizer")
+_MODEL = (
+    "policy.model.path",
+    "policy.model.revision",
+    "policy.model.gguf_package",
+    "policy.model.config",
+    "policy.tokenizer",
+)
 _ADAPTER = ("policy.lora.rank", "policy.lora.alpha", "policy.lora.targets")
 _FIXED = ("seed", *_MODEL, *_ADAPTER, "env")
 # What these change in the prompts shows in their digest.

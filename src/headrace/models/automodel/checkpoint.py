@@ -39,7 +39,7 @@ from headrace.distributed.collectives import from_first_rank
 from headrace.errors import ConfigError
 from headrace.models.automodel.lora import ADAPTER, Adapter
 from headrace.models.automodel.masters import Masters
-from headrace.models.automodel.setup import load_pretrained, no_progress_bars
+from headrace.models.automodel.setup import load_pretrained, no_progress_bars, runs_own_code
 from headrace.models.automodel.sharding import ShardedModel, named_tensors, part_like, whole_tensor
 from headrace.models.saving import Saving
 from headrace.utils.json_text import read_json
@@ -76,7 +76,9 @@ def save_model(
         whole = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
         with torch.device("meta"):
             # Only the class and its way of naming weights are wanted.
-            skeleton = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+            skeleton = AutoModelForCausalLM.from_config(
+                model.config, dtype=torch.float32, trust_remote_code=runs_own_code(model)
+            )
         skeleton.generation_config = model.generation_config
         model = skeleton
     with Saving(directory), no_progress_bars():
@@ -95,7 +97,7 @@ def load_weights(
         ConfigError: nothing there that can be read, or weights of another shape or architecture.
     """
     if sharded is None:
-        _read_weights(directory, model.load_state_dict if masters is None else masters.take)
+        _read_weights(directory, model, model.load_state_dict if masters is None else masters.take)
         return
     kept: list[Mapping[str, torch.Tensor]] = []
 
@@ -103,16 +105,17 @@ def load_weights(
         sharded.check_weights(weights)
         kept.append(weights)
 
-    from_first_rank(lambda: _read_weights(directory, keep))
+    from_first_rank(lambda: _read_weights(directory, model, keep))
     sharded.take_full_weights(kept[0] if kept else None)
 
 
-def _read_weights(directory: Path, use: Callable[[Mapping[str, torch.Tensor]], object]) -> None:
+def _read_weights(directory: Path, model: Any, use: Callable[[Mapping[str, torch.Tensor]], object]) -> None:
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory; the checkpoint must be whole")
     try:
         with no_progress_bars():
-            saved = load_pretrained(directory, dtype=torch.float32)
+            trusts = runs_own_code(model)
+            saved = load_pretrained(directory, dtype=torch.float32, trust_remote_code=trusts)
         use(saved.state_dict())
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(

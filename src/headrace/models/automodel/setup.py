@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from headrace.config import ModelConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
@@ -32,14 +33,12 @@ from headrace.errors import ConfigError
 from headrace.models.automodel.attention import choose_attention
 from headrace.models.automodel.masters import HostAdamW, Masters
 from headrace.models.automodel.probes import CHOSEN_EXPERTS, REFUSALS, check_runs, first_line
-from headrace.models.gguf import convert_gguf_package
+from headrace.models.hub import model_directory, tokenizer_directory
 from headrace.models.tokenizers import build_character_tokenizer, known_ids
-from headrace.utils.paths import user_path
 from headrace.utils.seeding import derive_seed
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 # Keys that models read, or that the hub writes, and that no config class declares.
 _UNDECLARED_KEYS = {"auto_map", "head_dim", "rope_scaling", "rope_theta", "torch_dtype"}
 _SIZES = {
@@ -82,10 +81,12 @@ def load_tokenizer(cfg: PolicyConfig) -> Any:
     """
     if cfg.tokenizer.builder == "characters":
         return build_character_tokenizer(cfg.tokenizer.characters)
-    key, directory = _tokenizer_directory(cfg)
+    key, directory = tokenizer_directory(cfg)
+    trusts = cfg.model.trust_remote_code
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trusts)
+    except (*REFUSALS, OSError, ImportError) as error:
+        _refuse_code(key, directory, error)
         raise ConfigError(
             f"{key}={directory}: no tokenizer can be read there ({first_line(error)}); set policy.tokenizer.path"
         ) from error
@@ -111,7 +112,7 @@ def load_model(
             or vocabulary that the model cannot hold, an attention or experts implementation that it lacks.
     """
     device = device or resolve_device(cfg)
-    directory = _model_directory(cfg.model)
+    directory = model_directory(cfg.model)
     options = _model_options(cfg, directory, device, tokenizer)
     with _building(options, cfg.model.config), torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "model"))
@@ -134,7 +135,7 @@ def build_skeleton(cfg: PolicyConfig, *, tokenizer: Any = None) -> Any:
     Raises:
         ConfigError: as `load_model`, as far as files are not read.
     """
-    directory = _model_directory(cfg.model)
+    directory = model_directory(cfg.model, weights=False)
     options = _model_options(cfg, directory, torch.device("cpu"), tokenizer)
     building = _building(options, cfg.model.config)
     with building, torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
@@ -149,7 +150,9 @@ def _model_options(
 ) -> dict[str, Any]:
     """Return what transformers builds the model from: its config and implementations."""
     tokenizer = load_tokenizer(cfg) if tokenizer is None else tokenizer
-    config = _read_config(directory) if directory else _build_config(cfg.model.config or {}, tokenizer)
+    config = (
+        _read_config(cfg.model, directory) if directory else _build_config(cfg.model.config or {}, tokenizer)
+    )
     check_fit(cfg, config, tokenizer)
     _switch_off_noise(config)
     return {
@@ -157,6 +160,7 @@ def _model_options(
         "dtype": torch.float32,
         "attn_implementation": _first_attention(cfg, config, device),
         "experts_implementation": cfg.model.experts_implementation,
+        "trust_remote_code": cfg.model.trust_remote_code,
     }
 
 
@@ -215,6 +219,11 @@ def load_pretrained(directory: Path, **options: Any) -> Any:
             "and of the config beside them"
         )
     return model
+
+
+def runs_own_code(model: Any) -> bool:
+    """Return whether the model's class came with it, and was allowed to (`policy.model.trust_remote_code`)."""
+    return type(model).__module__.startswith("transformers_modules")
 
 
 def check_fit(cfg: PolicyConfig, config: Any, tokenizer: Any) -> None:
@@ -280,44 +289,37 @@ def enable_activation_checkpointing(model: Any) -> None:
             module.training = True
 
 
-def _model_directory(cfg: ModelConfig) -> Path | None:
-    if cfg.gguf_package is not None:
-        return Path(convert_gguf_package(cfg.gguf_package, cfg.cache_dir))
-    if cfg.path is None:
-        return None
-    directory = user_path(cfg.path, "policy.model.path")
-    if not (directory / "config.json").is_file():
-        fault = "no config.json there" if directory.is_dir() else "no such directory"
-        raise ConfigError(f"policy.model.path={cfg.path}: {fault}; give a Hugging Face model directory")
-    if not any(file for pattern in _WEIGHT_FILES for file in directory.glob(pattern)):
-        raise ConfigError(
-            f"policy.model.path={cfg.path}: no weights there (*.safetensors); copy them beside config.json"
-        )
-    return directory
-
-
-def _tokenizer_directory(cfg: PolicyConfig) -> tuple[str, Path]:
-    if cfg.tokenizer.path is not None:
-        directory = user_path(cfg.tokenizer.path, "policy.tokenizer.path")
-        if not directory.is_dir():
-            raise ConfigError(
-                f"policy.tokenizer.path={cfg.tokenizer.path}: no such directory; check the path"
-            )
-        return "policy.tokenizer.path", directory
-    model_directory = _model_directory(cfg.model)
-    if model_directory is None:
-        raise ConfigError(
-            "policy.model.config has no tokenizer of its own; set policy.tokenizer.path, or "
-            "policy.tokenizer.builder=characters"
-        )
-    return ("policy.model.path" if cfg.model.path else "policy.model.gguf_package"), model_directory
-
-
-def _read_config(directory: Path) -> Any:
+def _read_config(cfg: ModelConfig, directory: Path) -> Any:
+    key = f"policy.model.path={cfg.path or directory}"
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (StrictDataclassError, *REFUSALS, OSError) as error:
-        raise ConfigError(f"policy.model.path={directory}: {first_line(error)}") from error
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=cfg.trust_remote_code
+        )
+    except (StrictDataclassError, *REFUSALS, OSError, ImportError) as error:
+        _refuse_code(key, directory, error)
+        raise ConfigError(f"{key}: {first_line(error)}") from error
+    names = list(config.architectures or ())
+    known = {name for entry in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _listed(entry)}
+    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if names and not own_code and known.isdisjoint(names):
+        raise ConfigError(
+            f"{key}: its config.json is of {', '.join(names)}, which is no causal language model; give one whose "
+            "architecture ends in ForCausalLM"
+        )
+    return config
+
+
+def _listed(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _refuse_code(key: str, directory: Path, error: Exception) -> None:
+    """Raise a ConfigError if transformers wants to run Python files of the model."""
+    if "trust_remote_code" in str(error):
+        raise ConfigError(
+            f"{key}: the model is defined by Python files of its own; read those, and set "
+            "policy.model.trust_remote_code=true to run them"
+        ) from error
 
 
 def _build_config(values: Mapping[str, Any], tokenizer: Any) -> Any:
