@@ -59,7 +59,8 @@ def global_batches(plan, rank):
     """Yield (batch, its rows on the rank, pairs, lengths)."""
     start = 0
     rows = plan.rank_rows(rank).tolist()
-    indices, lengths = plan.micro_batch_indices(rank), plan.micro_batch_lengths(rank)
+    own = plan.rank_plan(rank)
+    indices, lengths = own["micro_batch_indices"], own["micro_batch_lengths"]
     for batch, count in enumerate(plan.elem_counts_per_gb(rank)):
         yield batch, rows[start : start + count], indices[batch], lengths[batch]
         start += count

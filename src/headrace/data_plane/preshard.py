@@ -4,13 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.data_plane.interfaces import KVBatchMeta
-from headrace.data_plane.schema import ELEM_COUNTS_PER_GB, MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS
-from headrace.distributed.planner import (
-    DynamicBatchingArgs,
-    MicrobatchPlan,
-    SequencePackingArgs,
-    plan_microbatches,
-)
+from headrace.distributed.planner import DynamicBatchingArgs, SequencePackingArgs, plan_microbatches
 from headrace.errors import SchemaError
 
 
@@ -53,14 +47,7 @@ def shard_meta_for_dp(
         row_names=meta.sample_ids,
     )
     inverse = plan.inverse
-    metas = [_rank_meta(meta, plan, rank) for rank in range(dp_world)]
+    metas = [meta.subset(plan.rank_rows(rank).tolist()) for rank in range(dp_world)]
+    for rank, shard in enumerate(metas):
+        shard.extra_info |= plan.rank_plan(rank)
     return metas, inverse if planned or inverse != list(range(meta.size)) else None
-
-
-def _rank_meta(meta: KVBatchMeta, plan: MicrobatchPlan, rank: int) -> KVBatchMeta:
-    shard = meta.subset(plan.rank_rows(rank).tolist())
-    if plan.kind != "contiguous":
-        shard.extra_info[MICRO_BATCH_INDICES] = plan.micro_batch_indices(rank)
-        shard.extra_info[MICRO_BATCH_LENGTHS] = plan.micro_batch_lengths(rank)
-        shard.extra_info[ELEM_COUNTS_PER_GB] = plan.elem_counts_per_gb(rank)
-    return shard

@@ -385,10 +385,8 @@ class BatchedDataDict(UserDict[str, Any]):
 
     def _shard(self, plan: MicrobatchPlan, rank: int) -> Self:
         shard = self._with_columns(self._selected(torch.from_numpy(plan.rank_rows(rank))))
-        if plan.kind != "contiguous":
-            shard.micro_batch_indices = plan.micro_batch_indices(rank)
-            shard.micro_batch_lengths = plan.micro_batch_lengths(rank)
-            shard.elem_counts_per_gb = plan.elem_counts_per_gb(rank)
+        for name, part in plan.rank_plan(rank).items():
+            setattr(shard, name, part)
         return shard
 
     def _single_plan(self) -> tuple[list[list[int]], list[int]]:

@@ -19,6 +19,7 @@ from headrace.distributed.ragged import (
     offsets_from_lengths,
     ragged_from_nested,
 )
+from headrace.distributed.ragged_cpu import pad_element
 from headrace.errors import SchemaError
 
 Column = torch.Tensor | list[object] | npt.NDArray[np.generic] | PackedTensor
@@ -133,8 +134,10 @@ def _concat_dense(name: str, parts: Sequence[torch.Tensor], pad_value: int | flo
     widths = [part.shape[1] for part in parts] if parts[0].dim() > 1 else [0]
     if len(set(widths)) == 1:
         return torch.cat(list(parts))
-    if not _holds(parts[0], pad_value):
-        raise SchemaError(f"column '{name}': pad value {pad_value} does not fit in {parts[0].dtype}")
+    try:
+        pad_element(pad_value, parts[0].dtype)
+    except SchemaError as error:
+        raise SchemaError(f"column '{name}': {error}") from error
     rows = sum(part.shape[0] for part in parts)
     joined = parts[0].new_full((rows, max(widths), *parts[0].shape[2:]), pad_value)
     start = 0
@@ -142,14 +145,6 @@ def _concat_dense(name: str, parts: Sequence[torch.Tensor], pad_value: int | flo
         joined[start : start + part.shape[0], : part.shape[1]] = part
         start += part.shape[0]
     return joined
-
-
-def _holds(tensor: torch.Tensor, value: int | float | bool) -> bool:
-    """Return whether the tensor's dtype can hold a value; every floating dtype is taken to."""
-    try:
-        return tensor.is_floating_point() or torch.full((), value, dtype=tensor.dtype).item() == value
-    except RuntimeError:
-        return False
 
 
 def move(column: Column, device: torch.device | str) -> Column:

@@ -16,9 +16,6 @@ class PackedTensor:
     >>> images = PackedTensor([torch.zeros(2, 3), None, torch.ones(1, 3)], dim_to_pack=0)
     >>> len(images), images.as_tensor().shape
     (3, torch.Size([3, 3]))
-
-    Raises:
-        SchemaError: a row that is neither a tensor nor None.
     """
 
     def __init__(self, tensors: torch.Tensor | Sequence[torch.Tensor | None], dim_to_pack: int = 0) -> None:
@@ -47,20 +44,12 @@ class PackedTensor:
 
     @classmethod
     def concat(cls, columns: Sequence["PackedTensor"]) -> "PackedTensor":
-        """Return the rows of all columns, one after the other.
-
-        Raises:
-            SchemaError: no columns, or columns that join along different dimensions.
-        """
+        """Return the rows of all columns, one after the other."""
         return cls([row for column in columns for row in column.tensors], _common_dim(columns))
 
     @classmethod
     def flattened_concat(cls, columns: Sequence["PackedTensor"]) -> "PackedTensor":
-        """Return one row per column: all its media joined, or None where it has none.
-
-        Raises:
-            SchemaError: what `concat` and `as_tensor` refuse.
-        """
+        """Return one row per column: all its media joined, or None where it has none."""
         return cls([column.as_tensor() for column in columns], _common_dim(columns))
 
     def repeat(self, repeats: int) -> "PackedTensor":
@@ -71,11 +60,7 @@ class PackedTensor:
         return PackedTensor([None if t is None else t.to(device) for t in self.tensors], self.dim_to_pack)
 
     def as_tensor(self, device: torch.device | str | None = None) -> torch.Tensor | None:
-        """Return all rows joined along `dim_to_pack`, or None if no row has media.
-
-        Raises:
-            SchemaError: rows that differ in dtype or along another dimension, with the row's number.
-        """
+        """Return all rows joined along `dim_to_pack`, or None if no row has media."""
         rows = [(i, t) for i, t in enumerate(self.tensors) if t is not None]
         if not rows:
             return None

@@ -104,19 +104,20 @@ class MicrobatchPlan:
         stops = np.cumsum(self.rows_per_batch.sum(axis=1))
         return self.row_order[stops[rank] - self.rows_per_batch[rank].sum() : stops[rank]]
 
-    def micro_batch_indices(self, rank: int) -> list[list[list[int]]]:
-        """Return, per global batch, [start, stop) of each microbatch in the rank's rows of that batch."""
-        return [
-            np.stack([np.concatenate([[0], stops])[:-1], stops], axis=1).tolist()
-            for stops in self._by_batch(self.stops[rank])
-        ]
+    def rank_plan(self, rank: int) -> dict[str, Any]:
+        """Return a rank's microbatches, by the names that batches and metas have for them; empty for slices.
 
-    def micro_batch_lengths(self, rank: int) -> list[list[int]]:
-        return [lengths.tolist() for lengths in self._by_batch(self.microbatch_lengths[rank])]
-
-    def elem_counts_per_gb(self, rank: int) -> list[int]:
-        counts: list[int] = self.rows_per_batch[rank].tolist()
-        return counts
+        Per global batch: [start, stop) of each microbatch in the rank's rows of that batch, their lengths, and the
+        rank's rows.
+        """
+        if self.kind == "contiguous":
+            return {}
+        pairs = [np.stack([np.append(0, s[:-1]), s], axis=1) for s in self._by_batch(self.stops[rank])]
+        return {
+            "micro_batch_indices": [pair.tolist() for pair in pairs],
+            "micro_batch_lengths": [part.tolist() for part in self._by_batch(self.microbatch_lengths[rank])],
+            "elem_counts_per_gb": self.rows_per_batch[rank].tolist(),
+        }
 
     def _by_batch(self, row: IntArray) -> list[IntArray]:
         stops = np.cumsum(self.microbatches_per_batch)

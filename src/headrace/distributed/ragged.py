@@ -86,13 +86,8 @@ def ragged_indices(offsets: torch.Tensor, total: int | None = None) -> tuple[tor
 class RowLayout:
     """Where the tokens of ragged rows lie in a padded (N, width, ...) tensor.
 
-    Args:
-        lengths: (N,) tokens per row.
-        width: S of the padded form; None: the longest row.
-        read: Brings lengths on a device to the CPU.
-
-    Raises:
-        SchemaError: a row longer than `width`, or lengths that `row_lengths` refuses.
+    `lengths` (N,) are tokens per row, `width` is S of the padded form (None: the longest row), and `read` brings
+    lengths on a device to the CPU.
     """
 
     def __init__(

@@ -126,12 +126,7 @@ class Blocks:
     def get(
         self, partition: str, blocks: Sequence[BlockInfo], rows: Sequence[Rows | None], deadline: Deadline
     ) -> Sequence[torch.Tensor | Frames]:
-        """Return the bytes of blocks, in order; of some, if it `gives_rows`, only `rows`.
-
-        Raises:
-            BlockError: TransferQueue does not have all of them.
-            TransportError: no answer by the deadline, or a failure.
-        """
+        """Return the bytes of blocks, in order; where it `gives_rows`, those `rows`. BlockError: not all are there."""
         what = f"fetching {len(blocks)} blocks from TransferQueue"
         if self._units is None:
             got = mooncake.get_blocks(self._client, partition, blocks)

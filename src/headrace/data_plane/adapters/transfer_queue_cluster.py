@@ -278,12 +278,7 @@ class StorageUnits:
     def get(
         self, blocks: Sequence[BlockInfo], rows: Sequence[Rows | None], what: str, deadline: Deadline
     ) -> list[Frames]:
-        """Return blocks, or those `rows` of them.
-
-        Raises:
-            BlockError: a unit does not have all of them.
-            TransportError: not all units have answered by the deadline, one is gone, or one failed.
-        """
+        """Return blocks, or those `rows` of them; raises BlockError: a unit does not have all of them."""
         groups, bodies = self._by_unit([block.slot for block in blocks]), {}
         for unit, mine in groups.items():
             some = [wanted for i in mine if (wanted := rows[i]) is not None]

@@ -273,12 +273,7 @@ def checked_put(
     fields: TensorDict | None,
     tags: Sequence[Mapping[str, Any]] | None,
 ) -> tuple[Put, dict[str, Chunk]]:
-    """Return a put, and its columns as chunks, which share the memory of their values.
-
-    Raises:
-        SchemaError: an id that appears twice (all such are named), another number of rows, or what `check_declared`,
-            `checked_tags` and `said_lengths` refuse.
-    """
+    """Return a put, and its columns as chunks, which share the memory of their values."""
     ids = texts("sample_ids", sample_ids)
     if len(set(ids)) != len(ids):
         repeated = [sample_id for sample_id, count in Counter(ids).items() if count > 1]

@@ -96,13 +96,7 @@ class Partition(Generic[Block]):
         return Slots(np.array([slot_of(sample_id, -1) for sample_id in map(str, ids)], dtype=np.int64))
 
     def check(self, put: Put, columns: Columns[Block], slots: Slots) -> int:
-        """Return how many samples of a put are new; `slots` are what `locate` gives for its ids.
-
-        Raises:
-            CapacityExceeded: more samples than were registered.
-            SchemaError: a put that would mix forms in a column, or lengths in a row, or groups, or whose tags are
-                outside enums.
-        """
+        """Return how many samples of a put are new; `slots` are what `locate` gives for its ids."""
         new = 0 if slots.version is not None else int(np.count_nonzero(slots.at < 0))
         registration = self.registration
         if registration is not None and len(self) + new > registration.num_samples:

@@ -180,12 +180,9 @@ def read_vllm(
         routed_experts: `CompletionOutput.routed_experts`: of the completion (its tokens, or fewer), or of prompt and
             completion together.
         model: The model's routers, as `router_replay.install` returns them.
-        prompt_tokens: Tokens of the prompt.
-        new_tokens: Sampled tokens.
         start: The request's `routed_experts_prompt_start`; `routed_experts` then begins with that token.
         earlier: Routes of the first `start` tokens, from earlier turns; None marks them missing.
         layers: Whether the layer axis counts MoE layers or all; "auto" takes what its size can only be.
-        name: The sample, for messages.
 
     Arrays may be NumPy arrays, nested lists, or base64 text of a .npy file.
 

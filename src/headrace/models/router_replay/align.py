@@ -25,9 +25,6 @@ def align_padded(ids: torch.Tensor, attention_mask: torch.Tensor, *, num_experts
     """Return the rows of a padded batch: `ids` (B, S, routers, k) beside `attention_mask` (B, S).
 
     Where the mask is 0, on whichever side, the entries of `ids` do not matter.
-
-    Raises:
-        ReplayError: shapes that do not belong together.
     """
     if ids.dim() != 4 or ids.shape[:2] != attention_mask.shape:
         raise ReplayError(
@@ -39,11 +36,7 @@ def align_padded(ids: torch.Tensor, attention_mask: torch.Tensor, *, num_experts
 
 
 def align_packed(ids: torch.Tensor, total_tokens: int, *, num_experts: int) -> AlignedRoutes:
-    """Return the rows of packed sequences: `ids` (T, routers, k), sequences one after another, padded to the total.
-
-    Raises:
-        ReplayError: more rows than tokens.
-    """
+    """Return the rows of packed sequences: `ids` (T, routers, k), sequences one after another, padded to the total."""
     if ids.dim() != 3 or len(ids) > total_tokens:
         raise ReplayError(f"routes of shape {tuple(ids.shape)} for {total_tokens} packed tokens")
     return align_jagged(ids, [len(ids)], total_tokens, num_experts=num_experts)
@@ -55,9 +48,6 @@ def align_jagged(
     """Return the rows of a padded batch (B, width) of samples with these lengths; `left`: padding is on the left.
 
     `values` (sum of lengths, routers, k) are the routes of the samples, one after another.
-
-    Raises:
-        ReplayError: lengths that do not add up to the rows, or a sample longer than `width`.
     """
     count = torch.tensor(list(lengths), dtype=torch.int64)
     if int(count.sum()) != len(values) or int(count.max()) > width:

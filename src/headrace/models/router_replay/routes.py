@@ -105,12 +105,7 @@ class Routes:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def open(self, routers: Sequence[RouterSpec], tokens: int, device: torch.device) -> "RoutedCall":
-        """Begin a forward of `tokens` tokens; the model calls this.
-
-        Raises:
-            ReplayError: routes that a forward has consumed already, that do not fit the call, or that no router can
-                have chosen.
-        """
+        """Begin a forward of `tokens` tokens; the model calls this."""
         call = RoutedCall(routers, tokens, device, self._recording, self._comparing)
         if self._given is None:
             return call

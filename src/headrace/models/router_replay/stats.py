@@ -229,9 +229,6 @@ def route_agreement(left: torch.Tensor, right: torch.Tensor, mask: torch.Tensor 
     """Compare routes (T, layers, k) as sets of experts, where neither is missing and `mask` (T,) is not 0.
 
     Example: experts [1, 2] against [2, 3] have intersection over union 1/3, and [1, 2] against [2, 1] agree exactly.
-
-    Raises:
-        ReplayError: different shapes.
     """
     if left.shape != right.shape or left.dim() != 3:
         raise ReplayError(
