@@ -11,6 +11,9 @@ from headrace.utils.section import Pair, Section
 class AdvantageConfig(Section):
     """How rewards become advantages."""
 
+    target: str | None = None
+    """A function of your own (`package.module:function`) in place of `estimator`: of (rewards, group_ids), and, as it
+    asks for, (valid, tokens, cfg), it gives the advantages, one for each sample."""
     estimator: Literal["grpo", "rloo", "reinforce_plus_plus"] = "grpo"
     """`grpo`: against the mean of the group. `rloo`: against the mean of the others in it, never divided.
     `reinforce_plus_plus`: against the mean of the batch."""
@@ -28,6 +31,8 @@ class AdvantageConfig(Section):
         key = "leave_one_out" if batch else "minus_baseline"
         if getattr(self, key):
             yield f"{key}=true has no effect with estimator={self.estimator}; switch it off"
+        if self.target is not None and self.estimator != "grpo":
+            yield f"estimator={self.estimator} has no effect with target={self.target}; remove one of them"
 
 
 class RewardConfig(Section):
@@ -69,6 +74,9 @@ class DynamicSamplingConfig(Section):
 
     enabled: bool = False
     """Drop and refill."""
+    target: str | None = None
+    """A function of your own (`package.module:function`) that tells of the rewards of a group, a list of numbers,
+    whether it trains. None: if they differ."""
     max_refills: PositiveInt = 10
     """Rollout rounds per step at most, each of as many prompts as the share of useful groups so far asks for and a
     batch has; then the step trains on the groups it has."""
@@ -112,6 +120,9 @@ class LossConfig(Section):
     """A loss or gradient that is not finite never updates; it ends the run, or is counted (train/nonfinite_updates)."""
     force_on_policy_ratio: bool = False
     """Take the ratio as exactly 1 with a live gradient, so that no prev-logprobs are computed."""
+    target: str | None = None
+    """A loss of your own (`package.module:function`) of (inputs, cfg), in place of `kind`: the loss per token. `cfg` is
+    this section."""
 
     def faults(self) -> Iterator[str]:
         if self.kind == "cispo" and self.dual_clip is not None:
@@ -162,7 +173,9 @@ class GRPOConfig(Section):
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
 
     def faults(self) -> Iterator[str]:
-        alone = self.advantage.estimator == "reinforce_plus_plus" and not self.advantage.minus_baseline
+        advantage = self.advantage
+        alone = advantage.estimator == "reinforce_plus_plus" and not advantage.minus_baseline
+        alone = alone or advantage.target is not None
         needs_peers = not alone or self.dynamic_sampling.enabled
         if needs_peers and self.num_generations_per_prompt < 2:
             yield (

@@ -6,12 +6,13 @@ and get an advantage of 0. Arithmetic is in float64; results are float32.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from headrace.config import AdvantageConfig
-from headrace.errors import SchemaError
+from headrace.errors import ConfigError, SchemaError
+from headrace.utils.targets import check_parameters, load_callable, user_code
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,14 @@ def compute_advantages(
 
     Raises:
         SchemaError: inputs of different lengths, or group ids that are not integers.
+        ConfigError: a function of `cfg.target` that cannot be called so, raises, or returns something else.
     """
     _check(rewards=rewards, group_ids=group_ids, valid=valid, tokens=tokens)
     groups = _group(rewards, group_ids, valid)
-    result = ESTIMATORS[cfg.estimator](rewards, groups, tokens, cfg, kl)
+    if cfg.target is not None:
+        result = _by_target(cfg.target, rewards, groups, tokens, cfg)
+    else:
+        result = ESTIMATORS[cfg.estimator](rewards, groups, tokens, cfg, kl)
     exact, samples = result.advantages, groups.valid.sum().clamp(min=1)
     mean = exact.sum() / samples
     spread = torch.where(groups.valid, exact - mean, 0.0)
@@ -152,6 +157,29 @@ def over_tokens(
     kl_scale = 0.0 if kl is None else kl.coefficient * float(scale)
     baseline = _baseline(rewards, batch, centred)
     return AdvantageResult(centred * scale, baseline, std.expand(len(rewards)), kl_scale=kl_scale)
+
+
+def _by_target(
+    target: str, rewards: torch.Tensor, groups: Groups, tokens: torch.Tensor, cfg: AdvantageConfig
+) -> AdvantageResult:
+    """Return what a function of the user's own makes of the rewards; 0 where a sample does not count."""
+    who, function = f"grpo.advantage.target={target}", load_callable(target, "grpo.advantage.target")
+    values: dict[str, Any] = {
+        "rewards": rewards.to(torch.float64),
+        "group_ids": groups.index,
+        "valid": groups.valid,
+    }
+    values |= {"tokens": tokens, "cfg": cfg}
+    taken = check_parameters(function, values, who, example="(rewards, group_ids)")
+    with user_code(who):
+        found = torch.as_tensor(function(**{k: v for k, v in values.items() if taken is None or k in taken}))
+    if found.shape != rewards.shape or not bool(found.isfinite()[groups.valid].all()):
+        raise ConfigError(
+            f"{who} returned a tensor of shape {tuple(found.shape)}, {int((~found.isfinite()).sum())} of it not "
+            f"finite; expected one finite number for each of the {len(rewards)} samples"
+        )
+    advantages = torch.where(groups.valid, found.to(torch.float64), 0.0)
+    return AdvantageResult(advantages, _baseline(rewards, groups, advantages), groups.std[groups.index])
 
 
 class AdvantageEstimator(Protocol):

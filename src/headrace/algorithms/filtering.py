@@ -8,11 +8,12 @@ Pure functions over per-row lists, in order of arrival. A prompt that occurs twi
 Source: DAPO, arXiv:2503.14476, section 3.2.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from headrace.errors import SchemaError
+from headrace.errors import ConfigError, SchemaError
+from headrace.utils.targets import check_parameters, load_callable, user_code
 
 Groups = list[list[int]]
 """Row positions, group by group."""
@@ -31,10 +32,17 @@ class Selection:
     missing_groups: int
 
 
+def differ(rewards: Sequence[float]) -> bool:
+    return len(set(rewards)) > 1
+
+
 def divide_groups(
-    rewards: Sequence[float], group_keys: Sequence[Hashable], valid: Sequence[bool] | None = None
+    rewards: Sequence[float],
+    group_keys: Sequence[Hashable],
+    valid: Sequence[bool] | None = None,
+    trains: Callable[[Sequence[float]], bool] = differ,
 ) -> tuple[Groups, Groups]:
-    """Return the groups whose valid rows have rewards that differ, and the others.
+    """Return the groups whose valid rows have rewards that differ (or that `trains` takes), and the others.
 
     `rewards` are scaled and clipped ones (`rewards.scaled_rewards`). `valid` is False for a row that will be masked out
     of the loss; a group with fewer than two valid rows is one of the others.
@@ -58,9 +66,31 @@ def divide_groups(
         )
     divided: tuple[Groups, Groups] = ([], [])
     for rows in groups:
-        values = {float(rewards[row]) for row in rows if valid is None or valid[row]}
-        divided[len(values) <= 1].append(rows)
+        values = [float(rewards[row]) for row in rows if valid is None or valid[row]]
+        divided[not trains(values)].append(rows)
     return divided
+
+
+def own_filter(target: str) -> Callable[[Sequence[float]], bool]:
+    """Return the filter of `grpo.dynamic_sampling.target`.
+
+    Raises:
+        ConfigError: it cannot be called so; when called, also that it raises, or returns no truth value.
+    """
+    key = "grpo.dynamic_sampling.target"
+    function, who = load_callable(target, key), f"{key}={target}"
+    check_parameters(function, ("rewards",), who, example="(rewards)")
+
+    def trains(rewards: Sequence[float]) -> bool:
+        with user_code(who):
+            found = function(rewards=list(rewards))
+        if type(found).__name__ not in ("bool", "bool_"):
+            raise ConfigError(
+                f"{who} returned {found!r:.40} of type {type(found).__name__}; expected True or False"
+            )
+        return bool(found)
+
+    return trains
 
 
 def select_groups(
@@ -69,6 +99,7 @@ def select_groups(
     *,
     needed: int,
     valid: Sequence[bool] | None = None,
+    trains: Callable[[Sequence[float]], bool] = differ,
 ) -> Selection:
     """Decide over all rows held so far; the first groups to arrive win.
 
@@ -78,7 +109,7 @@ def select_groups(
     Raises:
         SchemaError: see `divide_groups`.
     """
-    varied, equal = divide_groups(rewards, group_keys, valid)
+    varied, equal = divide_groups(rewards, group_keys, valid, trains)
     missing = max(needed - len(varied), 0)
     keep, spare = (sorted(chain.from_iterable(part)) for part in (varied[:needed], equal[:missing]))
     return Selection(keep, spare, missing)

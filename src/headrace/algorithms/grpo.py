@@ -16,7 +16,14 @@ from typing import Any
 import torch
 
 from headrace.algorithms.advantages import TokenKL, compute_advantages
-from headrace.algorithms.filtering import complete_batch, divide_groups, refill_groups, select_groups
+from headrace.algorithms.filtering import (
+    complete_batch,
+    differ,
+    divide_groups,
+    own_filter,
+    refill_groups,
+    select_groups,
+)
 from headrace.algorithms.loss import KLKind
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.algorithms.replay_checks import ReplayWatch
@@ -264,7 +271,9 @@ def _compared(recipe: RecipeConfig, table: RolloutTable) -> dict[str, Any]:
     if replay.enabled and replay.on_excess == "mask":
         valid &= table.routes_missing <= replay.max_missing_fraction
     rewards = scaled_rewards(table.rewards, reward, table.sample_ids)
-    return {"rewards": rewards.tolist(), "group_keys": table.uids, "valid": valid.tolist()}
+    target = recipe.grpo.dynamic_sampling.target
+    trains = differ if target is None else own_filter(target)
+    return {"rewards": rewards.tolist(), "group_keys": table.uids, "valid": valid.tolist(), "trains": trains}
 
 
 def _counted(recipe: RecipeConfig, drawn: Sequence[RolloutTable]) -> dict[str, int]:

@@ -18,7 +18,7 @@ from headrace.models.interfaces import LossType
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KLKind = Literal["k1", "k2", "k3"]
-_MASKS = frozenset({"token_mask", "sample_mask"})
+MASKS = frozenset({"token_mask", "sample_mask"})
 
 MAX_LOG_RATIO = 20.0
 """A difference of two logprobs counts as this at most, either way; exp(20) = 4.9e8 can still be summed."""
@@ -71,13 +71,13 @@ def read_inputs(
         SchemaError: a mask or column is missing, or has another shape than `logprobs`.
     """
     rows, read = len(logprobs), {}
-    for name in ("token_mask", *sorted(columns - _MASKS)):
+    for name in ("token_mask", *sorted(columns - MASKS)):
         column = data.get(name)
         if column is None:
             raise SchemaError(
                 f"the loss needs column '{name}'{_REASONS.get(name, '')}; got {', '.join(sorted(data))}"
             )
-        if name in FIELDS and FIELDS[name].broadcast and column.shape in ((rows,), (rows, 1)):
+        if (name not in FIELDS or FIELDS[name].broadcast) and column.shape in ((rows,), (rows, 1)):
             column = column.reshape(rows, 1).expand_as(logprobs)
         if column.shape != logprobs.shape:
             raise SchemaError(
@@ -289,7 +289,7 @@ class NLLLoss:
     loss_type = LossType.TOKEN_LEVEL
 
     def __init__(self, *, filtered: bool = False) -> None:
-        self.required_columns = _MASKS | {UNFILTERED_LOGPROBS} if filtered else _MASKS
+        self.required_columns = MASKS | {UNFILTERED_LOGPROBS} if filtered else MASKS
 
     def __call__(
         self, logprobs: torch.Tensor, data: Mapping[str, Any], **counts: torch.Tensor
@@ -328,7 +328,7 @@ class PolicyGradientLoss:
     def __init__(self, cfg: LossConfig, *, filtered: bool = False) -> None:
         self.cfg = cfg
         self.loss_type = LossType.TOKEN_LEVEL if cfg.aggregation == "token_mean" else LossType.SEQUENCE_LEVEL
-        columns = {*_MASKS, "advantages", "generation_logprobs"}
+        columns = {*MASKS, "advantages", "generation_logprobs"}
         if not cfg.force_on_policy_ratio:
             columns.add("prev_logprobs")
         if cfg.kl_coefficient:

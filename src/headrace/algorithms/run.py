@@ -12,9 +12,9 @@ from transformers.utils import logging as hf_logging
 
 from headrace.algorithms.grpo import Session
 from headrace.algorithms.loop import Loop, save_checkpoint, update_weights
-from headrace.algorithms.loss import PolicyGradientLoss
 from headrace.algorithms.mismatch_guard import MismatchGuard
 from headrace.algorithms.observer import BEST_BY, RunObserver
+from headrace.algorithms.own_code import build_loss, check_own_code
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.algorithms.prompt_order import prompt_order
 from headrace.algorithms.resume import keep_reference, prompts_state, restore, warming_up
@@ -58,6 +58,7 @@ def build_session(recipe: RecipeConfig) -> Session:
     if recipe.cpu_threads:
         torch.set_num_threads(recipe.cpu_threads)
     extend_import_path(recipe.code_path or ())
+    check_own_code(recipe)
     tokenizer = load_tokenizer(recipe.policy)
     environment = prompts_that_fit(recipe, tokenizer)
     train_prompts = environment.prompts("train")
@@ -84,8 +85,7 @@ def build_session(recipe: RecipeConfig) -> Session:
             store = policy.dp_client if isinstance(policy, TQPolicy) else None
             rollouts = LocalWorkerGroup(SyncRolloutActor.from_recipe(recipe, tokenizer, environment, store))
         undo.pop_all()
-    loss_fn = PolicyGradientLoss(recipe.loss, filtered=recipe.generation.filters)
-    return Session(recipe, policy, rollouts, environment, prompts, loss_fn)
+    return Session(recipe, policy, rollouts, environment, prompts, build_loss(recipe))
 
 
 def _start_rollout_actor(recipe: RecipeConfig, dp_cfg: DataPlaneConfig | Mapping[str, Any]) -> WorkerGroup:

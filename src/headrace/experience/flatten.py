@@ -14,6 +14,7 @@ from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_
 from headrace.distributed.columns import object_array
 from headrace.distributed.ragged import nested_from_ragged, offsets_from_lengths
 from headrace.errors import SchemaError
+from headrace.experience.own_columns import own_columns
 from headrace.experience.rollout_routes import route_facts, routes_column
 from headrace.experience.types import Rollout
 
@@ -41,12 +42,15 @@ PER_SAMPLE_KEYS = (*_FACTS, "group", "routes_missing", "routes_digest")
 """What `per_sample_values` returns."""
 
 
-def flatten(rollouts: Sequence[Rollout], *, route_shape: RouteShape | None = None) -> dict[str, Column]:
+def flatten(
+    rollouts: Sequence[Rollout], *, route_shape: RouteShape | None = None, asked: Sequence[str] = ()
+) -> dict[str, Column]:
     """Return the columns that a rollout's first put carries.
 
     `input_ids` int64, `token_mask` uint8 and `generation_logprobs` float32 per token, jagged (N, j); `input_lengths`
     int64, `sample_mask` float32 (ones) and the objects `message_log` (a list of `{"role", "content"}`) per sample. A
-    sample without response tokens is legal. With `route_shape`, also `routed_experts` (tokens, layers, k) per token.
+    sample without response tokens is legal. With `route_shape`, also `routed_experts` (tokens, layers, k) per token;
+    with `asked` the columns that a loss of the user's own asks for (`own_columns`).
 
     Raises:
         SchemaError: no samples, a repeated sample id, lists of one sample that differ in length, a logprob that is
@@ -71,6 +75,7 @@ def flatten(rollouts: Sequence[Rollout], *, route_shape: RouteShape | None = Non
         "message_log": object_array(
             [[{"role": m.role, "content": m.content} for m in r.messages] for r in rollouts]
         ),
+        **own_columns(rollouts, asked),
     }
 
 

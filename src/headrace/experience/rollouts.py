@@ -23,6 +23,7 @@ from headrace.experience.chat import (
     render_prompt,
 )
 from headrace.experience.metrics import COMPLETIONS, NEW_TOKENS, SECONDS, combine_calls
+from headrace.experience.own_columns import columns_asked_for
 from headrace.experience.rollout_routes import append_routes, check_recorded
 from headrace.experience.scoring import score_group
 from headrace.experience.types import Message, Prompt, Rollout
@@ -35,13 +36,14 @@ class RolloutSettings:
     """How long and how samples are made, the same for all of a run.
 
     `max_total_tokens` bounds a whole sample: the prompt, all completions and all observations. `pad_to_multiple`
-    goes with the rows, for the stages that pad them.
+    goes with the rows, for the stages that pad them; `columns` are those that a loss of the user's own asks for.
     """
 
     sampling: SamplingParams
     max_total_tokens: int
     max_turns: int = 1
     pad_to_multiple: int = 1
+    columns: tuple[str, ...] = ()
 
     @classmethod
     def from_recipe(cls, recipe: RecipeConfig) -> "RolloutSettings":
@@ -50,6 +52,7 @@ class RolloutSettings:
             recipe.policy.max_total_sequence_length,
             recipe.grpo.max_rollout_turns,
             recipe.policy.make_sequence_length_divisible_by,
+            columns_asked_for(recipe.loss),
         )
 
 

@@ -175,7 +175,7 @@ class SyncRolloutActor:
                 release_on_error.close()
             values = per_sample_values(rollouts)
             meta = kv_first_write(
-                flatten(rollouts, route_shape=self.generator.route_shape),
+                flatten(rollouts, route_shape=self.generator.route_shape, asked=self.settings.columns),
                 sample_ids=[r.sample_id for r in rollouts],
                 dp_client=self._dp_client,
                 partition_id=partition_id,
@@ -196,7 +196,7 @@ class SyncRolloutActor:
         finally:
             self.generator.release()
         values = per_sample_values(rollouts)
-        columns = flatten(rollouts, route_shape=self.generator.route_shape)
+        columns = flatten(rollouts, route_shape=self.generator.route_shape, asked=self.settings.columns)
         rows: BatchedDataDict = BatchedDataDict(columns)
         rows[SAMPLE_ID] = object_array([rollout.sample_id for rollout in rollouts])
         return rows, _carried(values, carry_keys), rollout_metrics(values), calls
