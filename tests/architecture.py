@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 # Longest prefix wins. An import goes to the same layer or to a lower one.
 LAYERS = {
-    "headrace": 0,  # only __version__
+    "headrace": 0,  # __version__, and names that are loaded when they are used
     "headrace.errors": 0,
     "headrace.config": 0,
     "headrace.config_data": 0,
@@ -36,6 +36,8 @@ LAYERS = {
     "headrace.progress": 6,
     "headrace.report": 6,
     "headrace.store_commands": 6,
+    "headrace.data_commands": 6,
+    "headrace.training": 6,
     "headrace.run_tables": 6,
 }
 
@@ -98,7 +100,11 @@ ONLY_IN = {
 
 # Factories that load something slow or optional: (file, module imported inside a function).
 LOCAL_IMPORTS = {
+    ("__init__.py", "?"),
     ("cli.py", "headrace.algorithms"),
+    ("data_commands.py", "headrace.experience"),
+    ("data_commands.py", "headrace.models.automodel.setup"),
+    ("training.py", "headrace.algorithms"),
     ("cli.py", "headrace.models.router_replay.trace"),
     ("compat/nemo_rl.py", "?"),
     ("doctor.py", "headrace.models.automodel.attention"),
@@ -124,7 +130,7 @@ LOCAL_IMPORTS = {
 }
 
 # Where a value names a module: a call to a worker names functions and classes, which have to be registered.
-COMPUTED_IMPORTS = {"distributed/worker_groups/wire.py", "utils/targets.py"}
+COMPUTED_IMPORTS = {"__init__.py", "distributed/worker_groups/wire.py", "utils/targets.py"}
 
 # Where a process answers another one and goes on, whatever the error, or looks at what may be broken: (file, function).
 BROAD_EXCEPTS = {

@@ -24,22 +24,20 @@ import headrace
 from headrace.algorithms.observer import BEST_BY
 from headrace.config import RecipeConfig, SequencePackingConfig
 from headrace.config_commands import Overrides, Recipe, complete_recipe, config_app
+from headrace.data_commands import data_app
 from headrace.distributed.bin_packing import as_lengths, check_fits
 from headrace.distributed.plan_report import describe_plan
 from headrace.distributed.planner import plan_microbatches
 from headrace.doctor import doctor_table, run_checks
 from headrace.errors import ConfigError, HeadraceError
 from headrace.length_spec import parse_lengths
-from headrace.progress import CompositeObserver, ConsoleObserver, FileObserver, make_console, print_line
-from headrace.report import draw_reward_plot, read_metrics, run_totals, write_report
-from headrace.run_tables import final_tables, metrics_table, render_text
+from headrace.progress import make_console, print_line
+from headrace.run_tables import metrics_table
 from headrace.store_commands import store_app
-from headrace.utils import atomic
-from headrace.utils.checkpoints import CheckpointInfo, CheckpointManager, list_checkpoints, read_checkpoint
-from headrace.utils.idle_keys import idle_lines
-from headrace.utils.interrupt import InterruptFlag
+from headrace.training import run_recipe, write_results
+from headrace.utils.checkpoints import CheckpointInfo, CheckpointManager, read_checkpoint
 from headrace.utils.paths import user_path
-from headrace.utils.recipe import dump_recipe, load_recipe
+from headrace.utils.recipe import load_recipe
 from headrace.utils.run_directory import RunDirectory
 from headrace.utils.shipped import shipped_recipes
 
@@ -90,6 +88,7 @@ app = typer.Typer(
 )
 app.add_typer(config_app, name="config")
 app.add_typer(store_app, name="store")
+app.add_typer(data_app, name="data")
 
 
 def main() -> NoReturn:
@@ -159,78 +158,21 @@ def train(
       headrace train my.yaml grpo.max_num_steps=200 logging.progress=off
     """
     recipe = load_recipe(config, overrides or ())
-    _refuse_fewer_steps(recipe)
-    console = make_console(recipe.logging.progress)
-    opened = RunDirectory.open(
-        recipe.run_dir,
-        recipe_text=dump_recipe(recipe),
-        overwrite=recipe.overwrite,
-        resume=recipe.resume,
-        allow_changes=recipe.allow_changes,
-    )
-    with opened as run:
-        for line in idle_lines(recipe):
-            print_line(console, line)
-        _say_where_it_starts(recipe, run, console)
-        code, summary = _run_loop(recipe, run, console)
-        if summary["steps"]:
-            _write_results(run, console)
-    if not summary["completed"]:
-        print_line(console, _how_to_go_on(recipe, config, overrides or (), summary))
+    code, result = run_recipe(recipe)
+    if not result.completed:
+        print_line(
+            make_console(recipe.logging.progress),
+            _how_to_go_on(recipe, config, overrides or (), result.steps),
+        )
         raise typer.Exit(code)
 
 
-def _run_loop(recipe: RecipeConfig, run: RunDirectory, console: Console) -> tuple[int, dict[str, Any]]:
-    """Return the exit code of an interrupted run, and the loop's summary."""
-    loop = _training()
-    with (
-        ConsoleObserver(console, title=str(run.path), mode=recipe.logging.progress) as display,
-        FileObserver(run, tensorboard=recipe.logging.tensorboard) as files,
-        InterruptFlag(display.notice, display.show_cursor) as interrupt,
-    ):
-        summary = loop.train(recipe, run.path, CompositeObserver([display, files]), interrupt)
-        return interrupt.exit_code, summary
-
-
-def _refuse_fewer_steps(recipe: RecipeConfig) -> None:
-    """Refuse to go on with a run that has made more steps than the recipe wants; nothing of it is touched."""
-    run, wanted = RunDirectory(user_path(recipe.run_dir, "run_dir")), recipe.grpo.max_num_steps
-    made = 0 if recipe.overwrite else max((c.step for c in list_checkpoints(run.checkpoints_dir)), default=0)
-    if made > wanted:
-        raise ConfigError(
-            f"grpo.max_num_steps={wanted}: the run in {run.path} has made {made} steps; set {made} or more to go on "
-            "with it, overwrite=true to replace it, or another run_dir"
-        )
-
-
-def _say_where_it_starts(recipe: RecipeConfig, run: RunDirectory, console: Console) -> None:
-    if run.resume_from is None:
-        return
-    print_line(console, f"going on after step {run.resume_from.step} of the run in {run.path}")
-    for matters, label in ((True, "for the steps to come"), (False, "with no effect on training")):
-        changes = ", ".join(str(change) for change in run.changes if change.matters == matters)
-        if changes:
-            print_line(console, f"changed since, {label}: {changes}")
-    if run.resume_from.step == recipe.grpo.max_num_steps:
-        print_line(console, "all its steps are made; raise grpo.max_num_steps to go on")
-
-
-def _how_to_go_on(
-    recipe: RecipeConfig, config: Path, overrides: Sequence[str], summary: dict[str, Any]
-) -> str:
-    stopped = f"stopped after step {summary['steps']}"
+def _how_to_go_on(recipe: RecipeConfig, config: Path, overrides: Sequence[str], steps: int) -> str:
+    stopped = f"stopped after step {steps}"
     if not recipe.checkpointing.enabled:
         return f"{stopped}; without checkpoints (checkpointing.enabled=false) the run cannot be continued"
     keep = ["overwrite=false"] if recipe.overwrite else []
     return f"{stopped}; to go on: {shlex.join(['headrace', 'train', str(config), *overrides, *keep])}"
-
-
-def _write_results(run: RunDirectory, console: Console) -> None:
-    tables = final_tables(run_totals(read_metrics(run.path)))
-    console.print(tables)
-    atomic.write_text(run.timings_path, render_text(tables))
-    draw_reward_plot(run.path, run.reward_plot_path)
-    print_line(console, f"plots: {write_report(run.path)}, {run.reward_plot_path}")
 
 
 @app.command("eval")
@@ -388,7 +330,7 @@ def report(run_dir: _RunDir) -> None:
     Example:
       headrace report runs/demo_moe/seed0
     """
-    _write_results(RunDirectory(run_dir), Console())
+    write_results(RunDirectory(run_dir), Console())
 
 
 @app.command("trace-check")

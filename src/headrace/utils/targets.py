@@ -22,7 +22,6 @@ TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _SHOWN = 8
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _local: dict[str, Any] = {}
-_numbers = itertools.count(1)
 
 
 def extend_import_path(folders: Sequence[str]) -> None:
@@ -79,7 +78,8 @@ def name_of(value: Any, key: str) -> str:
         if found is value:
             return f"{module}:{name}"
     shown = re.sub(r"\W", "_", str(name or type(value).__name__))
-    text = f"{LOCAL}{shown}_{next(_numbers)}"
+    names = (f"{LOCAL}{shown}{f'_{number}' if number > 1 else ''}" for number in itertools.count(1))
+    text = next(name for name in names if _local.get(name, value) is value)
     _local[text] = value
     return text
 
