@@ -49,10 +49,10 @@ def build_policy(store: dict[str, Any], tensor: int, workers: int) -> TQPolicy:
 
 
 def actors(parts: tuple[Any, ...], tokenizer: Any, tensor: int) -> WorkerGroup:
-    from headrace.distributed.worker_groups.ray_group import start_ray_group
+    from headrace.distributed.worker_groups.ray_group import RayWorkerGroup
 
     spec = WorkerSpec(CountingWorker, parts, {"tokenizer": tokenizer, "seed": 0})
-    return start_ray_group(spec, lay_out_ranks(2, tensor=tensor), settings=RankSettings(threads=1))
+    return RayWorkerGroup(spec, lay_out_ranks(2, tensor=tensor), settings=RankSettings(threads=1))
 
 
 def step(policy: TQPolicy, seed: int) -> dict[str, Any]:

@@ -37,14 +37,14 @@ sys.path.insert(0, {tests!r})
 import ray, torch
 from group_worker import GroupWorker
 from headrace.distributed.topology import lay_out_ranks
-from headrace.distributed.virtual_cluster import RayVirtualCluster
 from headrace.distributed.worker_groups import RankSettings, WorkerSpec
 from headrace.distributed.worker_groups.ray_group import RayWorkerGroup
 from ray.util import placement_group_table
 
-cluster = RayVirtualCluster(2, num_nodes=2)
+settings = RankSettings(threads=1)
+group = RayWorkerGroup(WorkerSpec(GroupWorker), lay_out_ranks(2), settings=settings, num_nodes=2)
+cluster = group.cluster
 room = placement_group_table(cluster.placement_group)
-group = RayWorkerGroup(WorkerSpec(GroupWorker), lay_out_ranks(2), cluster, settings=RankSettings(threads=1))
 found = {{
     "nodes": list(room["bundles_to_node_id"].values()),
     "cpus_per_worker": cluster.cpus_per_worker,

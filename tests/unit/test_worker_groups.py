@@ -35,13 +35,11 @@ def start_spawn(layout: RankLayout, **kwargs: Any) -> RemoteWorkerGroup:
 
 
 def start_ray(layout: RankLayout, **kwargs: Any) -> RemoteWorkerGroup:
-    from headrace.distributed.virtual_cluster import RayVirtualCluster
     from headrace.distributed.worker_groups.ray_group import RayWorkerGroup
 
     # Several groups at a time find room on the one CPU of the test cluster.
-    cluster = RayVirtualCluster(layout.size, cpus_per_worker=0.1)
     spec = WorkerSpec(GroupWorker, kwargs=kwargs)
-    return RayWorkerGroup(spec, layout, cluster, settings=SETTINGS, grace_s=1.0)
+    return RayWorkerGroup(spec, layout, settings=SETTINGS, grace_s=1.0, cpus_per_worker=0.1)
 
 
 @pytest.fixture(scope="module", params=["spawn", "ray"])
@@ -247,9 +245,9 @@ def test_a_killed_worker_is_noticed_and_ends_the_group(start: Start) -> None:
 
 
 def test_an_actor_that_was_killed_is_called_by_its_name_once_and_briefly(ray_cluster: str) -> None:
-    from headrace.distributed.worker_groups.ray_group import start_ray_group
+    from headrace.distributed.worker_groups.ray_group import RayWorkerGroup
 
-    group = start_ray_group(
+    group = RayWorkerGroup(
         WorkerSpec(GroupWorker),
         lay_out_ranks(1),
         settings=SETTINGS,

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -26,40 +26,42 @@ _ANSWERS: dict[str, Any] = {"num_returns": "streaming", "_generator_backpressure
 class RayWorkerGroup(RemoteWorkerGroup):
     """One actor per rank of `layout`, with torch.distributed initialised between them.
 
-    Consecutive ranks share a node. The actors belong to the driver's Ray job and end with it. The group owns
-    `cluster`, and shuts it down with itself. `alone` is what messages call a group of one.
+    Consecutive ranks share a node. The actors belong to the driver's Ray job and end with it, on the running Ray
+    cluster, or on one started here; `room` are the keywords of RayVirtualCluster. `alone` is what messages call a group
+    of one.
 
     Raises:
-        HeadraceError: a worker cannot be built; its own class where it is one of `headrace.errors`.
+        HeadraceError: a worker cannot be built; its own class where it is one of `headrace.errors`. Also what
+            RayVirtualCluster raises.
     """
 
     def __init__(
         self,
         spec: WorkerSpec,
         layout: RankLayout,
-        cluster: RayVirtualCluster,
         *,
         settings: RankSettings | None = None,
         grace_s: float = GRACE_S,
         alone: str | None = None,
+        **room: Any,
     ) -> None:
         super().__init__(layout, grace_s=grace_s, alone=alone)
-        self._cluster = cluster
+        self.cluster = RayVirtualCluster(layout.size, **room)
         self._actors: list[Any] = []
         self._parts: dict[int, Any] = {}
         self._open(spec, settings)
 
     def _start(self, spec: WorkerSpec, settings: RankSettings) -> None:
         self._busy = "start-up"
-        per_node = self._cluster.workers_per_node
+        per_node = self.cluster.workers_per_node
         actor_class = ray.remote(max_restarts=0, max_task_retries=0)(RankActor)
         for rank in range(self.world_size):
-            where = self._cluster.place(rank)
+            where = self.cluster.place(rank)
             options = {
-                "num_cpus": self._cluster.cpus_per_worker,
+                "num_cpus": self.cluster.cpus_per_worker,
                 "num_gpus": 1 if settings.device == "cuda" else 0,
                 "scheduling_strategy": where,
-                "runtime_env": self._cluster.runtime_env,
+                "runtime_env": self.cluster.runtime_env,
             }
             self._actors.append(actor_class.options(**options).remote())
         carried = [ray.put(spec)]
@@ -118,26 +120,4 @@ class RayWorkerGroup(RemoteWorkerGroup):
             for actor in self._actors:
                 ray.kill(actor)
         self._parts = {}
-        self._cluster.shutdown()
-
-
-def start_ray_group(
-    spec: WorkerSpec,
-    layout: RankLayout,
-    *,
-    settings: RankSettings | None = None,
-    alone: str | None = None,
-    **room: Any,
-) -> RayWorkerGroup:
-    """Reserve a place for every rank on the running Ray cluster, or on one started here, and start the group.
-
-    `room` are the keywords of RayVirtualCluster; the rest are those of RayWorkerGroup.
-
-    Raises: what RayVirtualCluster and RayWorkerGroup raise.
-    """
-    cluster = RayVirtualCluster(layout.size, **room)
-    with ExitStack() as undo:
-        undo.callback(cluster.shutdown)
-        group = RayWorkerGroup(spec, layout, cluster, settings=settings, alone=alone)
-        undo.pop_all()
-    return group
+        self.cluster.shutdown()

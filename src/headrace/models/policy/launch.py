@@ -116,21 +116,21 @@ def start_on_ray(
     alone: str | None = None,
     **room: Any,
 ) -> WorkerGroup:
-    """Start a group of Ray actors; see `start_ray_group`.
+    """Start a group of Ray actors; see `RayWorkerGroup`.
 
     Raises:
         ConfigError: Ray is not installed, or its cluster has no room of that kind.
     """
     try:
         from headrace.distributed.worker_groups.ray_group import (  # noqa: PLC0415  (loads Ray)
-            start_ray_group,
+            RayWorkerGroup,
         )
     except ImportError as error:
         raise ConfigError(
             f"policy.parallel.launcher=ray cannot be used: {error}. Install headrace[ray], or set "
             "policy.parallel.launcher=spawn"
         ) from error
-    return start_ray_group(
+    return RayWorkerGroup(
         spec,
         layout,
         settings=RankSettings(device, torch.get_num_threads()),
