@@ -61,7 +61,7 @@ def global_batches(plan, rank):
     rows = plan.rank_rows(rank).tolist()
     own = plan.rank_plan(rank)
     indices, lengths = own["micro_batch_indices"], own["micro_batch_lengths"]
-    for batch, count in enumerate(plan.elem_counts_per_gb(rank)):
+    for batch, count in enumerate(plan.rank_plan(rank)["elem_counts_per_gb"]):
         yield batch, rows[start : start + count], indices[batch], lengths[batch]
         start += count
 
@@ -71,7 +71,7 @@ def check_layout(plan, lengths, batch_size):
     assert sorted(plan.inverse) == list(range(len(lengths)))
     restored = reference.put_at([row for r in range(plan.ranks) for row in plan.rank_rows(r)], plan.inverse)
     assert restored == list(range(len(lengths)))
-    counts = [[len(batch) for batch in plan.micro_batch_indices(r)] for r in range(plan.ranks)]
+    counts = [[len(batch) for batch in plan.rank_plan(r)["micro_batch_indices"]] for r in range(plan.ranks)]
     assert all(c == counts[0] for c in counts), "ranks have different numbers of microbatches"
     assert all(n >= 1 for n in counts[0])
     for rank in range(plan.ranks):
@@ -205,15 +205,15 @@ def test_five_rows_of_95_and_five_of_20_get_equal_microbatch_counts(args):
 def test_fewer_rows_than_ranks_leave_dummy_microbatches(rows, args):
     plan = plan_microbatches([30] * rows, shards=4, **args)
     check_layout(plan, [30] * rows, None)
-    dummies = [r for r in range(4) if plan.micro_batch_indices(r) == [[[0, 0]]]]
+    dummies = [r for r in range(4) if plan.rank_plan(r)["micro_batch_indices"] == [[[0, 0]]]]
     assert len(dummies) == 4 - rows
-    assert all(plan.micro_batch_lengths(r) == [[1]] for r in dummies)
+    assert all(plan.rank_plan(r)["micro_batch_lengths"] == [[1]] for r in dummies)
 
 
 def test_lengths_9_1_5_keep_their_rows_through_packing_and_back():
     plan = plan_microbatches([9, 1, 5], shards=1, sequence_packing_args=packing(10))
     rows = plan.rank_rows(0).tolist()
-    pairs, sizes = plan.micro_batch_indices(0)[0], plan.micro_batch_lengths(0)[0]
+    pairs, sizes = plan.rank_plan(0)["micro_batch_indices"][0], plan.rank_plan(0)["micro_batch_lengths"][0]
     assert [sorted(rows[a:b]) for a, b in pairs] == [[0, 1], [2]]
     assert sizes == [10, 5]
     assert reference.put_at([[9, 1, 5][row] for row in rows], plan.inverse) == [9, 1, 5]
@@ -224,13 +224,13 @@ def test_the_documented_dynamic_example_cuts_two_one_and_one():
         [2, 8, 4, 16, 28, 32, 2, 32], shards=2, dynamic_batching_args=dynamic(32, multiple=4)
     )
     for rank in range(2):
-        assert plan.micro_batch_indices(rank) == [[[0, 2], [2, 3], [3, 4]]]
-        assert plan.micro_batch_lengths(rank) == [[8, 28, 32]]
+        assert plan.rank_plan(rank)["micro_batch_indices"] == [[[0, 2], [2, 3], [3, 4]]]
+        assert plan.rank_plan(rank)["micro_batch_lengths"] == [[8, 28, 32]]
 
 
 def test_rows_without_tokens_still_give_dynamic_microbatches_a_token():
     plan = plan_microbatches([0, 0, 0], shards=1, dynamic_batching_args=dynamic(2))
-    assert plan.micro_batch_lengths(0) == [[1, 1]]
+    assert plan.rank_plan(0)["micro_batch_lengths"] == [[1, 1]]
     assert plan.pad_target == 1
 
 
@@ -247,19 +247,19 @@ def test_the_pad_target_holds_the_longest_row_and_is_rounded():
 def test_rows_are_rounded_before_they_are_packed_also_to_two():
     # 3 and 3 tokens count as 4 and 4: two microbatches of a budget of 6.
     plan = plan_microbatches([3, 3], shards=1, sequence_packing_args=packing(6, multiple=2))
-    assert plan.micro_batch_lengths(0) == [[4, 4]]
+    assert plan.rank_plan(0)["micro_batch_lengths"] == [[4, 4]]
 
 
 def test_without_a_multiple_rows_are_not_rounded():
     args = {"max_tokens_per_microbatch": 6, "algorithm": "concatenative"}
     plan = plan_microbatches([3, 3], shards=1, sequence_packing_args=args)
-    assert (plan.micro_batch_lengths(0), plan.algorithm) == ([[6]], "concatenative")
+    assert (plan.rank_plan(0)["micro_batch_lengths"], plan.algorithm) == ([[6]], "concatenative")
 
 
 def test_a_contiguous_plan_has_no_microbatches():
     plan = plan_microbatches([3, 4, 5, 6], shards=2, batch_size=2)
-    assert plan.micro_batch_indices(1) == [[], []]
-    assert plan.micro_batch_lengths(1) == [[], []]
+    assert plan.rank_plan(1) == {}
+    assert plan.microbatches_per_batch.tolist() == [0, 0]
 
 
 def test_global_batches_are_planned_apart():
@@ -267,19 +267,24 @@ def test_global_batches_are_planned_apart():
     plan = plan_microbatches(lengths, shards=2, batch_size=8, sequence_packing_args=packing(100))
     check_layout(plan, lengths, 8)
     assert plan.microbatches_per_batch.tolist() == [2, 2]
-    assert all(size == 100 for rank in range(2) for batch in plan.micro_batch_lengths(rank) for size in batch)
+    assert all(
+        size == 100
+        for rank in range(2)
+        for batch in plan.rank_plan(rank)["micro_batch_lengths"]
+        for size in batch
+    )
 
 
 def test_planned_order_follows_the_bins_and_longest_first_starts_with_the_fullest():
     lengths = [60, 30, 55, 45]
-    planned_sizes = plan_microbatches(
-        lengths, shards=1, sequence_packing_args=packing(100)
-    ).micro_batch_lengths(0)
+    planned_sizes = plan_microbatches(lengths, shards=1, sequence_packing_args=packing(100)).rank_plan(0)[
+        "micro_batch_lengths"
+    ]
     assert planned_sizes == [[90, 100]]
     longest = packing(100, microbatch_order="longest_first")
-    assert plan_microbatches(lengths, shards=1, sequence_packing_args=longest).micro_batch_lengths(0) == [
-        [100, 90]
-    ]
+    assert plan_microbatches(lengths, shards=1, sequence_packing_args=longest).rank_plan(0)[
+        "micro_batch_lengths"
+    ] == [[100, 90]]
 
 
 # Arguments.
