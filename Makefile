@@ -45,9 +45,12 @@ test: $(DEV)  ## the test suite (no GPU, under 15 minutes on two cores)
 test-slow: $(DEV)  ## the tests marked slow
 	$(BIN)/python -m pytest -m slow
 
-test-engines: $(VLLM)  ## the contract of generators on vLLM's CPU build, in an environment of its own (.venv-vllm)
+# In place in that environment, then by processes that have it, from a trainer that has the other one.
+test-engines: $(DEV) $(VLLM)  ## the contract of generators on vLLM's CPU build, in an environment of its own (.venv-vllm)
 	OMP_NUM_THREADS=1 HEADRACE_GENERATORS=vllm VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=src \
 	  $(ENGINES)/bin/python -m pytest -p no:cacheprovider -W ignore tests/contract/test_generators.py
+	OMP_NUM_THREADS=1 HEADRACE_GENERATORS=vllm@beside HEADRACE_ENGINE_PYTHON=$(abspath $(ENGINES))/bin/python \
+	  $(BIN)/python -m pytest tests/contract/test_generators.py
 
 mutants: $(DEV)  ## change the code at 100 random places per unit (UNITS=...): do tests notice?
 	for unit in $(UNITS); do $(BIN)/python tests/mutation.py $$unit --floor 0.85 || exit 1; done

@@ -90,9 +90,8 @@ class VLLMConfig(Section):
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Engine arguments as vLLM names them, such as `gpu_memory_utilization` (0.4 unless set) and `max_model_len`."""
-    sleep_level: Literal[0, 1, 2] = 0
-    """1: between rollouts, keep the weights in the host's memory and free the cache. 2: keep no weights either; an
-    update comes before the next rollout. 0: keep both on the device."""
+    sleep_level: Literal[0, 1] = 0
+    """1: between rollouts, keep the weights in the host's memory and free the cache. 0: keep both on the device."""
 
 
 class GenerationConfig(Section):
@@ -137,7 +136,9 @@ class GenerationConfig(Section):
     @property
     def guarded(self) -> bool:
         """Whether a run checks that generator and trainer agree."""
-        return self.backend != "hf" if self.guard.enabled is None else self.guard.enabled
+        if self.guard.enabled is not None:
+            return self.guard.enabled
+        return self.backend != "hf" or self.placement != "in_place"
 
     def faults(self) -> Iterator[str]:
         """Yield keys of engines' processes that contradict an engine in place."""

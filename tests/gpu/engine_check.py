@@ -165,7 +165,7 @@ def check(name: str, args: argparse.Namespace) -> dict[str, Any]:
     report["updates"] = updates(generator, name, few)
     report["copy_share"] = report["updates"].get("gb_per_s", 0.0) / report["copy_gb_per_s"]
     report["speed"] = speed(generator, name)
-    report["sleep"] = sleep(generator, few, greedy, name, args.sleep_level)
+    report["sleep"] = sleep(generator, few, greedy, args.sleep_level)
     report["ok"] = bool(report["ok"] and report["sleep"]["answers_as_before"])
     generator.shutdown()
     return report
@@ -178,21 +178,21 @@ def _weights(metrics: dict[str, float]) -> dict[str, float]:
 def updates(generator: Any, name: str, prompts: list[list[int]], repeats: int = 6) -> dict[str, Any]:
     """Time updates from a trainer in float32: all of it, packing, and copying out of the trainer's memory."""
     policy = model_of(name, 2)
-    whole, ways, packing, nbytes = [], [], [], 0.0
+    whole, ways, packing, gigabytes = [], [], [], 0.0
     for repeat in range(repeats):
         whole.append(timed(generator.update_weights, policy.state_dict().items(), 3 + repeat))
         metrics = generator.generate(prompts[:1], SamplingParams(1, greedy=True), seed=0).metrics
-        ways.append(metrics.get("weights_copy_s", float("nan")))
-        packing.append(metrics.get("weights_pack_s", float("nan")))
-        nbytes = metrics.get("weights_bytes", 0.0)
+        ways.append(metrics.get("weights_copy_seconds", float("nan")))
+        packing.append(metrics.get("weights_pack_seconds", float("nan")))
+        gigabytes = metrics.get("weights_gb", 0.0)
     found: dict[str, Any] = {
         "update_s": sorted(whole),
         "copy_s": sorted(ways),
         "pack_s": sorted(packing),
-        "bytes": nbytes,
+        "gb": gigabytes,
     }
-    if nbytes:
-        found["gb_per_s"] = nbytes / statistics.median(ways) / 1e9
+    if gigabytes:
+        found["gb_per_s"] = gigabytes / statistics.median(ways)
     print(name, found, flush=True)
     return found
 
@@ -208,19 +208,12 @@ def speed(generator: Any, name: str) -> list[dict[str, float]]:
     return found
 
 
-def sleep(
-    generator: Any, prompts: list[list[int]], greedy: SamplingParams, name: str, level: int
-) -> dict[str, Any]:
-    """Let the engine sleep and wake it; at level 2 it gets its weights again in between."""
+def sleep(generator: Any, prompts: list[list[int]], greedy: SamplingParams, level: int) -> dict[str, Any]:
+    """Let the engine sleep, and wake it by asking again."""
     before = generator.generate(prompts, greedy, seed=0)
     used = used_gib()
     asleep_s = timed(generator.release)
     asleep = used_gib()
-    update_s = 0.0
-    if level == 2:
-        policy = model_of(name, 2)
-        update_s = timed(generator.update_weights, policy.state_dict().items(), 99)
-        del policy
     start = time.perf_counter()
     after = generator.generate(prompts, greedy, seed=0)
     found = {
@@ -228,7 +221,6 @@ def sleep(
         "used_gib": used,
         "asleep_gib": asleep,
         "release_s": asleep_s,
-        "update_s": update_s,
         "wake_and_generate_s": time.perf_counter() - start,
         "answers_as_before": before.token_ids == after.token_ids,
     }
@@ -243,7 +235,7 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--python", help="interpreter of the engines")
     parser.add_argument("--memory", type=float, default=0.4, help="gpu_memory_utilization of an engine")
-    parser.add_argument("--sleep-level", type=int, choices=[0, 1, 2], default=1)
+    parser.add_argument("--sleep-level", type=int, choices=[0, 1], default=1)
     parser.add_argument("--vllm-args", default="{}", help="more engine arguments, as JSON")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -150,6 +150,43 @@ def test_two_processes_draw_what_one_generator_in_place_draws(served: EngineGene
     assert served.route_shape == in_place.route_shape
 
 
+def test_metrics_tell_of_the_last_update(served: EngineGenerator) -> None:
+    metrics = served.generate(PROMPTS, SamplingParams(6), seed=0).metrics
+    whole = sum(tensor.nbytes for tensor in tiny_model("qwen3_moe").state_dict().values())
+    assert whole / 1e9 <= metrics["weights_gb"] < 2 * whole / 1e9  # each tensor is aligned
+    assert 0 < metrics["weights_copy_seconds"] < metrics["weights_seconds"]
+    assert 0 < metrics["weights_pack_seconds"] < metrics["weights_seconds"]
+    assert metrics["engines_lost"] == 0
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_completion_without_routes_is_asked_for_once_more(
+    served: EngineGenerator, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    params, whole = SamplingParams(6), pool_of(served).answer
+    expected = served.generate(PROMPTS, params, seed=2).routes
+    asked: list[list[int]] = []
+
+    def answer(request: Any) -> Iterator[Any]:
+        asked.append(list(request.places))
+        for part in whole(request):
+            if len(asked) <= times and 3 in part.places:
+                assert part.routes is not None
+                part.routes[part.places.index(3)] = None
+            yield part
+
+    monkeypatch.setattr(pool_of(served), "answer", answer)
+    if times == 2:
+        with pytest.raises(GenerationError, match="prompt 3: the engine returned no routes, asked twice"):
+            served.generate(PROMPTS, params, seed=2)
+    else:
+        routes = served.generate(PROMPTS, params, seed=2).routes
+        assert routes is not None
+        assert expected is not None
+        assert all(map(torch.equal, routes, expected))
+    assert asked == [list(range(len(PROMPTS))), [3]]
+
+
 def test_what_an_engine_refuses_is_the_callers_error_and_the_engines_go_on(served: EngineGenerator) -> None:
     with pytest.raises(ConfigError, match="token id 99, outside the model's vocabulary"):
         served.generate([[5], [99]], SamplingParams(6), seed=0)

@@ -22,6 +22,18 @@ def probe() -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+ENGINE = """
+import sys
+import headrace.models.generation.engine_process, headrace.models.generation.vllm
+print(*sorted({"tensordict", "transformers", "omegaconf", "ray", "safetensors", "vllm"} & set(sys.modules)))
+"""
+
+
+def test_a_process_with_a_vllm_engine_needs_none_of_the_trainers_packages() -> None:
+    done = subprocess.run([sys.executable, "-c", ENGINE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 def test_importing_the_data_plane_loads_no_heavy_package_and_takes_under_four_seconds() -> None:
     # Processor time, and the best of three: other processes may share the machine.
     results = [probe() for _ in range(3)]

@@ -107,8 +107,10 @@ class Engine(Protocol):
         """Yield every prompt's completion once, as they finish."""
         ...
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load weights, all of them, and forget what is cached of the old ones."""
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> dict[str, float] | None:
+        """Load weights, all of them, and forget what is cached of the old ones; return what there is to say of it."""
         ...
 
     def release(self) -> None:
@@ -123,10 +125,10 @@ class Engine(Protocol):
 
 
 def sum_metrics(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of engines that work side by side as one: the greatest of peaks and times, else sums."""
+    """Return the metrics of engines that work side by side as one: the greatest of those named `_max`, else sums."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
-            combine = max if name.endswith(("_max", "_s")) else float.__add__
+            combine = max if name.endswith("_max") else float.__add__
             total[name] = combine(total[name], value) if name in total else float(value)
     return total

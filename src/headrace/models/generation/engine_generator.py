@@ -84,7 +84,7 @@ class EngineGenerator:
         """Complete every prompt (token ids, at least one each), in order.
 
         Metrics: `generated_tokens`, `generate_s`, `tokens_per_s`, `truncated_fraction`, `cached_prompt_fraction`, those
-        of the engine, and after an update of the weights those of it.
+        of the engine, and those of the last update of the weights.
 
         Raises:
             ConfigError: a prompt without room for a completion, or params that cannot be used.
@@ -117,15 +117,14 @@ class EngineGenerator:
             **engine.take_metrics(),
             **self._update_metrics,
         }
-        self._update_metrics = {}
         return output
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Load new weights, by Hugging Face parameter name, empty the prefix cache, and set `weight_version`."""
         started = time.perf_counter()
-        self._open().update_weights(self._named(named_tensors), version)
+        found = self._open().update_weights(self._named(named_tensors), version) or {}
         self.weight_version = version
-        self._update_metrics = {"weights_s": time.perf_counter() - started}
+        self._update_metrics = {"weights_seconds": time.perf_counter() - started, **found}
 
     def release(self) -> None:
         """Give memory back until the next call, as far as the engine does."""
@@ -219,8 +218,14 @@ class VLLMGenerator(EngineGenerator):
             found = _LAYER.match(pair[0])
             return found[0] if found else ""
 
-        for _, weights in groupby(named_tensors, key=layer):
-            yield from revert_weight_conversion(self._model, dict(weights)).items()
+        for _, group in groupby(named_tensors, key=layer):
+            weights = dict(group)
+            if adapters := [name for name in weights if ".lora_" in name]:
+                raise GenerationError(
+                    f"generation.backend=vllm takes whole weights, and got those of an adapter ({adapters[0]}); set "
+                    "generation.backend=hf, or remove policy.lora"
+                )
+            yield from revert_weight_conversion(self._model, weights).items()
 
     def _read_routes(self, name: str, prompt: Sequence[int], new: Sequence[int], routes: Any) -> torch.Tensor:
         assert self._routers is not None

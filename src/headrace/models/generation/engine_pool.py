@@ -48,7 +48,7 @@ class EnginePool:
         self._dtype = getattr(torch, spec.cfg.precision)
         self._devices = _devices(spec)
         self._lengths = LengthBook()
-        self._counts: dict[str, float] = {"engines_lost": 0.0}
+        self._lost = 0
         self._restarts = [_RESTARTS] * count
         self._capacity = bucket_capacity(sizes, bucket_bytes)
         self._memory = HostMemory(self._capacity if spec.device == "cpu" else 0)
@@ -109,15 +109,20 @@ class EnginePool:
             self._drain({index: len(own) for index, own in left.items() if own})
         self._lengths.note([at[place] for place in lengths], list(lengths.values()))
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def update_weights(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> dict[str, float]:
         """Send the weights to all engines, those that have been started again included.
+
+        Returns:
+            `weights_gb` sent to each, and the seconds that packing them, and the slowest engine's copies, took.
 
         Raises:
             GenerationError: weights that did not arrive as they were sent, or no engine left.
         """
         for index in [i for i, engine in self._starting.items() if engine.calls.poll()]:
             self._admit(index, self._starting.pop(index), at_start=False)
-        sent = 0
+        sent, pack_s = 0, 0.0
         memories = self._memories()
         for index, engine in self._engines.items():
             engine.post("update_weights", version)
@@ -130,7 +135,7 @@ class EnginePool:
             for other in others:
                 other.data[part].copy_(first.data[part])
             _synchronize(memories)
-            self._count("weights_pack_s", time.perf_counter() - packing)
+            pack_s += time.perf_counter() - packing
             sent += bucket.nbytes
             for index in self._engines:
                 self._tell(index, bucket)
@@ -143,18 +148,23 @@ class EnginePool:
             self._await_copies(engines)
         for index in list(self._engines):
             self._tell(index, None)
-        self._collect("update_weights")
+        copy_s = max(self._collect("update_weights"), default=0.0)
         del first, others, memories
         if self._spec.device == "cuda":
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        self._count("weights_bytes", sent)
+        return {
+            "weights_gb": sent / 1e9,
+            "weights_pack_seconds": pack_s,
+            "weights_copy_seconds": copy_s,
+        }
 
     def release(self) -> None:
         self._call("release")
 
     def take_metrics(self) -> dict[str, float]:
-        counts, self._counts = self._counts, {"engines_lost": 0.0}
-        return {**sum_metrics(self._call("take_metrics")), **counts}
+        metrics = sum_metrics(self._call("take_metrics"))
+        lost, self._lost = self._lost, 0
+        return {**metrics, "engines_lost": float(lost)}
 
     def shutdown(self) -> None:
         for engine in self._starting.values():
@@ -257,7 +267,7 @@ class EnginePool:
         if not failure.is_lost:
             self._raise(index, failure, "an engine's work")
         self._engines.pop(index).end(gently=False)
-        self._count("engines_lost", 1)
+        self._lost += 1
         if not self._engines:
             raise GenerationError(
                 f"no engine is left: {failure.summary}; look at what it wrote above. For memory, lower "
@@ -274,9 +284,6 @@ class EnginePool:
     def _raise(self, index: int, failure: WorkerFailure, doing: str) -> None:
         name = self._engines[index].name
         raise_failures([failure], world_size=1, doing=doing, alone=name)
-
-    def _count(self, name: str, value: float) -> None:
-        self._counts[name] = self._counts.get(name, 0.0) + value
 
 
 def _synchronize(memories: Mapping[int, HostMemory | DeviceMemory]) -> None:

@@ -147,15 +147,17 @@ class EngineServer:
     ) -> Iterator[Completions]:
         yield from self._engine.answer(Request(prompts, places, params, seed))
 
-    def update_weights(self, version: int) -> None:
+    def update_weights(self, version: int) -> float:
+        """Load what comes, and return the seconds that copies of it took."""
+        self._receiver.copy_s = 0.0
         self._engine.update_weights(self._receiver.tensors(), version)
+        return self._receiver.copy_s
 
     def release(self) -> None:
         self._engine.release()
 
     def take_metrics(self) -> dict[str, float]:
-        copy_s, self._receiver.copy_s = self._receiver.copy_s, 0.0
-        return {**self._engine.take_metrics(), **({"weights_copy_s": copy_s} if copy_s else {})}
+        return self._engine.take_metrics()
 
     def shutdown(self) -> None:
         self._engine.shutdown()

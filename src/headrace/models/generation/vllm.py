@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from headrace.errors import ConfigError, GenerationError
+from headrace.errors import ConfigError
 from headrace.models.generation.engine import Completions, EngineSpec, Request
 from headrace.models.generation.interfaces import SamplingParams
 from headrace.utils.seeding import derive_seed
@@ -61,7 +61,6 @@ class VLLMEngine:
         self._asleep: set[str] = set()
         self._peaks: dict[str, float] = {}
         self._seen_s = 0.0
-        self._has_weights = True
         self._requests = 0
         try:
             self._llm: Any = self._vllm.LLM(**_engine_args(spec))
@@ -73,11 +72,6 @@ class VLLMEngine:
         self._counted = self._counters()
 
     def answer(self, request: Request) -> Iterator[Completions]:
-        if not self._has_weights:
-            raise GenerationError(
-                "the engine has given its weights up (generation.vllm.sleep_level=2) and got none since; set "
-                "sleep_level=1 to generate again without an update"
-            )
         self._wake("weights", "kv_cache")
         engine = self._llm.llm_engine
         places: dict[str, int] = {}
@@ -109,7 +103,6 @@ class VLLMEngine:
         self._wake("weights")
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
         self._llm.reset_prefix_cache()
-        self._has_weights = True
 
     def release(self) -> None:
         """Give memory back until the next call, with `generation.vllm.sleep_level`; else do nothing."""
@@ -117,7 +110,6 @@ class VLLMEngine:
         if level and not self._asleep:
             self._llm.sleep(level=level)
             self._asleep = {"weights", "kv_cache"}
-            self._has_weights = level == 1
 
     def take_metrics(self) -> dict[str, float]:
         counted = self._counters()
