@@ -188,6 +188,17 @@ def test_logprobs_after_top_k_that_the_server_does_not_know_are_refused(
         generator.generate(PROMPTS, SamplingParams(6, top_k=3), seed=0)
 
 
+def test_metrics_count_tokens_and_what_the_server_says_of_its_cache(generator: SGLangGenerator) -> None:
+    output = generator.generate(PROMPTS, SAMPLED, seed=0)
+    metrics = output.metrics
+    assert metrics["generated_tokens"] == sum(map(len, output.token_ids))
+    assert metrics["tokens_per_s"] == pytest.approx(metrics["generated_tokens"] / metrics["generate_s"])
+    assert metrics["truncated_fraction"] == sum(output.truncated) / len(PROMPTS)
+    # One cached token and one retraction for each prompt, as the server has it.
+    assert metrics["cached_prompt_fraction"] == len(PROMPTS) / sum(map(len, PROMPTS))
+    assert metrics["preemptions"] == len(PROMPTS)
+
+
 def test_a_connection_that_breaks_once_is_made_again(url: str, generator: SGLangGenerator) -> None:
     expected = generator.generate(PROMPTS, SAMPLED, seed=0).token_ids
     go_wrong(url, "/generate", kind="break")

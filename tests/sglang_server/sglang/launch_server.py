@@ -83,7 +83,7 @@ class Engine:
             else {"type": "stop", "matched": new[-1]},
             "prompt_tokens": len(prompt),
             "weight_version": self.version,
-            "num_retractions": 0,
+            "num_retractions": 1,
             "reasoning_tokens": 0,
             "completion_tokens": len(new),
             "cached_tokens": 1,

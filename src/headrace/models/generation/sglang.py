@@ -131,7 +131,8 @@ class SGLangGenerator:
     ) -> GenerationOutput:
         """Complete every prompt (token ids, at least one each), in order.
 
-        Metrics: `generated_tokens`, `generate_s`, `tokens_per_s`, `truncated_fraction`, `cached_prompt_fraction`.
+        Metrics: `generated_tokens`, `generate_s`, `tokens_per_s`, `truncated_fraction`, `cached_prompt_fraction`,
+        `preemptions`.
 
         Raises:
             ConfigError: a prompt without room for a completion, or params that cannot be used.
@@ -161,29 +162,31 @@ class SGLangGenerator:
         if not isinstance(results, list) or len(results) != len(prompts):
             got = f"{len(results)} results" if isinstance(results, list) else type(results).__name__
             raise GenerationError(f"SGLang returned {got} for {len(prompts)} prompts")
-        output = GenerationOutput([], [], [], stop_token_ids=tuple(stop_ids), routes=[] if routes else None)
-        cached = 0
-        for row, (prompt, result) in enumerate(zip(prompts, results)):
-            answer = _Answer(f"prompt {row}", result)
+        answers = [_Answer(f"prompt {row}", result) for row, result in enumerate(results)]
+        output = self._output(prompts, answers, filtered=filtered, routes=routes)
+        output.stop_token_ids = tuple(stop_ids)
+        output.metrics = _metrics(output, prompts, answers, time.perf_counter() - started)
+        return output
+
+    def _output(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence["_Answer"], *, filtered: bool, routes: bool
+    ) -> GenerationOutput:
+        output = GenerationOutput([], [], [], routes=[] if routes else None)
+        for prompt, answer in zip(prompts, answers):
             answer.check(len(prompt), self.weight_version)
             tokens = answer.tokens()
             output.token_ids.append(tokens)
             output.logprobs.append(answer.sampling_logprobs(len(tokens)) if filtered else answer.logprobs())
             output.truncated.append(answer.truncated)
-            cached += int(answer.meta.get("cached_tokens") or 0)
             if output.routes is not None and self._routers is not None:
-                output.routes.append(
-                    read_sglang(
-                        answer.meta,
-                        model=self._routers,
-                        prompt_tokens=len(prompt),
-                        new_tokens=len(tokens),
-                        name=answer.name,
-                    )
+                rows = read_sglang(
+                    answer.meta,
+                    model=self._routers,
+                    prompt_tokens=len(prompt),
+                    new_tokens=len(tokens),
+                    name=answer.name,
                 )
-        output.metrics = _metrics(
-            output, time.perf_counter() - started, cached / max(sum(map(len, prompts)), 1)
-        )
+                output.routes.append(rows)
         return output
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -258,6 +261,10 @@ class _Answer:
                 f"{self.name}: SGLang's answer has no meta_info.{key} (there are: {found}); {remedy}"
             )
         return self.meta[key]
+
+    def count(self, *keys: str) -> int:
+        """Return a number that not every server gives; 0 without it."""
+        return next((int(self.meta[key]) for key in keys if self.meta.get(key)), 0)
 
     @property
     def truncated(self) -> bool:
@@ -340,14 +347,18 @@ def _sampling(params: SamplingParams, limit: int, stop_ids: list[int], seed: int
     }
 
 
-def _metrics(output: GenerationOutput, seconds: float, cached: float) -> dict[str, float]:
-    tokens = sum(map(len, output.token_ids))
+def _metrics(
+    output: GenerationOutput, prompts: Sequence[Sequence[int]], answers: Sequence[_Answer], seconds: float
+) -> dict[str, float]:
+    tokens, prompt_tokens = sum(map(len, output.token_ids)), sum(map(len, prompts))
     return {
         "generated_tokens": float(tokens),
         "generate_s": seconds,
         "tokens_per_s": tokens / max(seconds, 1e-9),
-        "truncated_fraction": sum(output.truncated) / max(len(output.truncated), 1),
-        "cached_prompt_fraction": cached,
+        "truncated_fraction": sum(output.truncated) / max(len(prompts), 1),
+        "cached_prompt_fraction": sum(a.count("cached_tokens") for a in answers) / max(prompt_tokens, 1),
+        # The later name, and the earlier one.
+        "preemptions": float(sum(a.count("num_retractions", "total_retractions") for a in answers)),
     }
 
 
