@@ -64,6 +64,13 @@ def ragged_cases(draw: st.DrawFn, min_rows: int = 1) -> RaggedCase:
     return RaggedCase(padded, lengths)
 
 
+def pad_ragged(
+    values: torch.Tensor, offsets: torch.Tensor, width: int | None = None, pad_value: float = 0
+) -> torch.Tensor:
+    """Return ragged rows as (N, width, ...); `width` None: the longest row."""
+    return RowLayout(offsets.diff(), width).pad(values, pad_value)
+
+
 def strip_padding(padded: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (values, offsets) of padded (N, S, ...) rows; offsets are on the device of `padded`."""
     layout = RowLayout(lengths, padded.shape[1])

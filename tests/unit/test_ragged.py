@@ -14,14 +14,13 @@ from headrace.distributed.ragged import (
     nested_from_ragged,
     offsets_from_lengths,
     own_copy,
-    pad_ragged,
     ragged_from_nested,
     ragged_indices,
     row_lengths,
 )
 from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
-from ragged_cases import DTYPES, RaggedCase, arbitrary, ragged_cases, strip_padding
+from ragged_cases import DTYPES, RaggedCase, arbitrary, pad_ragged, ragged_cases, strip_padding
 from reference import pad, rows_of, same_bits, same_rows, unpad
 
 

@@ -15,9 +15,9 @@ from headrace.distributed.ragged_kernel import load_kernel
 ROOT = Path(__file__).parents[2]
 PROBE = """
 import torch
-from headrace.distributed.ragged import pad_ragged
+from headrace.distributed.ragged import RowLayout
 from headrace.distributed.ragged_kernel import load_kernel
-print(load_kernel() is not None, pad_ragged(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3]), None, 9).tolist())
+print(load_kernel() is not None, RowLayout([1, 2], None).pad(torch.tensor([1, 2, 3]), 9).tolist())
 """
 needs_kernel = pytest.mark.skipif(load_kernel() is None, reason="the C extension was not built")
 

@@ -9,15 +9,14 @@ import torch
 from headrace.algorithms.loss import NLLLoss
 from headrace.algorithms.updates import OnNonFinite, check_finite
 from headrace.config import OptimizerConfig, PolicyConfig, SchedulerConfig, WarmStartConfig
-from headrace.data_plane.schema import SAMPLE_ID, pad_values
+from headrace.data_plane.schema import SAMPLE_ID
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.columns import object_array
-from headrace.distributed.ragged import offsets_from_lengths, pad_ragged
+from headrace.distributed.ragged import nested_from_ragged, offsets_from_lengths
 from headrace.errors import ConfigError
 from headrace.experience.chat import render_prompt, text_ids
 from headrace.experience.types import Prompt
 from headrace.models.policy.lm_policy import Policy
-from headrace.utils.rounding import round_up
 from headrace.utils.seeding import derive_seed
 
 _REPORT_EVERY = 20
@@ -145,16 +144,11 @@ def _batch(policy: Policy, prompts: Sequence[Prompt], cfg: WarmStartConfig, seed
     mask = [bit for head, tail in encoded for bit in [0] * len(head) + [1] * len(tail)]
     lengths = torch.tensor([len(head) + len(tail) for head, tail in encoded])
     offsets = offsets_from_lengths(lengths)
-    width = round_up(int(lengths.max()), policy.cfg.make_sequence_length_divisible_by)
-    pads = pad_values(int(tokenizer.pad_token_id))
-    return BatchedDataDict(
-        {
-            "input_ids": pad_ragged(ids, offsets, width, pads["input_ids"]),
-            "input_lengths": lengths,
-            "token_mask": pad_ragged(
-                torch.tensor(mask, dtype=torch.uint8), offsets, width, pads["token_mask"]
-            ),
-            "sample_mask": torch.ones(len(drawn)),
-            SAMPLE_ID: object_array([prompt.uid for prompt, _ in drawn]),
-        }
-    )
+    rows = {
+        "input_ids": nested_from_ragged(ids, offsets),
+        "input_lengths": lengths,
+        "token_mask": nested_from_ragged(torch.tensor(mask, dtype=torch.uint8), offsets),
+        "sample_mask": torch.ones(len(drawn)),
+        SAMPLE_ID: object_array([prompt.uid for prompt, _ in drawn]),
+    }
+    return policy.padded(BatchedDataDict(rows))

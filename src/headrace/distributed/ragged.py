@@ -209,16 +209,6 @@ class RowLayout:
         return self._positions[device]
 
 
-def pad_ragged(
-    values: torch.Tensor, offsets: torch.Tensor, width: int | None = None, pad_value: PadValue = 0
-) -> torch.Tensor:
-    """Return ragged rows as (N, width, ...); `width` None: the longest row.
-
-    Values [1, 2, 3] with offsets [0, 1, 3] and pad 9 give [[1, 9], [2, 3]].
-    """
-    return RowLayout(offsets.diff(), width).pad(values, pad_value)
-
-
 def gather_spans(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Return the spans `values[starts[i] : starts[i] + lengths[i]]` back to back; spans are on the CPU."""
     starts, lengths = starts.to(torch.int64), lengths.to(torch.int64)

@@ -119,9 +119,9 @@ class TQPolicy(Policy):
     def join_rows(self, parts: Sequence[KVBatchMeta]) -> KVBatchMeta:
         return parts[0].concat(*parts[1:])
 
-    def padded(self, rows: KVBatchMeta) -> KVBatchMeta:
-        """Return the rows as they are: workers pad what they fetch."""
-        return rows
+    def padded(self, rows: Any) -> Any:
+        """Return rows of the store as they are, since workers pad what they fetch; rows in memory padded."""
+        return rows if isinstance(rows, KVBatchMeta) else super().padded(rows)
 
     def _stamp_pad_seqlen(self, meta: KVBatchMeta) -> None:
         """Set the batch-wide pad target in `meta.extra_info`; a target grows if a longer row has joined."""
