@@ -1,10 +1,12 @@
 """A few completions of the generator, kept whole: what the mismatch guard compares with the trainer."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from headrace.errors import GenerationError
 from headrace.models.generation.interfaces import Generator, SamplingParams
 
 
@@ -30,7 +32,18 @@ class Probe:
 def complete(
     generator: Generator, prompts: Sequence[list[int]], params: SamplingParams, seed: int
 ) -> list[Probed]:
+    """Return the generator's completions.
+
+    Raises:
+        GenerationError: a logprob that is not finite, which a mean could hide.
+    """
     output = generator.generate(prompts, params, seed=seed)
+    for row, logprobs in enumerate(output.logprobs):
+        if bad := [value for value in logprobs if not math.isfinite(value)]:
+            raise GenerationError(
+                f"the generator answered prompt {row} of the mismatch guard with logprob {bad[0]}; expected finite "
+                "numbers"
+            )
     routes: Sequence[torch.Tensor | None] = output.routes or [None] * len(prompts)
     return [
         Probed(list(prompt), list(new), list(logprobs), rows)
