@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Annotated, Any, NoReturn, get_args
+from typing import Annotated, Any, NoReturn
 
 try:
     import typer
@@ -21,21 +21,16 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import headrace
-from headrace.algorithms.observer import BEST_BY
-from headrace.config import RecipeConfig, SequencePackingConfig
+from headrace.config import RecipeConfig
 from headrace.config_commands import Overrides, Recipe, complete_recipe, config_app
 from headrace.data_commands import data_app
-from headrace.distributed.bin_packing import as_lengths, check_fits
-from headrace.distributed.plan_report import describe_plan
-from headrace.distributed.planner import plan_microbatches
 from headrace.doctor import doctor_table, run_checks
 from headrace.errors import ConfigError, HeadraceError
-from headrace.length_spec import parse_lengths
+from headrace.model_commands import export, find_checkpoint, plan
 from headrace.progress import make_console, print_line
 from headrace.run_tables import metrics_table
 from headrace.store_commands import store_app
 from headrace.training import run_recipe, write_results
-from headrace.utils.checkpoints import CheckpointInfo, CheckpointManager, read_checkpoint
 from headrace.utils.paths import user_path
 from headrace.utils.recipe import load_recipe
 from headrace.utils.run_directory import RunDirectory
@@ -43,7 +38,6 @@ from headrace.utils.shipped import shipped_recipes
 
 _DEBUG = "--debug"
 _HELP = "--help"
-_PACKING = get_args(SequencePackingConfig.model_fields["algorithm"].annotation)
 _UsageError: Any = typer.BadParameter.__base__
 """What typer raises for a command line that it cannot take; it exports only this subclass."""
 _RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
@@ -89,6 +83,8 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(store_app, name="store")
 app.add_typer(data_app, name="data")
+app.command()(plan)
+app.command()(export)
 
 
 def main() -> NoReturn:
@@ -209,26 +205,11 @@ def evaluate(
     recipe = load_recipe(path, overrides or (), of_a_run=is_run)
     run = RunDirectory(target if is_run else user_path(recipe.run_dir, "run_dir"))
     wanted = "best" if checkpoint is None and is_run else checkpoint
-    found = None if wanted is None else _find_checkpoint(recipe, run, wanted)
+    found = None if wanted is None else find_checkpoint(recipe, run, wanted)
     metrics = _training().evaluate(recipe, None if found is None else found.path)
     console = Console()
     print_line(console, f"step {found.step}, {found.path}" if found else f"the weights of {target}")
     console.print(metrics_table(metrics))
-
-
-def _find_checkpoint(recipe: RecipeConfig, run: RunDirectory, wanted: str) -> CheckpointInfo:
-    if wanted not in ("best", "latest"):
-        found = read_checkpoint(Path(wanted))
-        if found is None:
-            raise ConfigError(
-                f"--checkpoint {wanted}: no checkpoint.json there; give best, latest or its path"
-            )
-        return found
-    manager = CheckpointManager.configured(run.checkpoints_dir, recipe.checkpointing, BEST_BY)
-    found = manager.best() if wanted == "best" else manager.latest()
-    if found is None:
-        raise ConfigError(f"{run.path}: holds no checkpoint; train first, or give the path of one")
-    return found
 
 
 def _training() -> ModuleType:
@@ -258,68 +239,6 @@ def doctor() -> None:
       headrace doctor
     """
     Console().print(doctor_table(run_checks()))
-
-
-def _whole(least: int, most: int, help: str, metavar: str = "TOKENS") -> Any:
-
-    def read(text: str | int) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = least - 1
-        if not least <= number <= most:
-            raise typer.BadParameter(f"{text} is not a whole number from {least} to {most:,}")
-        return number
-
-    return typer.Option(parser=read, metavar=metavar, help=help)
-
-
-@app.command()
-def plan(
-    lengths: Annotated[
-        str,
-        typer.Argument(
-            metavar="LENGTHS",
-            help="Tokens per row: numbers with commas, a file of numbers, lognormal:COUNT:MEDIAN:MAX or "
-            "uniform:COUNT:MIN:MAX.",
-            show_default=False,
-        ),
-    ],
-    budget: Annotated[
-        int, _whole(1, 10**12, "Tokens that fit into one microbatch (max_tokens_per_microbatch).")
-    ] = 4096,
-    ranks: Annotated[int, _whole(1, 1_000_000, "Data-parallel ranks.", metavar="COUNT")] = 1,
-    algorithm: Annotated[
-        str, typer.Option(help=f"{', '.join(_PACKING)}; or dynamic: rows of like length, padded.")
-    ] = "modified_first_fit_decreasing",
-    pad_multiple: Annotated[int, _whole(1, 10**12, "Round every row up to a multiple of this.")] = 1,
-    seed: Annotated[int, _whole(0, 10**12, "Seed of lengths that are drawn.", metavar="SEED")] = 0,
-) -> None:
-    """Explain how rows of these lengths are cut into microbatches.
-
-    \b
-    Examples:
-      headrace plan 512,80,300,1024 --budget 1024
-      headrace plan lognormal:512:200:1500 --ranks 4 --budget 8192
-      headrace plan lengths.txt --algorithm dynamic --pad-multiple 64
-    """
-    if algorithm not in (*_PACKING, "dynamic"):
-        raise ConfigError(f"--algorithm {algorithm}: expected one of {', '.join(_PACKING)}, dynamic")
-    rows = parse_lengths(lengths, seed=seed)
-    costs = as_lengths(rows)
-    check_fits(costs, -(-costs // pad_multiple) * pad_multiple, budget, knob="--budget")
-    args: dict[str, Any] = {
-        "input_key": "input_ids",
-        "input_lengths_key": "input_lengths",
-        "max_tokens_per_microbatch": budget,
-    }
-    if algorithm == "dynamic":
-        args |= {"sequence_length_round": pad_multiple}
-        result = plan_microbatches(rows, shards=ranks, dynamic_batching_args=args)
-    else:
-        args |= {"algorithm": algorithm, "sequence_length_pad_multiple": pad_multiple}
-        result = plan_microbatches(rows, shards=ranks, sequence_packing_args=args)
-    typer.echo(describe_plan(result))
 
 
 @app.command()

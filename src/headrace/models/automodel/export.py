@@ -1,0 +1,40 @@
+"""A checkpoint's policy as a Hugging Face model directory that knows nothing of this project."""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from headrace.config import RecipeConfig
+from headrace.errors import ConfigError
+from headrace.models.automodel.checkpoint import MODEL, save_model
+from headrace.models.automodel.lora import ADAPTER, Adapter, add_adapter, merged
+from headrace.models.automodel.setup import load_model, load_tokenizer
+from headrace.models.automodel.sharding import named_tensors
+from headrace.utils import atomic
+
+
+def export_model(recipe: RecipeConfig, policy: Path, target: Path) -> None:
+    """Write the model of the checkpoint directory `policy` to `target`, float32, with its tokenizer.
+
+    An adapter is merged into the recipe's model.
+
+    Raises:
+        ConfigError: `target` is there already, or nothing in `policy` that can be read.
+        WriteError: a full disk, or no permission.
+    """
+    if target.exists():
+        raise ConfigError(f"{target}: is there already; give a directory that is not, or remove it")
+    if (policy / MODEL).is_dir():
+        with atomic.writing_directory(target) as draft:
+            shutil.copytree(policy / MODEL, draft, dirs_exist_ok=True)
+        return
+    if not (policy / ADAPTER).is_dir():
+        raise ConfigError(f"{policy}: holds no model; give another checkpoint")
+    cfg, host = recipe.policy.model_copy(update={"precision": "float32"}), torch.device("cpu")
+    tokenizer = load_tokenizer(cfg)
+    model = load_model(cfg, seed=recipe.seed, device=host, tokenizer=tokenizer)
+    add_adapter(model, cfg.lora, seed=recipe.seed)
+    Adapter(model, cfg.lora, host, cfg.model.path).load(policy / ADAPTER)
+    with atomic.writing_directory(target) as draft:
+        save_model(draft, model, tokenizer, merged(named_tensors(model), cfg.lora))
