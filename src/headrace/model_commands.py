@@ -97,6 +97,10 @@ def plan(
         return
     if overrides:
         raise _UsageError(f"got unexpected extra argument(s) ({' '.join(overrides)})", ctx=ctx)
+    typer.echo(_plan_rows(lengths, budget, ranks, algorithm, pad_multiple, seed))
+
+
+def _plan_rows(lengths: str, budget: int, ranks: int, algorithm: str, pad_multiple: int, seed: int) -> str:
     if algorithm not in (*_PACKING, "dynamic"):
         raise ConfigError(f"--algorithm {algorithm}: expected one of {', '.join(_PACKING)}, dynamic")
     rows = parse_lengths(lengths, seed=seed)
@@ -113,7 +117,7 @@ def plan(
     else:
         args |= {"algorithm": algorithm, "sequence_length_pad_multiple": pad_multiple}
         result = plan_microbatches(rows, shards=ranks, sequence_packing_args=args)
-    typer.echo(describe_plan(result))
+    return describe_plan(result)
 
 
 def _plan_memory(config: str, overrides: Sequence[str], gpu_gib: float | None) -> None:
