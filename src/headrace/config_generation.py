@@ -15,7 +15,8 @@ class GuardConfig(Section):
     every_n_steps: PositiveInt = 50
     """Steps between two checks, after the one at the start."""
     max_logprob_gap: PositiveFloat = 0.05
-    """Largest mean difference of log-probabilities, over the tokens of a few completions, with which a run goes on."""
+    """Largest mean difference of log-probabilities, over the tokens of a few completions, with which a run goes on.
+    Where the recipe asks for bfloat16, a run also goes on if rounding explains a larger one."""
     num_prompts: PositiveInt = 4
     """Training prompts that are asked at every check, and random prompts that are asked once."""
     max_new_tokens: PositiveInt = 32

@@ -122,8 +122,23 @@ def test_weights_that_stopped_coming_after_a_good_check_are_named_first(tmp_path
     assert first_cause(message) == "weights not updated"
 
 
-def test_weights_of_half_precision_are_named_first(tmp_path: Path) -> None:
-    assert first_cause(refusal(recipe(tmp_path, generation={"precision": "bfloat16"}))) == "precision"
+def test_weights_of_half_precision_that_the_recipe_does_not_ask_for_are_named_first(tmp_path: Path) -> None:
+    def spoil(session: Session) -> None:
+        generator_of(session)._model.bfloat16()
+
+    assert first_cause(refusal(recipe(tmp_path), spoil)) == "precision"
+
+
+def test_half_precision_that_the_recipe_asks_for_passes_above_the_bound_too(tmp_path: Path) -> None:
+    given = recipe(tmp_path, generation={"precision": "bfloat16"}, guard={"max_logprob_gap": 1e-4})
+    found = [record.metrics["mismatch/guard_gap_worst"] for record in run(given).steps]
+    assert len(found) == STEPS
+    assert min(found) > 1e-4
+
+
+def test_old_weights_beside_half_precision_are_named_first(tmp_path: Path) -> None:
+    given = recipe(tmp_path, generation={"precision": "bfloat16"})
+    assert first_cause(refusal(given, keep_old_weights)) == "weights not updated"
 
 
 def test_half_precision_within_the_bound_passes(tmp_path: Path) -> None:
@@ -170,6 +185,21 @@ def test_filters_of_the_trainer_alone_are_named_first(tmp_path: Path) -> None:
     )
     assert first_cause(message) == "sampling filters"
     assert "those of temperature=1.0, top_k=null, not of generation's temperature=1.5, top_k=4 (" in message
+
+
+def test_logprobs_that_are_not_numbers_stop_the_run(tmp_path: Path) -> None:
+    def spoil(session: Session) -> None:
+        generator = generator_of(session)
+        generate = generator.generate
+
+        def broken(prompts: Any, params: Any, *, seed: int) -> GenerationOutput:
+            output = generate(prompts, params, seed=seed)
+            output.logprobs[-1][0] = float("nan")
+            return output
+
+        generator.generate = broken
+
+    assert "the mean logprob gap is inf" in refusal(recipe(tmp_path), spoil)
 
 
 def other_template(tokenizer: Any) -> None:

@@ -22,6 +22,8 @@ _SHIFT_MARGIN = 0.05
 _HALF_NOISE = 1.5
 """A generator in bfloat16 is about this far from a bfloat16 forward of the trainer, as a multiple of what that is from
 float32: both round, at different places."""
+_WIDEST_NOISE = 2.5
+"""The same multiple where few tokens are compared, at most."""
 _NAMED, _CLEAR = 0.1, 0.5
 
 Score = Callable[[Sequence[Probed], Sequence[dict[str, Any]], bool | None], "list[Answers]"]
@@ -53,9 +55,9 @@ class Answers:
 
     @property
     def gap(self) -> float:
-        """The mean absolute gap per token."""
-        flat = self.flat
-        return float(flat.abs().mean()) if len(flat) else 0.0
+        """The mean absolute gap per token; infinite where a logprob is not a number."""
+        flat = self.flat.abs().nan_to_num(nan=math.inf)
+        return float(flat.mean()) if len(flat) else 0.0
 
 
 @dataclass
@@ -300,13 +302,24 @@ def _other_distributions(own: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from ({**own, "top_p": p} for p in _TOP_P)
 
 
+def rounding_explains(evidence: Evidence) -> bool:
+    """Return whether the gap is no wider than bfloat16 makes it for this model."""
+    worst = evidence.agreement.worst[1]
+    return worst.gap <= _WIDEST_NOISE * _noise(evidence, worst)
+
+
+def _noise(evidence: Evidence, answers: Answers) -> float:
+    """Return how far the trainer's own forwards in float32 and bfloat16 are apart."""
+    exact, half = (evidence.score(answers.rows, [evidence.distribution], x)[0] for x in (False, True))
+    return _mean([a - b for a, b in zip(exact.trainer, half.trainer)])
+
+
 def _precision(evidence: Evidence) -> Cause:
     """The gap is as wide as that of the trainer's own forwards in float32 and bfloat16, and has no direction."""
     worst = evidence.agreement.worst[1]
     if worst.gap <= evidence.bound:
         return Cause("precision", 0.0, "")
-    exact, half = (evidence.score(worst.rows, [evidence.distribution], x)[0] for x in (False, True))
-    noise = _mean([a - b for a, b in zip(exact.trainer, half.trainer)])
+    noise = _noise(evidence, worst)
     # A mean of few tokens has a direction by chance.
     direction = abs(float(worst.flat.mean())) / worst.gap - 2 / math.sqrt(len(worst.flat))
     share = min(1.0, _HALF_NOISE * noise / worst.gap) * (1 - max(0.0, direction))
