@@ -106,11 +106,12 @@ def unwrap_wire_stripped_payload(item: object) -> object:
 
 def leaf_rows(leaf: Leaf) -> int:
     """Return how many rows a column has, which may be a nested tensor; -1: it is a single number."""
+    if isinstance(leaf, NestedTensor):
+        return int(leaf._size[0])  # `shape` takes sixty times as long
     if isinstance(leaf, RaggedParts):
         return leaf.offsets.shape[0] - 1
-    if isinstance(leaf, torch.Tensor) and is_nested(leaf):
-        # A jagged tensor's `shape` takes sixty times as long.
-        return int(leaf._size[0] if isinstance(leaf, NestedTensor) else leaf.size(0))
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        return leaf.size(0)
     return leaf.shape[0] if leaf.ndim else -1
 
 
