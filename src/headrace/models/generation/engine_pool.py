@@ -27,7 +27,7 @@ from headrace.models.generation.weight_buckets import (
 )
 
 _log = logging.getLogger(__name__)
-_GRACE_S = 5.0
+_GRACE_S, _GENTLE_S = 5.0, 10.0
 _RESTARTS = 3
 """How often each engine is started again."""
 
@@ -71,6 +71,7 @@ class EnginePool:
 
     def answer(self, request: Request) -> Iterator[Completions]:
         """Yield completions as they finish; what a dead engine leaves unfinished is dealt to the others."""
+        self._require_engines()
         at = dict(zip(request.places, request.prompts))
         limits = {place: request.params.limit(len(prompt)) for place, prompt in at.items()}
         expected = {place: self._lengths.expected(at[place], limit) for place, limit in limits.items()}
@@ -122,6 +123,7 @@ class EnginePool:
         """
         for index in [i for i, engine in self._starting.items() if engine.calls.poll()]:
             self._admit(index, self._starting.pop(index), at_start=False)
+        self._require_engines()
         sent, pack_s = 0, 0.0
         memories = self._memories()
         for index, engine in self._engines.items():
@@ -167,10 +169,13 @@ class EnginePool:
         return {**metrics, "engines_lost": float(lost)}
 
     def shutdown(self) -> None:
-        for engine in self._starting.values():
-            engine.end(gently=False)
+        deadline = time.monotonic() + _GENTLE_S
         for engine in self._engines.values():
-            engine.end(gently=True)
+            engine.ask_to_end()
+        for engine in self._starting.values():
+            engine.end()
+        for engine in self._engines.values():
+            engine.end(timeout_s=max(0.0, deadline - time.monotonic()))
         self._starting, self._engines = {}, {}
         self._memory.close()
 
@@ -240,7 +245,7 @@ class EnginePool:
                 if isinstance(answer, WorkerFailure) and answer.is_lost:
                     break
             if calls:
-                self._engines.pop(index).end(gently=False)
+                self._engines.pop(index).end()
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         for engine in self._engines.values():
@@ -266,7 +271,7 @@ class EnginePool:
         """
         if not failure.is_lost:
             self._raise(index, failure, "an engine's work")
-        self._engines.pop(index).end(gently=False)
+        self._engines.pop(index).end()
         self._lost += 1
         if not self._engines:
             raise GenerationError(
@@ -280,6 +285,10 @@ class EnginePool:
         if again:
             self._restarts[index] -= 1
             self._launch(index)
+
+    def _require_engines(self) -> None:
+        if not self._engines:
+            raise GenerationError("no engine is left; an earlier call was broken off, or ended the last one")
 
     def _raise(self, index: int, failure: WorkerFailure, doing: str) -> None:
         name = self._engines[index].name

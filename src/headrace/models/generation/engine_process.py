@@ -27,7 +27,6 @@ from headrace.models.generation import weight_buckets
 from headrace.models.generation.engine import Completions, Engine, EngineSpec, Request
 from headrace.utils.interrupt import TERMINAL_SIGNALS, held_back
 
-_ENDS_S = 10.0
 _KILLED_S = 3.0
 
 
@@ -95,21 +94,22 @@ class EngineProcess:
             self._process.wait(_KILLED_S)
         return lost(0, f"{self.name} (pid {self.pid})", self._process.returncode)
 
-    def end(self, *, gently: bool) -> None:
-        """End the process; may be called twice."""
-        if gently and self._process.poll() is None:
-            self.post("shutdown")
-            with suppress(ConnectionError):
-                wire.send(self.calls, None)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_ENDS_S)
-        if self._process.poll() is None:
-            self._process.kill()
+    def ask_to_end(self) -> None:
+        """Ask the process to end, and do not wait for it."""
+        self.weights.close()  # it may wait for more
+        self.post("shutdown")
+        with suppress(ConnectionError):
+            wire.send(self.calls, None)
+
+    def end(self, *, timeout_s: float = 0.0) -> None:
+        """Kill the process, unless it ends by itself within the time; called once."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        self._process.kill()
         self._process.wait()
-        if not self.calls.closed:
-            self.calls.close()
-            self.weights.close()
-            os.close(self._lifeline)
+        self.calls.close()
+        self.weights.close()
+        os.close(self._lifeline)
 
 
 def _pair() -> "tuple[Connection[Any, Any], Connection[Any, Any]]":

@@ -6,6 +6,9 @@ from dataclasses import replace
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+# Their attention and experts have names in transformers that a config may have.
+from headrace.models.automodel import attention as _attention  # noqa: F401
+from headrace.models.automodel import experts as _experts  # noqa: F401
 from headrace.models.generation.engine import Completions, EngineSpec, Request
 from headrace.models.generation.hf import HFGenerator
 
