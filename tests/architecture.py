@@ -16,6 +16,7 @@ LAYERS = {
     "headrace.config_env": 0,
     "headrace.config_generation": 0,
     "headrace.config_grpo": 0,
+    "headrace.config_logging": 0,
     "headrace.config_policy": 0,
     "headrace.utils": 0,
     "headrace.distributed": 1,
@@ -40,6 +41,7 @@ LAYERS = {
     "headrace.data_commands": 6,
     "headrace.training": 6,
     "headrace.run_tables": 6,
+    "headrace.trackers": 6,
 }
 
 # The lowest layer that may import a package from outside; one that is in neither table may not be imported.
@@ -95,6 +97,9 @@ ONLY_IN = {
     "vllm": ("headrace.models.generation.vllm",),
     "sglang": ("headrace.models.generation.sglang",),
     "megatron": ("headrace.models.megatron",),
+    "wandb": ("headrace.trackers.wandb",),
+    "mlflow": ("headrace.trackers.mlflow",),
+    "trackio": ("headrace.trackers.trackio",),
     "peft": ("headrace.models.automodel.lora",),
     "triton": ("headrace.distributed.ragged_triton", "headrace.models.automodel.fused_head_kernels"),
 }
@@ -110,7 +115,11 @@ LOCAL_IMPORTS = {
     ("compat/nemo_rl.py", "?"),
     ("doctor.py", "headrace.models.automodel.attention"),
     ("doctor.py", "torch"),
-    ("progress.py", "torch.utils.tensorboard"),
+    ("trackers/mlflow.py", "mlflow"),
+    ("trackers/tensorboard.py", "torch.utils.tensorboard"),
+    ("trackers/tensorboard.py", "torch.utils.tensorboard.summary"),
+    ("trackers/trackio.py", "trackio"),
+    ("trackers/wandb.py", "wandb"),
     ("report.py", "matplotlib.figure"),
     ("store_commands.py", "headrace.data_plane"),
     ("data_plane/adapters/transfer_queue_mooncake.py", "mooncake.store"),
@@ -148,6 +157,7 @@ BROAD_EXCEPTS = {
     ("environments/reward_calls.py", "one"),
     ("utils/targets.py", "_import"),
     ("utils/targets.py", "user_code"),
+    ("trackers/base.py", "_tell"),
 }
 
 MAX_FILE_LINES = 500

@@ -131,7 +131,7 @@ ALLOWED = {
         "import transfer_queue as tq",
     ),
     "an import on the list": (
-        "progress.py",
+        "trackers/tensorboard.py",
         "def _f():\n    from torch.utils.tensorboard import SummaryWriter",
     ),
     "a function without a docstring": ("utils/x.py", "def f(): ..."),
@@ -162,6 +162,7 @@ def test_files_and_layers_are_named_by_module() -> None:
 
 # Packages that go by another name where they are installed from, or that come with one that is declared.
 DISTRIBUTIONS = {
+    "mlflow": "mlflow-skinny",
     "mooncake": "mooncake-transfer-engine-non-cuda",
     "megatron": "megatron-core",
     "transfer_queue": "TransferQueue",

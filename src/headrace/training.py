@@ -14,6 +14,7 @@ from headrace.errors import ConfigError
 from headrace.progress import CompositeObserver, ConsoleObserver, FileObserver, make_console, print_line
 from headrace.report import draw_reward_plot, read_metrics, run_totals, write_report
 from headrace.run_tables import final_tables, render_text
+from headrace.trackers import RunTrackers
 from headrace.utils import atomic
 from headrace.utils.checkpoints import list_checkpoints
 from headrace.utils.config_errors import validated
@@ -167,10 +168,12 @@ def _run_loop(
     loop = _training()
     with (
         ConsoleObserver(console, title=str(run.path), mode=recipe.logging.progress) as display,
-        FileObserver(run, tensorboard=recipe.logging.tensorboard) as files,
+        RunTrackers(recipe, run, observers) as others,
         InterruptFlag(display.notice, display.show_cursor) as interrupt,
     ):
-        summary = loop.train(recipe, run.path, CompositeObserver([display, files, *observers]), interrupt)
+        summary = loop.train(
+            recipe, run.path, CompositeObserver([display, FileObserver(run), others]), interrupt
+        )
         return interrupt.exit_code, summary
 
 

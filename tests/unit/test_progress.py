@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from headrace.algorithms.observer import GREEDY_ACCURACY, REWARD, SAMPLED_ACCURACY, StepRecord
 from headrace.live_view import Pace, ViewState, render, sparkline
@@ -250,7 +249,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_step_is_one_flat_line_of_metrics(run: RunDirectory) -> None:
-    files = FileObserver(run, tensorboard=False)
+    files = FileObserver(run)
     files.on_step(
         StepRecord(3, 9, {REWARD: 0.5, "train/loss": float("nan")}, {"rollout": 1.5}, 70, {"input_ids": 560})
     )
@@ -277,12 +276,12 @@ def test_metrics_may_be_numpy_or_torch_numbers(run: RunDirectory) -> None:
     import torch
 
     metrics: dict[str, Any] = {"a": numpy.float32(0.5), "b": torch.tensor(0.25), "c": numpy.int64(3)}
-    FileObserver(run, tensorboard=False).on_validation(1, metrics)
+    FileObserver(run).on_validation(1, metrics)
     assert read_lines(run.metrics_path)[0] == {"kind": "validation", "step": 1, "a": 0.5, "b": 0.25, "c": 3}
 
 
 def test_samples_and_summary_are_written(run: RunDirectory) -> None:
-    files = FileObserver(run, tensorboard=False)
+    files = FileObserver(run)
     files.on_samples(4, "train", [{"answer": "één", "reward": 1.0}, {"answer": "b", "reward": 0.0}])
     files.on_finish({"steps": 4})
     assert read_lines(run.samples_path)[0] == {"step": 4, "split": "train", "answer": "één", "reward": 1.0}
@@ -291,7 +290,7 @@ def test_samples_and_summary_are_written(run: RunDirectory) -> None:
 
 
 def test_a_summary_goes_when_there_are_steps_to_run_and_stays_otherwise(run: RunDirectory) -> None:
-    files = FileObserver(run, tensorboard=False)
+    files = FileObserver(run)
     files.on_finish({"steps": 4})
     files.on_start(total_steps=4, first_step=5, info={})
     assert run.summary_path.exists()
@@ -299,34 +298,12 @@ def test_a_summary_goes_when_there_are_steps_to_run_and_stays_otherwise(run: Run
     assert not run.summary_path.exists()
 
 
-def scalars(directory: Path, name: str) -> list[tuple[int, float]]:
-    events = EventAccumulator(str(directory))
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(name)]
-
-
-def test_tensorboard_has_the_metrics_of_every_step_also_after_a_resume(run: RunDirectory) -> None:
-    with FileObserver(run, tensorboard=True) as files:
-        files.on_start(total_steps=4, first_step=1, info={})
-        files.on_phase_progress("warm_start", 20, {"loss": 2.0})
-        for step in (1, 2, 3):
-            files.on_step(StepRecord(step, 4, {REWARD: step / 4}, {"rollout": 1.0}, 7, {"input_ids": 56}))
-    time.sleep(1.1)  # event files are ordered by the second in their name
-    with FileObserver(run, tensorboard=True) as files:
-        files.on_start(total_steps=4, first_step=3, info={})
-        for step in (3, 4):
-            files.on_step(StepRecord(step, 4, {REWARD: -step / 4}, {"rollout": 1.0}, 7, {"input_ids": 56}))
-    assert scalars(run.tensorboard_dir, REWARD) == [(1, 0.25), (2, 0.5), (3, -0.75), (4, -1.0)]
-    assert scalars(run.tensorboard_dir, "bytes/input_ids") == [(n, 56.0) for n in (1, 2, 3, 4)]
-    assert scalars(run.tensorboard_dir / "warm_start", "warm_start/loss") == [(20, 2.0)]
-
-
 def test_a_composite_passes_every_event_on_in_order(tmp_path: Path) -> None:
     with (
         RunDirectory.open(tmp_path / "a", recipe_text="seed: 0") as first,
         RunDirectory.open(tmp_path / "b", recipe_text="seed: 0") as second,
     ):
-        both = CompositeObserver([FileObserver(r, tensorboard=False) for r in (first, second)])
+        both = CompositeObserver([FileObserver(r) for r in (first, second)])
         both.on_start(total_steps=1, first_step=1, info={})
         both.on_phase("warm_start", 1)
         both.on_phase_progress("warm_start", 1, {"loss": 1.0})

@@ -28,7 +28,7 @@ def write_run(path: Path, steps: int) -> Path:
     """Write a run of toy steps, validated every 10."""
     rng = random.Random(0)
     with RunDirectory.open(path, recipe_text="seed: 0\n") as run:
-        files = FileObserver(run, tensorboard=False)
+        files = FileObserver(run)
         files.on_phase_progress("warm_start", 20, {"loss": 1.0})
         files.on_validation(0, {GREEDY_ACCURACY: 0.4, SAMPLED_ACCURACY: 0.3})
         for step in range(1, steps + 1):
@@ -57,7 +57,7 @@ def test_totals_count_steps_and_not_phases_or_validations(tmp_path: Path) -> Non
 def test_totals_hold_the_steps_before_a_resume_too(tmp_path: Path) -> None:
     write_run(tmp_path, 5)
     run = RunDirectory(tmp_path)
-    FileObserver(run, tensorboard=False).on_step(toy_record(6, 6, random.Random(0)))
+    FileObserver(run).on_step(toy_record(6, 6, random.Random(0)))
     assert run_totals(read_metrics(tmp_path)).steps == 6
 
 
@@ -137,7 +137,7 @@ def test_rewards_of_a_validation_without_verdicts_are_drawn(tmp_path: Path) -> N
     pictures = []
     for name, validation in (("a", {}), ("b", {GREEDY_REWARD: 0.9})):
         with RunDirectory.open(tmp_path / name, recipe_text="seed: 0\n") as run:
-            files = FileObserver(run, tensorboard=False)
+            files = FileObserver(run)
             files.on_step(toy_record(1, 1, random.Random(0)))
             files.on_validation(1, validation)
         draw_reward_plot(tmp_path / name, tmp_path / f"{name}.png")
@@ -147,7 +147,7 @@ def test_rewards_of_a_validation_without_verdicts_are_drawn(tmp_path: Path) -> N
 
 def test_a_run_without_validation_bytes_or_finite_loss_is_drawn(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path, recipe_text="seed: 0\n") as run:
-        files = FileObserver(run, tensorboard=False)
+        files = FileObserver(run)
         files.on_step(StepRecord(1, 1, {"train/loss": float("inf")}, {}, 0, {}))
     assert write_report(tmp_path).exists()
 

@@ -9,7 +9,7 @@ bit for bit.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,11 @@ class Session:
     trace_dir: Path | None = None
     """Where the routes of every step are written, with `policy.router_replay.trace`."""
 
+    @cached_property
+    def answers(self) -> Mapping[str, str | None]:
+        """The right answer to each training prompt, by the prompt's uid, where there is one."""
+        return {prompt.uid: prompt.answer for prompt in self.environment.prompts("train")}
+
     def validate(self) -> Metrics:
         metrics: Metrics = self.rollouts.run_all("validate", self.recipe.seed)[0]
         return metrics
@@ -138,7 +143,7 @@ def run_step(session: Session, step: int, timer: Timer) -> StepResult:
             if trained is not None:
                 check_finite(trained, recipe.loss.on_non_finite, f"step {step}")
                 replay.check(policy.take_replay_stats(), "train")
-        samples = _samples(policy, rows, table, scored, recipe.logging.samples_per_step)
+        samples = _samples(session, rows, table, scored)
         policy.finish_step(rows)
     traffic = policy.traffic(session.rollouts)
     updates = update_metrics(trained, recipe.samples_per_step // recipe.policy.train_global_batch_size)
@@ -352,11 +357,9 @@ def _row_stats(data: Mapping[str, Any], *, kl_kind: KLKind, by_token: bool) -> d
     return {**sample_stats(data, kl_kind=kl_kind), **token_kl, **gaps}
 
 
-def _samples(
-    policy: Policy, rows: Any, table: RolloutTable, scored: Scored, count: int
-) -> list[dict[str, Any]]:
-    count = min(count, len(table))
-    messages = policy.read_columns(rows, ["message_log"], count)["message_log"] if count else []
+def _samples(session: Session, rows: Any, table: RolloutTable, scored: Scored) -> list[dict[str, Any]]:
+    count = min(session.recipe.logging.samples_per_step, len(table))
+    messages = session.policy.read_columns(rows, ["message_log"], count)["message_log"] if count else []
     return [
         {
             "sample_id": table.sample_ids[i],
@@ -364,6 +367,9 @@ def _samples(
             "reward": float(table.rewards[i]),
             "advantage": float(scored.advantages[i]),
             "truncated": bool(table.truncated[i]),
+            "expected": session.answers.get(table.uids[i].rpartition("@")[0]),
+            "correct": table.correct[i],
+            "parts": table.metrics[i],
         }
         for i in range(count)
     ]

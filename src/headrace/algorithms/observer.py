@@ -51,6 +51,12 @@ class StepRecord:
     bytes_by_column: dict[str, int]
     phase: str = "grpo"
 
+    def flat(self) -> dict[str, float]:
+        """Return all numbers by one name each: metrics, `tokens`, `time_s/STAGE`, `bytes/COLUMN`."""
+        times = {f"time_s/{stage}": seconds for stage, seconds in self.timings_s.items()}
+        sizes = {f"bytes/{column}": size for column, size in self.bytes_by_column.items()}
+        return {**self.metrics, "tokens": self.tokens, **times, **sizes}
+
 
 class RunObserver:
     """Is told what a run does, in the order in which it happens; a subclass overrides what it wants to know."""

@@ -102,6 +102,10 @@ def _when(need: Need, section: str, names: str, *, refused: bool = False) -> Eff
     return Effect(tuple(f"{section}.{name}" for name in names.split()), need, refused)
 
 
+def _tracked(name: str) -> Need:
+    return _need("logging.trackers", f"{name} in logging.trackers", lambda trackers: name in trackers)
+
+
 def _when_enabled(section: str, names: str) -> Effect:
     return _when(_is(f"{section}.enabled", True), section, names)
 
@@ -129,6 +133,12 @@ _OWN_SGLANG = _is("generation.backend", "sglang") & _is("generation.sglang.url",
 _GUARDED = _need(
     "generation", "generation.guard.enabled=true, or a generation.backend other than hf", lambda g: g.guarded
 )
+_TRACKERS = {
+    "wandb": "project name entity group tags mode",
+    "mlflow": "tracking_uri experiment name",
+    "trackio": "project name space_id",
+    "jsonl": "path",
+}
 _CORRECTION = "loss.importance_correction"
 
 EFFECTS: tuple[Effect, ...] = (
@@ -180,5 +190,6 @@ EFFECTS: tuple[Effect, ...] = (
     _when(_LAUNCHED_BY_RAY | _RAY_BY_STORE, "cluster", "startup_timeout_s autoscales"),
     Effect(("resume",), _CONTINUES),
     Effect(("allow_changes",), _CONTINUES & _is("resume", True)),
+    *(_when(_tracked(name), f"logging.{name}", keys) for name, keys in _TRACKERS.items()),
 )
 """When each key has an effect; a key that is not here always has one."""

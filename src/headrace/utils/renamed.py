@@ -23,6 +23,17 @@ METRICS = {
 }
 
 
+def with_trackers(logging: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section `logging` whose switch `tensorboard`, of earlier versions, is an entry of `trackers`."""
+    values = dict(logging)
+    switch = values.get("tensorboard")
+    if isinstance(switch, bool):
+        del values["tensorboard"]
+        others = [name for name in values.get("trackers", ()) if name != "tensorboard"]
+        values["trackers"] = ["tensorboard", *others] if switch else others
+    return values
+
+
 def with_new_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
     def renamed(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -33,7 +44,10 @@ def with_new_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
             result[new] = renamed(value, f"{key}.") if isinstance(value, Mapping) else value
         return result
 
-    return renamed(recipe, "")
+    result = renamed(recipe, "")
+    if isinstance(result.get("logging"), Mapping):
+        result["logging"] = with_trackers(result["logging"])
+    return result
 
 
 def with_new_metrics(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@
     samples.jsonl   prompts, answers, rewards     summary.json    of a run that has finished
     timings.txt     time per stage, bytes       reference/      weights of the reference policy
     report.png, reward.png                        router_trace/   routes of every step
+    events.jsonl, wandb/  of these trackers       wandb.id, mlflow.id   the run's ids there
 
 A marker file says that headrace made these; without it nothing is ever overwritten or removed.
 """
@@ -58,7 +59,9 @@ class RunDirectory:
         self.traces_dir = path / "router_trace"
         self._logs = (self.metrics_path, self.samples_path)
         self._results = (self.summary_path, self.timings_path, self.report_path, self.reward_plot_path)
-        self._files = (self.config_path, *self._logs, *self._results)
+        # Under which ids trackers know the run, and their own log of it.
+        of_trackers = tuple(path / name for name in ("wandb.id", "mlflow.id", "events.jsonl"))
+        self._files = (self.config_path, *self._logs, *self._results, *of_trackers)
         # Folders, and what headrace writes in each.
         self._folders = {
             self.tensorboard_dir: "**/events.out.tfevents.*",
@@ -70,6 +73,10 @@ class RunDirectory:
         self.changes: Sequence[Change] = ()
         self._recipe_text = ""
         self._lock: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.path.absolute().name
 
     @classmethod
     def open(
