@@ -108,10 +108,9 @@ def main(run_dir: str, mode: Any = "auto", steps: str = "30", step_s: str = "0.0
     with (
         RunDirectory.open(run_dir, recipe_text="seed: 0\n") as run,
         ConsoleObserver(make_console(mode), title=str(run.path), mode=mode) as display,
-        FileObserver(run) as files,
         InterruptFlag(display.notice, display.show_cursor) as interrupt,
     ):
-        observer = CompositeObserver([display, files])
+        observer = CompositeObserver([display, FileObserver(run)])
         summary = toy_loop(run, observer, interrupt, steps=int(steps), step_s=float(step_s))
         return 0 if summary["completed"] else interrupt.exit_code
 

@@ -51,7 +51,10 @@ class WandbTracker(Tracker):
             "group": group,
             "tags": list(tags),
         }
-        self._options |= {"mode": mode, "dir": str(directory)}
+        self._options |= {
+            "mode": mode,
+            "dir": str(Path(directory).absolute()),
+        }  # the service has a directory of its own
         self._run: Any = None
 
     def begin(self, settings: Mapping[str, Any], first_step: int) -> None:
