@@ -44,17 +44,9 @@ class WandbTracker(Tracker):
                 "logging.wandb.mode=online: nobody is logged in to W&B; run wandb login, set WANDB_API_KEY, or set "
                 "logging.wandb.mode=offline"
             )
-        self._options = {
-            "project": project,
-            "name": name,
-            "entity": entity,
-            "group": group,
-            "tags": list(tags),
-        }
-        self._options |= {
-            "mode": mode,
-            "dir": str(Path(directory).absolute()),
-        }  # the service has a directory of its own
+        self._options: dict[str, Any] = {"project": project, "name": name, "entity": entity, "group": group}
+        # Its service may run in another directory.
+        self._options |= {"tags": list(tags), "mode": mode, "dir": str(Path(directory).absolute())}
         self._run: Any = None
 
     def begin(self, settings: Mapping[str, Any], first_step: int) -> None:
