@@ -206,7 +206,7 @@ def test_a_wheel_in_an_empty_folder_tracks_a_run_with_wandb_offline_and_mlflow(
     pytest.importorskip("wandb", reason="needs headrace[trackers]")
     assert len(SCRIPT.splitlines()) <= USES
     (tmp_path / "mine.yaml").write_text(SCRIPT)
-    done = installed_wheel.headrace("train", "mine.yaml", cwd=tmp_path)
+    done = installed_wheel.headrace("train", "mine.yaml", cwd=tmp_path, timeout_s=280)
     assert (done.returncode, done.stderr) == (0, "")
     client = mlflow.MlflowClient(tracking_uri=(tmp_path / "store").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("headrace").experiment_id])
