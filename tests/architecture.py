@@ -32,6 +32,7 @@ LAYERS = {
     "headrace.metric_names": 6,
     "headrace.compat": 6,
     "headrace.doctor": 6,
+    "headrace.init_commands": 6,
     "headrace.length_spec": 6,
     "headrace.live_view": 6,
     "headrace.model_commands": 6,

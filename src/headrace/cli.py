@@ -27,6 +27,8 @@ from headrace.data_commands import data_app
 from headrace.doctor import doctor_table, run_checks
 from headrace.errors import ConfigError, HeadraceError
 from headrace.model_commands import export, find_checkpoint, plan
+from headrace.init_commands import init
+from headrace.length_spec import parse_lengths
 from headrace.progress import make_console, print_line
 from headrace.run_tables import metrics_table
 from headrace.store_commands import store_app
@@ -80,6 +82,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", _HELP]},
 )
+app.command()(init)
 app.add_typer(config_app, name="config")
 app.add_typer(store_app, name="store")
 app.add_typer(data_app, name="data")

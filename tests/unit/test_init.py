@@ -1,0 +1,74 @@
+"""`headrace init` makes a folder that trains at once, from the wheel alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from headrace.cli import app
+from headrace.recipe_reference import recipe_schema
+from headrace.utils.recipe import load_recipe
+from wheel_session import InstalledWheel
+
+
+def cli(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "120"})
+
+
+def test_a_start_trains_at_once_from_the_wheel_and_its_reward_counts(
+    installed_wheel: InstalledWheel, tmp_path: Path
+) -> None:
+    done = installed_wheel.headrace("init", "mine", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "next: cd mine && headrace train recipe.yaml"
+    folder = tmp_path / "mine"
+    assert {p.name for p in folder.iterdir()} == {
+        "recipe.yaml",
+        "reward.py",
+        "problems.jsonl",
+        "recipe.schema.json",
+    }
+    short = ("grpo.max_num_steps=2", "warm_start.steps=20", "logging.trackers=[]")
+    done = installed_wheel.headrace("train", "recipe.yaml", *short, cwd=folder, timeout_s=280)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    (last,) = (line for line in lines if line["kind"] == "step" and line["step"] == 2)
+    assert last["reward/letters"] == pytest.approx(last["reward/mean"])
+
+
+def test_the_start_fits_the_schema_that_it_names(tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="comes with headrace[ray]")
+    assert cli("init", tmp_path / "mine").exit_code == 0
+    text = (tmp_path / "mine" / "recipe.yaml").read_text()
+    assert text.startswith("# yaml-language-server: $schema=recipe.schema.json\n")
+    schema = json.loads((tmp_path / "mine" / "recipe.schema.json").read_text())
+    assert schema == json.loads(json.dumps(recipe_schema()))
+    jsonschema.validate(yaml.safe_load(text), schema)
+
+
+def test_a_start_from_a_recipe_inherits_it_by_name_or_path(tmp_path: Path) -> None:
+    assert cli("init", tmp_path / "a", "--from", "demo_moe").exit_code == 0
+    assert load_recipe(tmp_path / "a" / "recipe.yaml").policy == load_recipe("demo_moe").policy
+    assert cli("init", tmp_path / "b", "--from", tmp_path / "a" / "recipe.yaml").exit_code == 0
+    assert load_recipe(tmp_path / "b" / "recipe.yaml").policy == load_recipe("demo_moe").policy
+
+
+def test_a_wrong_use_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli("init", tmp_path / "mine").exit_code == 0
+    (tmp_path / "broken.yaml").write_text("polcy: 1\n")
+    wrong = {
+        ("mine",): "mine: holds recipe.yaml, ",
+        ("file",): "file: cannot write there (File exists); give another name",
+        ("new", "--from", "demo_moo"): "demo_moe ships with headrace: give this name alone",
+        ("new", "--from", str(tmp_path / "broken.yaml")): "unknown key 'polcy'; did you mean 'policy'?",
+    }
+    for (name, *rest), expected in wrong.items():
+        result = cli("init", tmp_path / name, *rest)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert expected in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+    assert cli("init").exit_code == 2
