@@ -26,9 +26,8 @@ from headrace.config_commands import Overrides, Recipe, complete_recipe, config_
 from headrace.data_commands import data_app
 from headrace.doctor import doctor_table, run_checks
 from headrace.errors import ConfigError, HeadraceError
-from headrace.model_commands import export, find_checkpoint, plan
 from headrace.init_commands import init
-from headrace.length_spec import parse_lengths
+from headrace.model_commands import export, find_checkpoint, plan
 from headrace.progress import make_console, print_line
 from headrace.run_tables import metrics_table
 from headrace.store_commands import store_app
