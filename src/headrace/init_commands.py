@@ -59,8 +59,9 @@ def init(
 
 
 def _start() -> dict[str, str]:
-    files = (file for file in (FOLDER / "start").iterdir() if file.is_file())
-    return {file.name: file.read_text(encoding="utf-8") for file in sorted(files, reverse=True)}
+    # Code that is to be copied ends in .txt, since it is no module of headrace.
+    files = sorted((FOLDER / "start").iterdir(), reverse=True)
+    return {file.name.removesuffix(".txt"): file.read_text(encoding="utf-8") for file in files}
 
 
 def _from_recipe(source: str) -> dict[str, str]:
