@@ -11,7 +11,7 @@ class GuardConfig(Section):
     """A check that generator and trainer give the same tokens the same log-probabilities, on a few completions."""
 
     enabled: bool | None = None
-    """Stop a run whose generator disagrees with its trainer. None: where the generator is not transformers (`hf`)."""
+    """Stop a run whose generator disagrees with its trainer. None: unless it is `hf` in place."""
     every_n_steps: PositiveInt = 50
     """Steps between two checks, after the one at the start."""
     max_logprob_gap: PositiveFloat = 0.05
