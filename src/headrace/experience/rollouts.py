@@ -117,7 +117,7 @@ def render_with_room(tokenizer: ChatTokenizer, prompt: Prompt, max_total_tokens:
         raise ConfigError(
             f"prompt '{prompt.uid}'{place} has {len(ids)} tokens and leaves no room for a completion within policy."
             f"max_total_sequence_length={max_total_tokens}; raise it, remove the prompt, or set "
-            "data.overlong_prompts=skip"
+            "data.overlong_prompts=skip or truncate"
         )
     return ids
 
