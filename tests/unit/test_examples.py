@@ -1,0 +1,68 @@
+"""Every example runs, at a size of seconds, and is short."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = (
+    "policy.train_global_batch_size=16",
+    "policy.model.config.hidden_size=32",
+    "policy.model.config.moe_intermediate_size=32",
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    "grpo.max_num_steps=2",
+    "warm_start.enabled=false",
+    "data.validation_size=4",
+    "logging.trackers=[]",
+)
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)
+def test_an_example_is_short(file: Path) -> None:
+    if file.stem != "router_replay_kl":  # the experiment of docs/router_replay.md
+        assert len(file.read_text().splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [
+        ("own_reward", "reward/vowels"),
+        ("own_environment", "rollout/turns_mean"),
+        ("own_loss", "train/logprob"),
+        ("lora", "reward/mean"),
+    ],
+)
+def test_a_run_with_parts_of_ones_own(name: str, metric: str, tmp_path: Path) -> None:
+    if name == "lora":
+        pytest.importorskip("peft")
+    small = () if name.startswith(("own_reward", "own_env")) else ("data.train_size=64",)
+    result = example(name).main(tmp_path / "run", *TINY, *small)
+    assert (result.completed, result.steps) == (True, 2)
+    assert metric in result.metrics
+    if name == "own_loss":
+        losses = example("continue_in_transformers").main(result.run_dir)
+        assert losses[-1] < losses[0]
+
+
+def test_router_replay_alone_brings_the_logits_nearer() -> None:
+    own, replayed = example("router_replay_alone").main()
+    assert replayed < own / 2
+
+
+def test_the_store_under_trl_holds_less_than_padded_batches(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    done = example("trl_store").main(str(tmp_path))
+    assert 0 < done.stored_tokens < done.padded_tokens
+    assert done.state.global_step == 2
