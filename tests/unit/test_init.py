@@ -60,7 +60,7 @@ def test_a_wrong_use_is_one_line(tmp_path: Path) -> None:
     assert cli("init", tmp_path / "mine").exit_code == 0
     (tmp_path / "broken.yaml").write_text("polcy: 1\n")
     wrong = {
-        ("mine",): "mine: holds recipe.yaml, ",
+        ("mine",): "mine: holds reward.py, recipe.yaml, ",
         ("file",): "file: cannot write there (File exists); give another name",
         ("new", "--from", "demo_moo"): "demo_moe ships with headrace: give this name alone",
         ("new", "--from", str(tmp_path / "broken.yaml")): "unknown key 'polcy'; did you mean 'policy'?",
