@@ -182,6 +182,29 @@ def test_completions_after_each_update_are_those_of_the_new_weights(generator: G
         assert_scored(output, model)
 
 
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
+def test_an_update_that_does_not_fit_is_refused_and_changes_nothing(generator: Generator, fault: str) -> None:
+    before = generator.generate(PROMPTS, GREEDY, seed=0)
+    weights = dict(model_of(1).named_parameters())
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensor = weights.pop(name)
+    if fault != "missing":
+        weights |= {"another": tensor, name: tensor} if fault == "unknown" else {name: tensor[:-1]}
+    with pytest.raises(GenerationError, match="another" if fault == "unknown" else r"layers\.1\.mlp"):
+        generator.update_weights(weights.items(), generator.weight_version + 1)
+    after = generator.generate(PROMPTS, GREEDY, seed=0)
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+
+
+def test_a_stop_id_at_the_limit_ends_a_completion_and_no_prompts_give_none(generator: Generator) -> None:
+    whole = generator.generate(PROMPTS[1:2], GREEDY, seed=0).token_ids[0]
+    place = next(i for i, token in enumerate(whole) if token not in whole[:i] and i > 0)
+    params = SamplingParams(place + 1, greedy=True, stop_token_ids=(whole[place],))
+    output = generator.generate(PROMPTS[1:2], params, seed=0)
+    assert (output.token_ids, output.truncated) == ([whole[: place + 1]], [False])
+    assert generator.generate([], GREEDY, seed=0).token_ids == []
+
+
 def test_caches_may_be_released_between_calls(generator: Generator) -> None:
     before = generator.generate(PROMPTS, GREEDY, seed=0)
     generator.release()

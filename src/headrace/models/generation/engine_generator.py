@@ -3,17 +3,14 @@
 import copy
 import gc
 import logging
-import re
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.config import GenerationConfig
 from headrace.errors import ConfigError, GenerationError
@@ -24,13 +21,13 @@ from headrace.models.generation.interfaces import GenerationOutput, SamplingPara
 from headrace.models.generation.stopping import build_stop_rule
 from headrace.models.generation.vllm import OWN_ARGS, VLLMEngine, import_vllm
 from headrace.models.generation.weight_buckets import sent_dtype
+from headrace.models.generation.weights import NamedTensors, WeightStream, checked_weights, checkpoint_names
 from headrace.models.router_replay import install
 from headrace.models.tokenizers import unknown_ids, vocabulary_of
 
 _log = logging.getLogger(__name__)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
-_LAYER = re.compile(r".*\.layers\.\d+\.")
 
 
 class EngineGenerator:
@@ -120,9 +117,14 @@ class EngineGenerator:
         return output
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load new weights, by Hugging Face parameter name, empty the prefix cache, and set `weight_version`."""
+        """Load new weights, by Hugging Face parameter name, empty the prefix cache, and set `weight_version`.
+
+        Raises:
+            GenerationError: unknown, missing or repeated names, or wrong shapes; nothing has changed then.
+        """
         started = time.perf_counter()
-        found = self._open().update_weights(self._named(named_tensors), version) or {}
+        checked = checked_weights(self._model, self._named(named_tensors))
+        found = self._open().update_weights(self._as_engine_names(checked), version) or {}
         self.weight_version = version
         self._update_metrics = {"weights_seconds": time.perf_counter() - started, **found}
 
@@ -177,7 +179,11 @@ class EngineGenerator:
         weights = self._model.state_dict().values()
         return EnginePool(spec, [t.numel() * sent_dtype(t, dtype).itemsize for t in weights])
 
-    def _named(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+    def _named(self, named_tensors: NamedTensors) -> NamedTensors:
+        """Refuse weights of a kind that the engine does not take."""
+        return named_tensors
+
+    def _as_engine_names(self, named_tensors: NamedTensors) -> NamedTensors:
         return named_tensors
 
     def _read_routes(self, name: str, prompt: Sequence[int], new: Sequence[int], routes: Any) -> torch.Tensor:
@@ -211,21 +217,19 @@ class VLLMGenerator(EngineGenerator):
     def _start(self, spec: EngineSpec) -> Engine:
         return VLLMEngine(spec) if spec.cfg.placement == "in_place" else super()._start(spec)
 
-    def _named(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield weights as a checkpoint has them: fused experts of transformers are split again, layer by layer."""
+    def _named(self, named_tensors: NamedTensors) -> NamedTensors:
+        if isinstance(named_tensors, WeightStream):  # which no adapter is
+            return named_tensors
+        tensors = list(named_tensors)
+        if adapters := [name for name, _ in tensors if ".lora_" in name]:
+            raise GenerationError(
+                f"generation.backend=vllm takes whole weights, and got those of an adapter ({adapters[0]}); set "
+                "generation.backend=hf, or remove policy.lora"
+            )
+        return tensors
 
-        def layer(pair: tuple[str, torch.Tensor]) -> str:
-            found = _LAYER.match(pair[0])
-            return found[0] if found else ""
-
-        for _, group in groupby(named_tensors, key=layer):
-            weights = dict(group)
-            if adapters := [name for name in weights if ".lora_" in name]:
-                raise GenerationError(
-                    f"generation.backend=vllm takes whole weights, and got those of an adapter ({adapters[0]}); set "
-                    "generation.backend=hf, or remove policy.lora"
-                )
-            yield from revert_weight_conversion(self._model, weights).items()
+    def _as_engine_names(self, named_tensors: NamedTensors) -> NamedTensors:
+        return checkpoint_names(self._model, named_tensors)
 
     def _read_routes(self, name: str, prompt: Sequence[int], new: Sequence[int], routes: Any) -> torch.Tensor:
         assert self._routers is not None

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, GenerationError
 from headrace.models.generation.engine import Completions, EngineSpec, Request
 from headrace.models.generation.interfaces import SamplingParams
 from headrace.utils.seeding import derive_seed
@@ -102,12 +102,17 @@ class VLLMEngine:
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._wake("weights")
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
-        self._llm.reset_prefix_cache()
+        if self._llm.reset_prefix_cache() is False:
+            raise GenerationError(
+                "vLLM keeps its prefix cache, whose keys and values are of the old weights; are there requests of "
+                "others in the engine?"
+            )
 
     def release(self) -> None:
         """Give memory back until the next call, with `generation.vllm.sleep_level`; else do nothing."""
         level = _sleep_level(self._spec)
-        if level and not self._asleep:
+        if level and self._asleep != {"weights", "kv_cache"}:
+            self._wake("kv_cache")  # an update woke the weights alone
             self._llm.sleep(level=level)
             self._asleep = {"weights", "kv_cache"}
 
