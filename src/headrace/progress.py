@@ -194,7 +194,9 @@ def _numbers(metrics: Mapping[str, float]) -> str:
 def _results(metrics: Mapping[str, float]) -> str:
     kind, values = held_out(metrics)
     what = "" if kind == "accuracy" else f" {kind}"
-    return ", ".join(f"{how}{what} {value}" for how, value in values.items()) or _numbers(metrics)
+    return ", ".join(
+        f"{how}{'' if '@' in how else what} {value}" for how, value in values.items()
+    ) or _numbers(metrics)
 
 
 class FileObserver(RunObserver):

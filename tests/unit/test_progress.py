@@ -326,7 +326,7 @@ def test_a_display_survives_steps_without_the_usual_metrics() -> None:
     display.on_validation(2, {"validation/pass@4": 0.5})
     display.on_finish({})
     assert isinstance(console.file, io.StringIO)
-    assert "validation at step 2: validation/pass@4 0.5" in console.file.getvalue()
+    assert "validation at step 2: pass@4 50.0%" in console.file.getvalue()
 
 
 def picture(state: ViewState, now_s: float, width: int = 100) -> str:
