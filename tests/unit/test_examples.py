@@ -1,6 +1,8 @@
 """Every example runs, at a size of seconds, and is short."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -59,6 +61,15 @@ def test_a_run_with_parts_of_ones_own(name: str, metric: str, tmp_path: Path) ->
 def test_router_replay_alone_brings_the_logits_nearer() -> None:
     own, replayed = example("router_replay_alone").main()
     assert replayed < own / 2
+
+
+def test_a_plain_loop_trains_on_what_another_process_makes() -> None:
+    pytest.importorskip("ray")
+    command = [sys.executable, EXAMPLES / "two_processes.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    told = [line.split(" of ")[0] for line in done.stdout.splitlines() if line.startswith("step")]
+    assert told == ["step 0: 16 rows", "step 1: 16 rows", "step 2: 16 rows"]
 
 
 def test_the_store_under_trl_holds_less_than_padded_batches(tmp_path: Path) -> None:
