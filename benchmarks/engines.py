@@ -143,7 +143,8 @@ def headrace_recipe(case: Case, backend: str, *, on_policy: bool) -> dict[str, A
         "generation": engine,
         "grpo": grpo,
         "loss": loss,
-        "env": {"kind": "dataset", "path": "prompts.jsonl"},
+        "logging": {"progress": "off", "trackers": []},
+        "overwrite": True,
         "data": {"validation_size": 1},
         "validation": {"at_start": False, "at_end": False},
         "checkpointing": {"enabled": False},
@@ -152,16 +153,16 @@ def headrace_recipe(case: Case, backend: str, *, on_policy: bool) -> dict[str, A
 
 def headrace_way(case: Case, backend: str, *, on_policy: bool, profile: Path | None) -> dict[str, Any]:
     """Run the recipe; return the seconds of every step, by stage, and the step's own metrics."""
-    from headrace.algorithms import run  # noqa: PLC0415
-    from headrace.algorithms.observer import RunObserver  # noqa: PLC0415
-    from headrace.experience import prompt_room  # noqa: PLC0415
-    from headrace.utils.interrupt import InterruptFlag  # noqa: PLC0415
-    from headrace.utils.recipe import load_recipe  # noqa: PLC0415
+    import headrace  # noqa: PLC0415
 
     steps: list[dict[str, Any]] = []
+    clock: list[float] = []
 
-    class Notes(RunObserver):
+    class Notes(headrace.RunObserver):
         trace: torch.profiler.profile | None = None
+
+        def on_start(self, **_: Any) -> None:
+            clock.append(time.perf_counter())
 
         def on_stage(self, step: int, stage: str) -> None:
             if profile is not None and step == case.steps and stage != "rollout" and self.trace is None:
@@ -180,18 +181,9 @@ def headrace_way(case: Case, backend: str, *, on_policy: bool, profile: Path | N
             )
             clock.append(now)
 
-    (case.folder / "recipe.yaml").write_text(json.dumps(headrace_recipe(case, backend, on_policy=on_policy)))
-    recipe = load_recipe(case.folder / "recipe.yaml")
-    environment = TextRewards(case.prompts())
-    prompt_room.build_environment = lambda *_, **__: environment
+    recipe = headrace_recipe(case, backend, on_policy=on_policy)
     started = time.perf_counter()
-    session = run.build_session(recipe)
-    clock = [time.perf_counter()]
-    try:
-        loop = run.start_loop(session, Notes(), InterruptFlag())
-        loop.run()
-    finally:
-        session.close()
+    headrace.train(recipe, environment=TextRewards(case.prompts()), observers=[Notes()])
     return {"start_s": clock[0] - started, "steps": steps}
 
 
