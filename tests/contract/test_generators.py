@@ -33,10 +33,11 @@ GREEDY = SamplingParams(12, greedy=True)
 SGLANG = SGLangConfig(sleep="all")
 
 
-def model_of(seed: int) -> Any:
+def model_of(seed: int, *, unknown: int = 0) -> Any:
+    """Return a model that has scores for `unknown` ids without a token."""
     config = AutoConfig.for_model(
         "qwen3",
-        vocab_size=len(TOKENIZER),
+        vocab_size=len(TOKENIZER) + unknown,
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -52,7 +53,7 @@ def model_of(seed: int) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
-def build(backend: str) -> Generator:
+def build(backend: str, *, unknown: int = 0) -> Generator:
     values: dict[str, Any] = {"backend": backend.partition("@")[0], "max_new_tokens": 12}
     if backend.endswith("@beside"):
         python = os.environ.get("HEADRACE_ENGINE_PYTHON")
@@ -60,7 +61,7 @@ def build(backend: str) -> Generator:
     values |= {"sglang": SGLANG, "vllm": VLLMConfig(args={"enforce_eager": True, "max_model_len": 128})}
     cfg = GenerationConfig(**values)
     with sglang_on_path():
-        return build_generator(cfg, model_of(0), TOKENIZER)
+        return build_generator(cfg, model_of(0, unknown=unknown), TOKENIZER)
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -227,6 +228,18 @@ def test_a_generator_that_has_ended_says_so_and_another_takes_its_place(backend:
     second = build(backend)
     assert second.generate(PROMPTS, GREEDY, seed=0).token_ids == expected
     second.shutdown()
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b in ("hf", "vllm")])
+def test_ids_without_a_token_are_not_part_of_the_distribution(backend: str) -> None:
+    generator = build(backend, unknown=40)
+    try:
+        output = generator.generate(PROMPTS, SamplingParams(12, temperature=2.0), seed=4)
+    finally:
+        generator.shutdown()
+    assert all(token < len(TOKENIZER) for new in output.token_ids for token in new)
+    ids = torch.arange(len(TOKENIZER), len(TOKENIZER) + 40)
+    assert_scored(output, model_of(0, unknown=40), temperature=2.0, unknown_ids=ids)
 
 
 @pytest.mark.parametrize("started", [b for b in BACKENDS if "@" in b], indirect=True)

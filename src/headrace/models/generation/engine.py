@@ -20,13 +20,13 @@ from headrace.models.generation.interfaces import SamplingParams
 class EngineSpec:
     """What an engine is built from.
 
-    `folder` holds the model's config and the tokenizer. `known_ids` are the ids that have a token, None: all.
+    `folder` holds the model's config and the tokenizer. `unknown_ids` are those that no token has.
     `implementations` are transformers' names of attention and experts. `device` is "cpu" or "cuda".
     """
 
     folder: Path
     cfg: GenerationConfig
-    known_ids: list[int] | None
+    unknown_ids: list[int]
     record_routes: bool
     device: str
     implementations: dict[str, str] = field(default_factory=dict)

@@ -54,10 +54,11 @@ class EngineGenerator:
         device = model.device.type
         # Engines that are started again read it too.
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-engine-")
+        missing = unknown_ids(tokenizer, vocabulary_of(model))
         spec = EngineSpec(
             self._save(Path(self._folder.name)),
             cfg,
-            _known_ids(tokenizer, vocabulary_of(model)),
+            [] if missing is None else missing.tolist(),
             record_routes,
             device,
             {n: value for n in _IMPLEMENTATIONS if (value := getattr(model.config, f"_{n}", None))},
@@ -242,11 +243,3 @@ class VLLMGenerator(EngineGenerator):
             new_tokens=len(new),
             name=name,
         )
-
-
-def _known_ids(tokenizer: Any, vocabulary: int) -> list[int] | None:
-    """Return the ids that a token has, where some of the model's have none."""
-    unknown = unknown_ids(tokenizer, vocabulary)
-    if unknown is None:
-        return None
-    return sorted(set(range(vocabulary)) - set(unknown.tolist()))

@@ -169,7 +169,6 @@ class VLLMEngine:
             include_stop_str_in_output=True,
             skip_special_tokens=False,
             detokenize=bool(params.stop_strings),
-            allowed_token_ids=self._spec.known_ids,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
             **filters,
         )
@@ -203,6 +202,9 @@ def _engine_args(spec: EngineSpec) -> dict[str, Any]:
         **({"enable_return_routed_experts": True} if spec.record_routes else {}),
     }
     assert own.keys() <= OWN_ARGS.keys()
+    if spec.unknown_ids:
+        # A list of allowed ids with each request takes milliseconds of each: a vocabulary is long.
+        own["logits_processors"] = [*cfg.vllm.args.get("logits_processors", ()), _without(spec.unknown_ids)]
     return {
         "gpu_memory_utilization": 0.4,
         "max_num_seqs": cfg.batch_size,
@@ -211,6 +213,26 @@ def _engine_args(spec: EngineSpec) -> dict[str, Any]:
         **cfg.vllm.args,
         **own,
     }
+
+
+def _without(ids: list[int]) -> type:
+    """Return what takes ids out of the distribution of all requests at once."""
+    from vllm.v1.sample.logits_processor import LogitsProcessor  # noqa: PLC0415  (vLLM is here)
+
+    class Without(LogitsProcessor):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+            self._ids = torch.tensor(ids, device=device)
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: Any) -> None:
+            """All requests are alike."""
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            return logits.index_fill_(-1, self._ids, -torch.inf)
+
+    return Without
 
 
 def _sleep_level(spec: EngineSpec) -> int:
