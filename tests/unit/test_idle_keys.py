@@ -113,7 +113,7 @@ SAID = {
     "logging.wandb.name=x": ("", "logging.trackers=[wandb]"),
     "logging.wandb.entity=x": ("", "logging.trackers=[wandb]"),
     "logging.wandb.group=x": ("", "logging.trackers=[wandb]"),
-    "logging.wandb.tags=('x',)": ("", "logging.trackers=[wandb]"),
+    "logging.wandb.tags=[x]": ("", "logging.trackers=[wandb]"),
     "logging.wandb.mode=offline": ("", "logging.trackers=[wandb]"),
     "logging.mlflow.tracking_uri=x": ("", "logging.trackers=[mlflow]"),
     "logging.mlflow.experiment=x": ("", "logging.trackers=[mlflow]"),

@@ -187,17 +187,16 @@ def test_filters_of_the_trainer_alone_are_named_first(tmp_path: Path) -> None:
     assert "those of temperature=1.0, top_k=null, not of generation's temperature=1.5, top_k=4 (" in message
 
 
-def test_logprobs_that_are_not_numbers_stop_the_run(tmp_path: Path) -> None:
+def test_logprobs_of_the_trainer_that_are_not_numbers_stop_the_run(tmp_path: Path) -> None:
     def spoil(session: Session) -> None:
-        generator = generator_of(session)
-        generate = generator.generate
+        score = session.policy.score_under
 
-        def broken(prompts: Any, params: Any, *, seed: int) -> GenerationOutput:
-            output = generate(prompts, params, seed=seed)
-            output.logprobs[-1][0] = float("nan")
-            return output
+        def broken(*args: Any, **options: Any) -> Any:
+            columns, stats = score(*args, **options)
+            columns[0][-1] = torch.nan  # the last sampled answer
+            return columns, stats
 
-        generator.generate = broken
+        session.policy.score_under = broken
 
     assert "the mean logprob gap is inf" in refusal(recipe(tmp_path), spoil)
 
