@@ -217,9 +217,11 @@ def _engine_args(spec: EngineSpec) -> dict[str, Any]:
 
 def _without(ids: list[int]) -> type:
     """Return what takes ids out of the distribution of all requests at once."""
-    from vllm.v1.sample.logits_processor import LogitsProcessor  # noqa: PLC0415  (vLLM is here)
+    from vllm.v1.sample.logits_processor import LogitsProcessor  # noqa: PLC0415  (vLLM is loaded by now)
 
     class Without(LogitsProcessor):  # type: ignore[misc]
+        """Without them."""
+
         def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
             self._ids = torch.tensor(ids, device=device)
 
