@@ -302,10 +302,9 @@ def _other_distributions(own: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from ({**own, "top_p": p} for p in _TOP_P)
 
 
-def rounding_explains(evidence: Evidence) -> bool:
-    """Return whether the gap is no wider than bfloat16 makes it for this model."""
-    worst = evidence.agreement.worst[1]
-    return worst.gap <= _WIDEST_NOISE * _noise(evidence, worst)
+def widest_rounding(evidence: Evidence) -> float:
+    """Return the widest mean gap that bfloat16 makes for this model, on the rows that agree least."""
+    return _WIDEST_NOISE * _noise(evidence, evidence.agreement.worst[1])
 
 
 def _noise(evidence: Evidence, answers: Answers) -> float:

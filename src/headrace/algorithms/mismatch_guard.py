@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from headrace.algorithms.mismatch_causes import Agreement, Answers, Evidence, explain, rounding_explains
+from headrace.algorithms.mismatch_causes import Agreement, Answers, Evidence, explain, widest_rounding
 from headrace.config import RecipeConfig
 from headrace.data_plane.routes_codec import missing_mark
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD
@@ -84,9 +84,6 @@ class MismatchGuard:
         self._found = {f"{PREFIX}{name}": value for name, value in agreement.metrics().items()}
         self._found[f"{PREFIX}s"] = self._seconds
         rendered = [render_prompt(self.policy.tokenizer, p.messages) for p in self.prompts[: cfg.num_prompts]]
-        if agreement.within(cfg.max_logprob_gap) and probe.task == rendered:
-            self._last = (step, agreement.greedy_task)
-            return
         since = step - self._last[0] if self._last else None
         evidence = Evidence(
             agreement,
@@ -99,7 +96,10 @@ class MismatchGuard:
             distribution=self._distribution,
             score=lambda rows, distributions, half: self._answers(rows, distributions, half=half),
         )
-        if probe.task == rendered and self._rounds and rounding_explains(evidence):
+        agrees = agreement.within(cfg.max_logprob_gap)
+        if probe.task == rendered and (
+            agrees or (self._rounds and agreement.within(widest_rounding(evidence)))
+        ):
             self._last = (step, agreement.greedy_task)
             return
         when = "at the start" if self._checks == 1 else f"after step {step}"
