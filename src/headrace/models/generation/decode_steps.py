@@ -124,12 +124,12 @@ class StaticSteps:
         """Go on with the rows `going` only, counted among those of the last step."""
         self._slots = self._slots[going]
         if 2 * len(self._slots) <= len(self._ids):
-            self._shrink()
+            self._renew()
 
     def step(self, ids: torch.Tensor) -> Output:
         """Feed one token to every row, `ids` (b); return logits (b, V) and routes (b, layers, k)."""
         if self._filled == self._capacity:
-            self._shrink()
+            self._renew()
         self._ids[self._slots, 0] = ids
         self._positions[self._slots] += 1  # not of ended rows: a model may have no more positions
         if self._graph is None:
@@ -140,7 +140,7 @@ class StaticSteps:
         logits, routes = self._output
         return logits[self._slots], None if routes is None else routes[self._slots]
 
-    def _shrink(self) -> None:
+    def _renew(self) -> None:
         slots = self._slots
         self._positions = self._positions[slots]
         self._padding = None if self._padding is None else self._padding[slots]

@@ -1,6 +1,5 @@
 """Generators over engines, which run in this process or in processes of their own."""
 
-import copy
 import gc
 import logging
 import tempfile
@@ -18,10 +17,11 @@ from headrace.models.generation.engine import Engine, EngineSpec, Request
 from headrace.models.generation.engine_pool import EnginePool
 from headrace.models.generation.engine_routes import read_vllm
 from headrace.models.generation.interfaces import GenerationOutput, SamplingParams, check_request
+from headrace.models.generation.served_model import refuse_own_args, write_description
 from headrace.models.generation.stopping import build_stop_rule
 from headrace.models.generation.vllm import OWN_ARGS, VLLMEngine, import_vllm
 from headrace.models.generation.weight_buckets import sent_dtype
-from headrace.models.generation.weights import NamedTensors, WeightStream, checked_weights, checkpoint_names
+from headrace.models.generation.weights import NamedTensors, checked_weights, checkpoint_names, whole_weights
 from headrace.models.router_replay import install
 from headrace.models.tokenizers import unknown_ids, vocabulary_of
 
@@ -55,8 +55,9 @@ class EngineGenerator:
         # Engines that are started again read it too.
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-engine-")
         missing = unknown_ids(tokenizer, vocabulary_of(model))
+        write_description(model, tokenizer, Path(self._folder.name))
         spec = EngineSpec(
-            self._save(Path(self._folder.name)),
+            Path(self._folder.name),
             cfg,
             [] if missing is None else missing.tolist(),
             record_routes,
@@ -162,14 +163,6 @@ class EngineGenerator:
             raise GenerationError("the generator was called after shutdown; build a new one")
         return self._engine
 
-    def _save(self, folder: Path) -> Path:
-        """Write what an engine reads: config, with the architecture's name, and tokenizer."""
-        config = copy.deepcopy(self._model.config)
-        config.architectures = [type(self._model).__name__]
-        config.save_pretrained(folder)
-        self._tokenizer.save_pretrained(folder)
-        return folder
-
     # What engines differ in.
 
     def _check(self, model: Any) -> None:
@@ -198,12 +191,7 @@ class VLLMGenerator(EngineGenerator):
     """A Generator over vLLM: one engine in this process, or several in processes of their own."""
 
     def _check(self, model: Any) -> None:
-        args = self._cfg.vllm.args
-        if taken := sorted(OWN_ARGS.keys() & args.keys()):
-            raise ConfigError(
-                f"generation.vllm.args.{taken[0]}={args[taken[0]]}: headrace sets it; what decides it is "
-                f"{OWN_ARGS[taken[0]]}"
-            )
+        refuse_own_args("generation.vllm.args", self._cfg.vllm.args, OWN_ARGS)
         if self._cfg.placement == "in_place":
             import_vllm()
         if model.device.type == "cpu" and self._cfg.vllm.sleep_level:
@@ -219,15 +207,9 @@ class VLLMGenerator(EngineGenerator):
         return VLLMEngine(spec) if spec.cfg.placement == "in_place" else super()._start(spec)
 
     def _named(self, named_tensors: NamedTensors) -> NamedTensors:
-        if isinstance(named_tensors, WeightStream):  # which no adapter is
-            return named_tensors
-        tensors = list(named_tensors)
-        if adapters := [name for name, _ in tensors if ".lora_" in name]:
-            raise GenerationError(
-                f"generation.backend=vllm takes whole weights, and got those of an adapter ({adapters[0]}); set "
-                "generation.backend=hf, or remove policy.lora"
-            )
-        return tensors
+        return whole_weights(
+            named_tensors, "generation.backend=vllm", "set generation.backend=hf, or remove policy.lora"
+        )
 
     def _as_engine_names(self, named_tensors: NamedTensors) -> NamedTensors:
         return checkpoint_names(self._model, named_tensors)

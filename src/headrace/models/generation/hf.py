@@ -40,7 +40,6 @@ from headrace.models.tokenizers import unknown_ids, vocabulary_of
 
 _LOGGER = logging.getLogger(__name__)
 _WORTH_A_GRAPH = 16  # new tokens; a capture takes as long as a few steps
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class HFGenerator:
@@ -79,7 +78,7 @@ class HFGenerator:
             self._check_decoding()
             if cfg.static_cache or (cfg.static_cache is None and model.device.type == "cuda"):
                 self._try_static(0 if cfg.static_cache else _WORTH_A_GRAPH)
-        cast_parameters(model, _DTYPES[cfg.precision])
+        cast_parameters(model, getattr(torch, cfg.precision))
         if half_only:
             self._check_decoding()
 

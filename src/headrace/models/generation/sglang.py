@@ -7,7 +7,6 @@ Source: SGLang's documentation of `/generate`, of weight updates and of memory r
 """
 
 import base64
-import copy
 import io
 import logging
 import pickle
@@ -25,14 +24,15 @@ from headrace.config import GenerationConfig
 from headrace.errors import ConfigError, GenerationError
 from headrace.models.generation.engine_routes import read_sglang
 from headrace.models.generation.interfaces import GenerationOutput, SamplingParams, check_request
+from headrace.models.generation.served_model import refuse_own_args, write_description
 from headrace.models.generation.sglang_server import SGLangServer
 from headrace.models.generation.stopping import build_stop_rule
 from headrace.models.generation.weights import (
-    WeightStream,
     cast_parameters,
     checked_weights,
     checkpoint_names,
     copy_weights,
+    whole_weights,
 )
 from headrace.models.router_replay import install
 from headrace.models.saving import Saving
@@ -54,7 +54,6 @@ _OWN_ARGS = {
     "enable_weights_cpu_backup": "generation.sglang.sleep",
 }
 """Server arguments that headrace sets, and the recipe's key that decides each."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TAGS = {"none": [], "kv_cache": ["kv_cache"], "all": ["kv_cache", "weights"]}
 _BUCKET_BYTES = 1 << 29
 _LARGEST_SEED = 2**31
@@ -76,11 +75,7 @@ class SGLangGenerator:
             ConfigError: no server there, or it cannot start; filters that SGLang applies otherwise than the trainer.
             ReplayError: `record_routes`, and the model has no routers, or some that cannot be recorded.
         """
-        if taken := sorted(_OWN_ARGS.keys() & cfg.sglang.args.keys()):
-            raise ConfigError(
-                f"generation.sglang.args.{taken[0]}={cfg.sglang.args[taken[0]]}: headrace sets it; what decides it is "
-                f"{_OWN_ARGS[taken[0]]}"
-            )
+        refuse_own_args("generation.sglang.args", cfg.sglang.args, _OWN_ARGS)
         _check_filters(cfg.top_k, cfg.top_p)
         self._routers = install(model) if record_routes else None
         self.route_shape = self._routers.shape if self._routers else None
@@ -103,7 +98,7 @@ class SGLangGenerator:
             by_tensor = cfg.sglang.weights == "tensor"
             self._model = model.to("meta" if by_tensor else "cpu")
             if not by_tensor:
-                cast_parameters(self._model, _DTYPES[cfg.precision])
+                cast_parameters(self._model, getattr(torch, cfg.precision))
             self.update_weights(first.items(), 0)
             on_error.pop_all()
 
@@ -112,10 +107,7 @@ class SGLangGenerator:
         if cfg.sglang.url is not None:
             server.attach(cfg.sglang.url)
             return
-        config = copy.deepcopy(model.config)
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(self._folder)
-        self._tokenizer.save_pretrained(self._folder)
+        write_description(model, self._tokenizer, self._folder)
         arguments: dict[str, Any] = {
             "model_path": str(self._folder),
             "dtype": cfg.precision,
@@ -240,7 +232,9 @@ class SGLangGenerator:
     ) -> None:
         # One payload for each tensor-parallel worker, which takes its part of the whole tensors.
         workers = int(server.get("/get_server_info").get("tp_size") or 1)
-        stream = named_tensors if isinstance(named_tensors, WeightStream) else _whole(named_tensors)
+        stream = whole_weights(
+            named_tensors, "generation.sglang.weights=tensor", "set generation.sglang.weights=disk"
+        )
         for bucket in _buckets(checkpoint_names(self._model, checked_weights(self._model, stream))):
             payload = {"serialized_named_tensors": [_serialized(bucket)] * workers, "flush_cache": False}
             answer = server.post("/update_weights_from_tensor", {**payload, **label})
@@ -370,16 +364,6 @@ def _check_update(answer: Any, version: int) -> None:
             "generation.sglang.weights says how they get there, and a folder has to be one that the server sees too "
             "(generation.sglang.weights_dir)"
         )
-
-
-def _whole(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in named_tensors:
-        if ".lora_" in name:
-            raise GenerationError(
-                f"generation.sglang.weights=tensor takes whole weights, and got those of an adapter ({name}); set "
-                "generation.sglang.weights=disk"
-            )
-        yield name, tensor
 
 
 def _buckets(pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:

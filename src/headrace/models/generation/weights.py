@@ -62,6 +62,21 @@ class WeightStream:
             raise GenerationError(f"a stream of weights ended before {', '.join([*missing][:_NAMES_SHOWN])}")
 
 
+def whole_weights(named_tensors: NamedTensors, taker: str, remedy: str) -> NamedTensors:
+    """Return the weights, which raise a GenerationError where they are those of an adapter."""
+
+    def refusing() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in named_tensors:
+            if ".lora_" in name:
+                raise GenerationError(
+                    f"{taker} takes whole weights, and got those of an adapter ({name}); {remedy}"
+                )
+            yield name, tensor
+
+    # A stream, which no adapter is, stays one: its names are known without reading it.
+    return named_tensors if isinstance(named_tensors, WeightStream) else refusing()
+
+
 def checked_weights(
     model: Any, named_tensors: NamedTensors, below: dict[str, torch.Tensor] | None = None
 ) -> NamedTensors:
