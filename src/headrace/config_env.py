@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from headrace.utils.renamed import with_score
 from headrace.utils.section import Section
 from headrace.utils.targets import TARGET
 
@@ -57,8 +58,14 @@ class ReasoningGymConfig(EnvironmentSection):
     """`question`, or `metadata.KEY` for an entry of the task's metadata."""
     lowercase: bool = False
     """Put questions and answers in lower case, so that a model of few characters is enough."""
-    exact: bool = False
-    """Reward 1 only for exactly the right answer, ended by end-of-text; otherwise the task's own score."""
+    score: Literal["task", "exact", "last_number"] = "task"
+    """`task`: the task's own score. `exact`: 1 for exactly the right answer, ended by end-of-text. `last_number`: 1 if
+    the last numbers of completion and answer are equal, since a chat model answers in a sentence."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_switch(cls, values: object) -> object:
+        return with_score(values) if isinstance(values, dict) else values
 
 
 class FileSection(EnvironmentSection):

@@ -49,7 +49,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "generation.top_k=all": ("generation.top_k='all': expected a valid integer",),
     "grpo.reward.clip=1": ("grpo.reward.clip=1: expected a list",),
     "env.config=[]": ("env.config=[]: expected a mapping of keys to values",),
-    "env.exact=maybe": ("env.exact='maybe': expected a valid boolean",),
+    "env.score=maybe": ("env.score='maybe': expected 'task', 'exact' or 'last_number'",),
     "env=null": ("env=null: expected a section",),
     "overwrite=1": ("overwrite=1: expected a valid boolean",),
     "seed=null": ("seed=null: expected a valid integer",),

@@ -47,7 +47,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     changes = {"model": ModelConfig(path="model"), "tokenizer": type(recipe.policy.tokenizer)()}
     recipe = recipe.model_copy(update={"policy": recipe.policy.model_copy(update=changes)})
     path = tmp_path / "mine.yaml"
-    path.write_text(dump_recipe(recipe).replace("exact: true", "exact: false"))
+    path.write_text(dump_recipe(recipe).replace("score: exact", "score: task"))
     return path
 
 

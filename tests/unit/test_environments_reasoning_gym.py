@@ -12,6 +12,7 @@ from headrace.environments.judge_process import judge_process
 from headrace.environments.task_scorer import TaskScorer
 from headrace.errors import ConfigError
 from headrace.experience.types import Message, Prompt
+from headrace.utils.renamed import with_new_keys
 
 SPELL = {"task": "spell_backward", "config": {"min_word_len": 3, "max_word_len": 6}}
 SMALL = DataConfig(train_size=200, validation_size=50)
@@ -71,13 +72,33 @@ def test_a_system_prompt_opens_every_conversation() -> None:
 
 
 def test_an_exact_reward_needs_the_right_text_and_its_end() -> None:
-    environment = build(prompt_from="metadata.word", exact=True)
+    environment = build(prompt_from="metadata.word", score="exact")
     prompt = environment.prompts("train")[0]
     right = prompt.answer or ""
     assert judge(environment, prompt, right) == StepResult(reward=1.0, correct=True)
     assert judge(environment, prompt, right, truncated=True).reward == 0.0
     for wrong in (right + " ", right.upper() + "!", right[:-1], "", prompt.messages[0].content + "x"):
         assert judge(environment, prompt, wrong) == StepResult(reward=0.0, correct=False)
+
+
+def test_the_last_number_counts_whatever_stands_around_it() -> None:
+    environment = build(task="chain_sum", config={"min_terms": 2, "max_terms": 2}, score="last_number")
+    prompt = environment.prompts("train")[0]
+    right = prompt.answer or ""
+    for text, reward in (
+        (f"1 and 1 make 2, so the sum is {right}.", 1.0),
+        (f"{right} it is, not {int(right) + 1}", 0.0),
+        ("no number", 0.0),
+        ("", 0.0),
+    ):
+        assert judge(environment, prompt, text) == StepResult(reward, correct=bool(reward))
+
+
+def test_a_recipe_with_the_switch_of_before_has_the_score_that_it_meant() -> None:
+    for switch, score in ((True, "exact"), (False, "task")):
+        assert ReasoningGymConfig(task="x", exact=switch).score == score  # type: ignore[call-arg]
+    old = {"env": {"environments": {"a": {"kind": "reasoning_gym", "exact": True}}, "kind": "by_column"}}
+    assert with_new_keys(old)["env"]["environments"]["a"] == {"kind": "reasoning_gym", "score": "exact"}
 
 
 def test_otherwise_the_task_scores_the_text_or_the_tagged_answer() -> None:
@@ -123,7 +144,7 @@ def test_a_task_that_compares_texts_needs_no_process() -> None:
 
 
 def test_answers_are_judged_in_order() -> None:
-    environment = build(prompt_from="metadata.word", exact=True)
+    environment = build(prompt_from="metadata.word", score="exact")
     prompts = environment.prompts("train")[:4]
     texts = [p.answer or "" for p in prompts]
     texts[2] = "wrong"
@@ -185,7 +206,14 @@ def test_a_validation_split_that_leaves_nothing_for_training_is_refused(validati
         ({"prompt_from": "metadata.difficulty"}, r"env.prompt_from=metadata.difficulty: the key is a dict"),
         ({"prompt_from": "answer"}, r"env.prompt_from=answer: expected 'question' or 'metadata.KEY'"),
         ({"prompt_from": "metadata"}, r"env.prompt_from=metadata: expected"),
-        ({"task": "rush_hour", "config": {}, "exact": True}, r"env.exact=true needs a single right answer"),
+        (
+            {"task": "rush_hour", "config": {}, "score": "exact"},
+            r"env.score=exact needs a single right answer",
+        ),
+        (
+            {"score": "last_number"},
+            r"env.score=last_number needs answers with a number.*spell_backward gives",
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_line_that_names_the_key(cfg: dict[str, Any], message: str) -> None:

@@ -17,6 +17,7 @@ from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
 from headrace.config import DataConfig, ReasoningGymConfig
+from headrace.environments.dataset import last_number
 from headrace.environments.interfaces import Reward, StepResult
 from headrace.environments.judge_process import FAILURES, NoVerdict, judge_process
 from headrace.environments.single_turn import DATA_SEED, SingleTurnEnvironment, conversation
@@ -44,10 +45,10 @@ def reasoning_gym_environment(
 ) -> SingleTurnEnvironment:
     """Build the environment of one task.
 
-    With `exact`, the reward is 1 for exactly the right answer, ended by end-of-text, and 0 otherwise.
-    Without, it is the task's own score of the text, or of what stands in the last `<answer>...</answer>` if
-    there is one. A completion on which the task's scorer fails, or takes too long, gets 0 and counts in the metric
-    `unscorable`.
+    With `score=exact`, the reward is 1 for exactly the right answer, ended by end-of-text, and 0 otherwise; with
+    `last_number`, 1 if the last numbers of completion and answer are equal. With `task`, it is the task's own score of
+    the text, or of what stands in the last `<answer>...</answer>` if there is one. A completion on which the task's
+    scorer fails, or takes too long, gets 0 and counts in the metric `unscorable`.
 
     Questions are distinct. A task that gives fewer than `data.train_size` (2,048 if None) of them beside the
     validation split trains on those there are, with a warning.
@@ -56,8 +57,8 @@ def reasoning_gym_environment(
     `malk`.
 
     Raises:
-        ConfigError: an unknown task, a config that it refuses, a metadata key that it lacks, `exact` for a
-            task without a single right answer, or too few distinct questions.
+        ConfigError: an unknown task, a config that it refuses, a metadata key that it lacks, `exact` or `last_number`
+            for a task without a single right answer or number, or too few distinct questions.
     """
     _check_names(cfg)
     with _refusals(cfg):
@@ -83,7 +84,11 @@ def _reward(cfg: ReasoningGymConfig, entries: dict[str, Entry], scorer: TaskScor
         correct = score is not None and score >= 1
         return StepResult(reward=score, correct=correct, metrics={"unscorable": 0.0})
 
-    score_entry = exact if cfg.exact else by_task
+    def by_last_number(entry: Entry, completion: str, truncated: bool) -> StepResult:
+        correct = last_number(completion) == last_number(entry["answer"])
+        return StepResult(reward=float(correct), correct=correct)
+
+    score_entry = {"exact": exact, "task": by_task, "last_number": by_last_number}[cfg.score]
 
     def reward(prompt: Prompt, completion: str, truncated: bool) -> StepResult:
         if prompt.uid not in entries:
@@ -213,11 +218,15 @@ def _question(cfg: ReasoningGymConfig, entry: Entry) -> str:
 
 def _answer(cfg: ReasoningGymConfig, entry: Entry) -> str | None:
     answer = entry.get("answer")
+    if cfg.score == "last_number" and last_number(str(answer)) is None:
+        raise ConfigError(
+            f"env.score=last_number needs answers with a number, and env.task={cfg.task} gives {answer!r:.40}; set "
+            "env.score=task"
+        )
     if isinstance(answer, str):
         return answer
-    if cfg.exact:
+    if cfg.score == "exact":
         raise ConfigError(
-            f"env.exact=true needs a single right answer, and env.task={cfg.task} gives none; set "
-            "env.exact=false"
+            f"env.score=exact needs a single right answer, and env.task={cfg.task} gives none; set env.score=task"
         )
     return None

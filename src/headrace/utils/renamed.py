@@ -34,6 +34,20 @@ def with_trackers(logging: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def with_score(env: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section `env` whose switch `exact`, of earlier versions, is a value of `score`."""
+    values = dict(env)
+    switch = values.get("exact")
+    if (
+        values.get("kind", "reasoning_gym") == "reasoning_gym"
+        and isinstance(switch, bool)
+        and "score" not in env
+    ):
+        del values["exact"]
+        values["score"] = "exact" if switch else "task"
+    return values
+
+
 def with_new_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
     def renamed(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -47,6 +61,10 @@ def with_new_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
     result = renamed(recipe, "")
     if isinstance(result.get("logging"), Mapping):
         result["logging"] = with_trackers(result["logging"])
+    if isinstance(env := result.get("env"), Mapping):
+        result["env"] = with_score(env)
+        if isinstance(parts := env.get("environments"), Mapping):
+            result["env"]["environments"] = {name: with_score(part) for name, part in parts.items()}
     return result
 
 
