@@ -30,6 +30,7 @@ from headrace.init_commands import init
 from headrace.model_commands import export, find_checkpoint, plan
 from headrace.progress import make_console, print_line
 from headrace.run_tables import metrics_table
+from headrace.step_commands import record_step, replay_step
 from headrace.store_commands import store_app
 from headrace.training import run_recipe, write_results
 from headrace.utils.paths import user_path
@@ -87,6 +88,8 @@ app.add_typer(store_app, name="store")
 app.add_typer(data_app, name="data")
 app.command()(plan)
 app.command()(export)
+app.command("record-step")(record_step)
+app.command("replay-step")(replay_step)
 
 
 def main() -> NoReturn:

@@ -88,6 +88,8 @@ class Session:
     should_stop: Callable[[], bool] = lambda: False
     trace_dir: Path | None = None
     """Where the routes of every step are written, with `policy.router_replay.trace`."""
+    before_clearing: Callable[[Any], None] = lambda rows: None
+    """Is given a step's rows, trained on, before they are cleared."""
 
     @cached_property
     def answers(self) -> Mapping[str, str | None]:
@@ -144,6 +146,7 @@ def run_step(session: Session, step: int, timer: Timer) -> StepResult:
                 check_finite(trained, recipe.loss.on_non_finite, f"step {step}")
                 replay.check(policy.take_replay_stats(), "train")
         samples = _samples(session, rows, table, scored)
+        session.before_clearing(rows)
         policy.finish_step(rows)
     traffic = policy.traffic(session.rollouts)
     updates = update_metrics(trained, recipe.samples_per_step // recipe.policy.train_global_batch_size)

@@ -12,7 +12,7 @@ from headrace.environments.interfaces import Environment
 from headrace.errors import ConfigError
 from headrace.models.policy.lm_policy import Policy
 from headrace.utils import atomic
-from headrace.utils.checkpoints import CheckpointManager
+from headrace.utils.checkpoints import CheckpointInfo, CheckpointManager
 from headrace.utils.run_state import Progress, PromptsState, SplitState, prompt_changes, read_state
 
 logger = logging.getLogger(__name__)
@@ -31,15 +31,18 @@ def prompts_state(environment: Environment) -> PromptsState:
 
 
 def restore(session: Session, checkpoints: CheckpointManager, reference_dir: Path) -> Progress:
-    """Load the newest checkpoint into a session that was just built; without one, a fresh progress.
+    """Load the newest checkpoint into a session that was just built; without one, a fresh progress."""
+    latest = checkpoints.latest()
+    return Progress.at_start() if latest is None else restore_from(session, latest, reference_dir)
+
+
+def restore_from(session: Session, latest: CheckpointInfo, reference_dir: Path) -> Progress:
+    """Load a checkpoint into a session that was just built.
 
     Raises:
         ConfigError: a checkpoint that is damaged, or of other prompts than the session's without
             `recipe.allow_changes`; or a reference policy that cannot be had any more.
     """
-    latest = checkpoints.latest()
-    if latest is None:
-        return Progress.at_start()
     state = read_state(latest)
     progress, recipe = state.progress, session.recipe
     _check_prompts(

@@ -177,7 +177,7 @@ def train(recipe: RecipeConfig, run_dir: Path, observer: RunObserver, stopper: S
             first_step=progress.step + 1,
             info=_describe(session),
         )
-        completed = _warm_up(session, checkpoints, observer, stopper, progress, run_dir)
+        completed = warm_up(session, checkpoints, observer, stopper, progress, run_dir)
         if completed:
             loop = start_loop(
                 session, observer, stopper, checkpoints, progress, RunDirectory(run_dir).traces_dir
@@ -227,7 +227,7 @@ def _build_guard(session: Session) -> MismatchGuard | None:
     return MismatchGuard(session.recipe, session.policy, session.rollouts, prompts)
 
 
-def _warm_up(
+def warm_up(
     session: Session,
     checkpoints: CheckpointManager,
     observer: RunObserver,
