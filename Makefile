@@ -26,8 +26,10 @@ $(TRAIN): pyproject.toml constraints.txt src/headrace/distributed/_ragged.c
 	$(PIP) --editable '.[train]'
 	@touch $(TRAIN)
 
+# torchao in a folder of its own: transformers imports it wherever it is installed, which takes every process seconds.
 $(DEV): $(TRAIN)
 	$(PIP) --editable '.[train,ray,mooncake,megatron,dev]'
+	$(PIP) --no-deps --upgrade --target $(VENV)/torchao torchao==0.18.0
 	@touch $(DEV)
 
 # Without dependencies: the list is whole, and those of vLLM would bring builds for CUDA beside a torch for the CPU.

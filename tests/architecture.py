@@ -62,6 +62,7 @@ LOWEST_LAYER = {
     "huggingface_hub": 3,
     "jinja2": 3,
     "peft": 3,
+    "torchao": 3,
     "safetensors": 3,
     "tokenizers": 3,
     "transformers": 3,
@@ -103,6 +104,7 @@ ONLY_IN = {
     "mlflow": ("headrace.trackers.mlflow",),
     "trackio": ("headrace.trackers.trackio",),
     "peft": ("headrace.models.automodel.lora",),
+    "torchao": ("headrace.models.automodel.optimizer_8bit",),
     "triton": ("headrace.distributed.ragged_triton", "headrace.models.automodel.fused_head_kernels"),
 }
 
@@ -138,6 +140,7 @@ LOCAL_IMPORTS = {
     ("model_commands.py", "headrace.models.automodel.export"),
     ("model_commands.py", "headrace.models.memory_plan"),
     ("models/automodel/lora.py", "peft"),
+    ("models/automodel/optimizer_8bit.py", "torchao.optim"),
     ("models/generation/engine_process.py", "headrace.models.generation.hf_engine"),
     ("models/generation/engine_process.py", "headrace.models.generation.vllm"),
     ("models/generation/vllm.py", "vllm"),

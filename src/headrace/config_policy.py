@@ -43,6 +43,11 @@ class DynamicBatchingConfig(Section):
 class OptimizerConfig(Section):
     """AdamW."""
 
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw`: float32 moments. `adamw_8bit`: a byte for each of both, through torchao (docs/models.md)."""
+    stochastic_rounding: bool = False
+    """Hold weights of matrix products in bfloat16 alone, without float32 masters, and round each update up or down by
+    chance, so that small ones are not lost (`adamw_8bit`, `policy.precision=bfloat16`, one worker)."""
     lr: PositiveFloat = 1e-6
     """Learning rate at its peak."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
@@ -182,7 +187,7 @@ class PolicyConfig(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
     lora: LoraConfig = LoraConfig()
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Compute precision. Weights and optimizer state are always float32."""
+    """Compute precision. Weights and optimizer state are float32, unless `optimizer` says otherwise."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the policy computes; auto: CUDA where there is a device."""
     workers: PositiveInt = 1
@@ -245,6 +250,7 @@ class PolicyConfig(Section):
                 f"parallel.cpu_offload=true and lora.rank={self.lora.rank}: one worker offloads weights that "
                 "train, and an adapter has few; switch it off"
             )
+        yield from self._low_bit_faults()
         if self.train_global_batch_size % self.replicas:
             yield (
                 f"train_global_batch_size={self.train_global_batch_size} is not divisible by workers={self.workers} "
@@ -266,3 +272,24 @@ class PolicyConfig(Section):
                         f"{self.max_total_sequence_length}, so the longest row fits no microbatch; raise "
                         f"{name}.{key}"
                     )
+
+    def _low_bit_faults(self) -> Iterator[str]:
+        if self.optimizer.kind != "adamw_8bit":
+            return
+        others = {
+            f"lora.rank={self.lora.rank}": (self.lora.rank is not None, "an adapter has little state"),
+            "parallel.cpu_offload=true": (self.parallel.cpu_offload, "the state is in host memory then"),
+            f"parallel.tensor={self.parallel.tensor}": (
+                self.parallel.tensor > 1,
+                "only rows are split over ranks",
+            ),
+        }
+        for other, (given, why) in others.items():
+            if given:
+                yield f"optimizer.kind=adamw_8bit and {other} do not go together: {why}; remove one of them"
+        for key, value, wanted in (("precision", self.precision, "bfloat16"), ("workers", self.workers, 1)):
+            if self.optimizer.stochastic_rounding and value != wanted:
+                yield (
+                    f"optimizer.stochastic_rounding=true with {key}={value}: bfloat16 weights without masters need "
+                    f"{key}={wanted}; set that, or switch it off"
+                )

@@ -31,6 +31,7 @@ _CONTEXT_GIB, _FRAGMENTS = 0.6, 1.05
 _SMALLER: tuple[tuple[str, ...], ...] = (
     ("policy.activation_checkpointing=true",),
     ("policy.activation_checkpointing=true", "policy.parallel.cpu_offload=true"),
+    ("policy.activation_checkpointing=true", "policy.optimizer.kind=adamw_8bit"),
     ("policy.activation_checkpointing=true", "policy.lora.rank=16"),
 )
 """Changes of a recipe that take less memory, tried in this order."""

@@ -142,6 +142,10 @@ SAID = {
     "allow_changes=true": ("resume=false", ""),
 }
 REFUSED = {
+    "policy.optimizer.stochastic_rounding=true": (
+        "policy.optimizer.kind=adamw",
+        "policy.optimizer.kind=adamw_8bit policy.precision=bfloat16",
+    ),
     "policy.tokenizer.path=/x": ("policy.tokenizer.builder=characters", ""),
     "grpo.advantage.leave_one_out=true": ("grpo.advantage.estimator=reinforce_plus_plus", ""),
     "loss.importance_low=0.1": ("loss.importance_correction=tis", "loss.importance_correction=icepop"),

@@ -5,17 +5,18 @@ activations, recomputation, output head and gradients are then those of the run.
 optimizer state, reference, generator and its key-value cache.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from headrace.config import LoraConfig, PolicyConfig, RecipeConfig
+from headrace.config import LoraConfig, OptimizerConfig, PolicyConfig, RecipeConfig
 from headrace.config_policy import ParallelConfig
 from headrace.models.automodel.lora import add_adapter, target_layers
-from headrace.models.automodel.masters import hold_in_half, product_weights
+from headrace.models.automodel.masters import hold_in_half, product_weights, train_in_half
+from headrace.models.automodel.optimizer_8bit import state_bytes
 from headrace.models.automodel.scoring import Scoring, TokenScorer, model_head, takes_fused_head
 from headrace.models.automodel.setup import COMPUTE_DTYPES, build_skeleton, enable_activation_checkpointing
 from headrace.models.generation.weights import cast_parameters
@@ -66,7 +67,7 @@ def plan_memory(recipe: RecipeConfig, tokenizer: Any = None) -> MemoryPlan:
     offloads = cfg.parallel.cpu_offload
     resident = {
         "weights": _bytes(policy) // ranks,
-        "optimizer": 0 if offloads else sum(8 * p.numel() for p in trained) // ranks,
+        "optimizer": 0 if offloads else _moments(cfg, trained, ranks),
         "reference": _reference(recipe, policy) // ranks,
         "generator": 0 if generator is None else _generator_bytes(generator, cfg.lora),
         "workspaces": _WORKSPACES,
@@ -104,11 +105,15 @@ def _policy(cfg: PolicyConfig, tokenizer: Any) -> Any:
         add_adapter(model, cfg.lora, seed=0)
         if half:
             hold_in_half(model)
-    elif cfg.parallel.cpu_offload and cfg.workers == 1 and half:
-        for weight in product_weights(model):
-            weight.data = weight.data.to(torch.bfloat16)
-            weight.grad_dtype = torch.float32
+    elif (cfg.parallel.cpu_offload and cfg.workers == 1 and half) or cfg.optimizer.stochastic_rounding:
+        train_in_half(model)
     return model
+
+
+def _moments(cfg: PolicyConfig, trained: Sequence[torch.Tensor], ranks: int) -> int:
+    if cfg.optimizer.kind == "adamw_8bit":
+        return sum(state_bytes(p, ranks) for p in trained)
+    return sum(8 * p.numel() for p in trained) // ranks
 
 
 def _tensors(model: Any) -> Iterator[torch.Tensor]:
@@ -131,7 +136,12 @@ def _generator(recipe: RecipeConfig, tokenizer: Any) -> Any:
     """Return the generator's model, on the meta device; None where it is none of transformers', or elsewhere."""
     if recipe.generation.backend != "hf" or recipe.cluster.rollout == "actor":
         return None
-    plain = {"lora": LoraConfig(), "activation_checkpointing": False, "parallel": ParallelConfig()}
+    plain = {
+        "lora": LoraConfig(),
+        "activation_checkpointing": False,
+        "parallel": ParallelConfig(),
+        "optimizer": OptimizerConfig(),
+    }
     model = _policy(recipe.policy.model_copy(update=plain), tokenizer)
     cast_parameters(model, COMPUTE_DTYPES[recipe.generation.precision])
     return model.requires_grad_(False)

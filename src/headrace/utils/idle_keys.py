@@ -153,6 +153,9 @@ EFFECTS: tuple[Effect, ...] = (
     _when_enabled("policy.sequence_packing", "algorithm train_mb_tokens logprob_mb_tokens microbatch_order"),
     _when_enabled("policy.dynamic_batching", "train_mb_tokens logprob_mb_tokens sequence_length_round"),
     _when(_FIXED, "policy", "train_micro_batch_size logprob_batch_size"),
+    _when(
+        _is("policy.optimizer.kind", "adamw_8bit"), "policy.optimizer", "stochastic_rounding", refused=True
+    ),
     _when(_is("policy.scheduler.kind", "linear", "cosine"), "policy.scheduler", "decay_steps min_lr_ratio"),
     _when(_given("policy.model.path"), "policy.model", "revision trust_remote_code"),
     _when(_given("policy.tokenizer.path"), "policy.tokenizer", "revision"),

@@ -24,7 +24,7 @@ from headrace.models.automodel.attention import (
 from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.experts import GROUPED_EXPERTS
 from headrace.models.automodel.lora import add_adapter
-from headrace.models.automodel.masters import Masters, hold_in_half
+from headrace.models.automodel.masters import Masters, hold_in_half, train_in_half
 from headrace.models.automodel.probes import check_causal
 from headrace.models.automodel.replay import install_replay
 from headrace.models.automodel.replica import Replica
@@ -98,6 +98,8 @@ class ModelBuilder:
             if self._cfg.parallel.cpu_offload:
                 masters = Masters(model, half=self._cfg.precision == "bfloat16")
             replay, reference = self._finish(model, with_reference)
+            if self._cfg.optimizer.stochastic_rounding:
+                train_in_half(model)
             frozen = None if reference is None else self._scorer(reference, self._scoring.unfiltered())
             return BuiltModels(self._scorer(model, self._scoring), frozen, replay, masters)
         return self._build_split(self._topology, with_reference)

@@ -1,7 +1,7 @@
 """A policy on disk: the model in Hugging Face layout, and what training needs to go on bit for bit.
 
     model/                   config.json, model.safetensors, tokenizer files: loads with AutoModelForCausalLM
-    optimizer.safetensors    AdamW's moments and step counts, by parameter name
+    optimizer.safetensors    AdamW's moments and step counts, by parameter name; 8-bit ones as codes and scales
     rng.safetensors          torch's generator states
     trainer.json             counters
 
@@ -39,6 +39,14 @@ from headrace.distributed.collectives import from_first_rank
 from headrace.errors import ConfigError
 from headrace.models.automodel.lora import ADAPTER, Adapter
 from headrace.models.automodel.masters import Masters
+from headrace.models.automodel.optimizer_8bit import (
+    Quantized,
+    as_plain,
+    forget_lost,
+    from_plain,
+    is_8bit,
+    new_moments,
+)
 from headrace.models.automodel.setup import load_pretrained, no_progress_bars, runs_own_code
 from headrace.models.automodel.sharding import ShardedModel, named_tensors, part_like, whole_tensor
 from headrace.models.saving import Saving
@@ -142,7 +150,7 @@ def save_checkpoint(
     save_model(directory / MODEL, model, tokenizer, None if masters is None else masters.weights().items())
     if optimizer is not None:
         with Saving(directory):
-            slots = _slots(model, optimizer).items()
+            slots = as_plain(_slots(model, optimizer)).items()
             tensors = {name: value.detach().to("cpu").contiguous() for name, value in slots}
             save_file(tensors, directory / _OPTIMIZER)
     save_counters(directory, state)
@@ -269,6 +277,9 @@ def load_shards(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -
             f"{source}: cannot load this checkpoint ({' '.join(str(error).split())[:300]}); it must be whole and of "
             "the recipe's policy.model"
         ) from error
+    if is_8bit(optimizer):
+        for slots in optimizer.state.values():
+            forget_lost(slots)
     if not with_optimizer:
         logger.warning("%s was saved without optimizer state; AdamW starts anew from its weights", source)
 
@@ -299,6 +310,9 @@ def _make_slots(optimizer: torch.optim.Optimizer) -> None:
     """Give AdamW the state that its first step makes, so that it can be read in place."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if is_8bit(optimizer):
+                optimizer.state[parameter] = new_moments(optimizer, parameter)
+                continue
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=local.device),
@@ -310,8 +324,8 @@ def _make_slots(optimizer: torch.optim.Optimizer) -> None:
 def _restore_optimizer(
     model: Any, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], source: Path
 ) -> None:
-    slots: dict[str, dict[str, torch.Tensor]] = {}
-    for name, value in tensors.items():
+    slots: dict[str, dict[str, torch.Tensor | Quantized]] = {}
+    for name, value in from_plain(tensors).items():
         parameter, _, key = name.rpartition("/")
         slots.setdefault(parameter, {})[key] = value
     parameters = _trained(model, optimizer)
@@ -322,17 +336,47 @@ def _restore_optimizer(
         )
     for name, values in slots.items():
         for key, value in values.items():
-            if value.dim() and value.shape != parameters[name].shape:
+            shape = value.codes.shape if isinstance(value, Quantized) else value.shape
+            if len(shape) and shape != parameters[name].shape:
                 raise ConfigError(
-                    f"{source}: {key} of {name} has shape {tuple(value.shape)}, and the parameter "
+                    f"{source}: {key} of {name} has shape {tuple(shape)}, and the parameter "
                     f"{tuple(parameters[name].shape)}; resume with the recipe's own policy.model"
                 )
-        trained = parameters[name]
-        if isinstance(trained, DTensor):
-            slots[name] = {key: part_like(value, trained) for key, value in values.items()}
+    if is_8bit(optimizer):
+        for name, values in slots.items():
+            optimizer.state[parameters[name]] = _filled(optimizer, parameters[name], values)
+        return
+    plain = {
+        name: {key: _own_value(value, parameters[name]) for key, value in values.items()}
+        for name, values in slots.items()
+    }
     order = {id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
-    state = {order[id(parameters[name])]: values for name, values in slots.items()}
+    state = {order[id(parameters[name])]: values for name, values in plain.items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+@torch.no_grad()
+def _filled(
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.nn.Parameter,
+    values: Mapping[str, torch.Tensor | Quantized],
+) -> dict[str, torch.Tensor]:
+    """Return 8-bit state with these values."""
+    moments = new_moments(optimizer, parameter)
+    for key, moment in moments.items():
+        value = values[key]
+        if isinstance(value, Quantized) and not isinstance(moment, DTensor):
+            value.fill(moment)
+        else:
+            moment.copy_(_own_value(value, parameter))
+    forget_lost(moments)
+    return moments
+
+
+def _own_value(value: torch.Tensor | Quantized, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a whole value of a checkpoint as this rank's optimizer has it."""
+    whole = value.whole() if isinstance(value, Quantized) else value
+    return part_like(whole, parameter) if isinstance(parameter, DTensor) else whole
 
 
 def _rng_states() -> dict[str, torch.Tensor]:

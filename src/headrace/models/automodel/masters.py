@@ -21,6 +21,13 @@ def hold_in_half(model: Any) -> None:
             weight.data = weight.data.to(torch.bfloat16)
 
 
+def train_in_half(model: Any) -> None:
+    """Hold weights of products in bfloat16, with float32 gradients."""
+    for weight in product_weights(model):
+        weight.data = weight.data.to(torch.bfloat16)
+        weight.grad_dtype = torch.float32
+
+
 def product_weights(model: Any) -> list[torch.nn.Parameter]:
     """Return the weights that are read by matrix products alone, and so always in the compute dtype."""
     strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -48,9 +55,7 @@ class Masters:
             master = weight.detach().to("cpu", torch.float32, copy=True)
             self.parameters[name] = torch.nn.Parameter(master.pin_memory() if weight.is_cuda else master)
         if half:
-            for weight in product_weights(model):
-                weight.data = weight.data.to(torch.bfloat16)
-                weight.grad_dtype = torch.float32
+            train_in_half(model)
 
     def pairs(self) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
         """Yield each weight of the device with its master."""

@@ -32,6 +32,7 @@ from headrace.config import ModelConfig, OptimizerConfig, PolicyConfig, Schedule
 from headrace.errors import ConfigError
 from headrace.models.automodel.attention import choose_attention
 from headrace.models.automodel.masters import HostAdamW, Masters
+from headrace.models.automodel.optimizer_8bit import build_adamw_8bit
 from headrace.models.automodel.probes import CHOSEN_EXPERTS, REFUSALS, check_runs, first_line
 from headrace.models.hub import model_directory, tokenizer_directory
 from headrace.models.tokenizers import build_character_tokenizer, known_ids
@@ -386,6 +387,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return AdamW over all trainable weights, or over their `masters`; weight decay on matrices only.
 
+    Raises:
+        ConfigError: 8-bit moments without torchao.
+
     Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101).
     """
     held = model.parameters() if masters is None else masters.parameters.values()
@@ -404,6 +408,8 @@ def build_optimizer(
     ]
     options: dict[str, Any] = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "fused": True}
     used = [g for g in groups if g["params"]]
+    if cfg.kind == "adamw_8bit":
+        return build_adamw_8bit(used, cfg)
     return torch.optim.AdamW(used, **options) if masters is None else HostAdamW(masters, used, **options)
 
 
@@ -412,7 +418,7 @@ def build_scheduler(
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Return the schedule of a fresh optimizer, as it stands after `updates_done`; it advances once per update."""
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
+        group["initial_lr"] = float(group["lr"])
     return torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda update: lr_factor(update, cfg), last_epoch=updates_done - 1
     )
