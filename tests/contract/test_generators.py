@@ -21,6 +21,7 @@ from headrace.models.generation.build import build_generator
 from headrace.models.generation.engine_generator import EngineGenerator
 from headrace.models.generation.interfaces import GenerationOutput, Generator, SamplingParams
 from headrace.models.generation.sglang import SGLangGenerator
+from headrace.models.generation.weights import WeightStream
 from headrace.models.sampling import filter_logits
 from sglang_path import sglang_on_path
 from tiny_models import CHARACTERS, build_character_tokenizer
@@ -174,9 +175,14 @@ def test_a_further_turn_continues_the_conversation(generator: Generator) -> None
 
 
 def test_completions_after_each_update_are_those_of_the_new_weights(generator: Generator) -> None:
-    for version in (1, 2):
+    for version, streamed in ((1, False), (2, True)):
         model = model_of(version)
-        generator.update_weights(model.state_dict().items(), version)
+        # A trainer streams its parameters, of which tied ones are one.
+        weights = dict(model.named_parameters() if streamed else model.state_dict())
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        generator.update_weights(
+            WeightStream(shapes, weights.items()) if streamed else weights.items(), version
+        )
         assert generator.weight_version == version
         output = generator.generate(PROMPTS, GREEDY, seed=0)
         assert output.token_ids == [greedy_tokens(model, prompt) for prompt in PROMPTS]

@@ -21,7 +21,8 @@ class EngineSpec:
     """What an engine is built from.
 
     `folder` holds the model's config and the tokenizer. `unknown_ids` are those that no token has.
-    `implementations` are transformers' names of attention and experts. `device` is "cpu" or "cuda".
+    `implementations` are transformers' names of attention and experts. `device` is "cpu" or "cuda". `tied` has all
+    names of each weight.
     """
 
     folder: Path
@@ -30,6 +31,7 @@ class EngineSpec:
     record_routes: bool
     device: str
     implementations: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,13 @@ from headrace.models.generation.served_model import refuse_own_args, write_descr
 from headrace.models.generation.stopping import build_stop_rule
 from headrace.models.generation.vllm import OWN_ARGS, VLLMEngine, import_vllm
 from headrace.models.generation.weight_buckets import sent_dtype
-from headrace.models.generation.weights import NamedTensors, checked_weights, checkpoint_names, whole_weights
+from headrace.models.generation.weights import (
+    NamedTensors,
+    checked_weights,
+    checkpoint_names,
+    tied_names,
+    whole_weights,
+)
 from headrace.models.router_replay import install
 from headrace.models.tokenizers import unknown_ids, vocabulary_of
 
@@ -63,9 +69,11 @@ class EngineGenerator:
             record_routes,
             device,
             {n: value for n in _IMPLEMENTATIONS if (value := getattr(model.config, f"_{n}", None))},
+            {name: names for names in tied_names(model.state_dict(keep_vars=True)) for name in names},
         )
         first = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
         model.to("meta")
+        model.tie_weights()  # that move gives each name a parameter of its own
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()

@@ -10,7 +10,7 @@ Source: vLLM, docs/training/rlhf.md, docs/features/sleep_mode.md, docs/training/
 import gc
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from headrace.errors import ConfigError, GenerationError
 from headrace.models.generation.engine import Completions, EngineSpec, Request
 from headrace.models.generation.interfaces import SamplingParams
+from headrace.models.generation.weights import NamedTensors
 from headrace.utils.seeding import derive_seed
 
 _COUNTERS = {
@@ -99,14 +100,24 @@ class VLLMEngine:
         if finished:
             yield self._completions(finished, places, request.params)
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         self._wake("weights")
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+        weights = self._under_all_names(named_tensors)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self._llm.reset_prefix_cache() is False:
             raise GenerationError(
                 "vLLM keeps its prefix cache, whose keys and values are of the old weights; are there requests of "
                 "others in the engine?"
             )
+
+    def _under_all_names(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        # On a CPU a tied output layer has a packed copy, which stays old unless its own name comes too.
+        sent: set[str] = set()
+        for name, tensor in named_tensors:
+            for alias in self._spec.tied.get(name, (name,)):
+                if alias not in sent:
+                    sent.add(alias)
+                    yield alias, tensor
 
     def release(self) -> None:
         """Give memory back until the next call, with `generation.vllm.sleep_level`; else do nothing."""

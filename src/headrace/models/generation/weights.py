@@ -38,6 +38,14 @@ def checkpoint_names(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[
         yield from revert_weight_conversion(model, dict(weights)).items()
 
 
+def tied_names(targets: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Return the names in a `state_dict(keep_vars=True)`, those of one weight together."""
+    groups: dict[int, list[str]] = defaultdict(list)
+    for name, target in targets.items():
+        groups[id(target)].append(name)
+    return [*groups.values()]
+
+
 class WeightStream:
     """Weights by name, each made when it is asked for, whose names and shapes are all known ahead of the first."""
 
@@ -105,10 +113,7 @@ def checked_weights(
             return _merged(model, targets, tensors, below, faults)
         shapes, named_tensors = {name: tuple(t.shape) for name, t in tensors.items()}, tensors.items()
     faults["unknown"] += [name for name in shapes if name not in targets]
-    aliases: dict[int, list[str]] = defaultdict(list)
-    for name, target in targets.items():
-        aliases[id(target)].append(name)
-    for names in aliases.values():
+    for names in tied_names(targets):
         given = [name for name in names if name in shapes]
         target = targets[names[0]]
         if not given and isinstance(target, torch.nn.Parameter):
