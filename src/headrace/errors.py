@@ -48,5 +48,9 @@ class ClaimTimeout(DataPlaneError):
     """A blocking claim that found too few ready rows within its time-out."""
 
 
+class ClaimExpired(DataPlaneError):
+    """A claim whose lease ran out, or that was released or finished: its holder no longer has the rows."""
+
+
 class CapacityExceeded(DataPlaneError):
     """A put that does not fit in the store's configured capacity."""

@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from headrace.data_plane.codec import nest
 from headrace.data_plane.store.claims import ClaimRequest, Registration
 from headrace.data_plane.store.columns import Chunk, Put, chunk_of_leaf
-from headrace.data_plane.store.sample_store import Partition, SampleStore
+from headrace.data_plane.store.partition import Partition
+from headrace.data_plane.store.sample_store import SampleStore
 from headrace.data_plane.wire import read_wire
 from headrace.errors import DataPlaneError, SchemaError
 

@@ -20,7 +20,13 @@ from headrace.data_plane.codec import (
 )
 from headrace.data_plane.column_io import kv_first_write, pack_columns, read_columns, round_up, write_columns
 from headrace.data_plane.factory import build_data_plane_client
-from headrace.data_plane.interfaces import DataPlaneClient, DataPlaneConfig, KVBatchMeta
+from headrace.data_plane.interfaces import (
+    DataPlaneClient,
+    DataPlaneConfig,
+    KVBatchMeta,
+    PartitionReport,
+    TagRule,
+)
 from headrace.data_plane.observability import DataPlaneEvent, MetricsDataPlaneClient, print_event
 from headrace.data_plane.schema import (
     DP_TRAIN_FIELDS,
@@ -48,8 +54,10 @@ __all__ = [
     "LP_SEED_FIELDS",
     "Layout",
     "MetricsDataPlaneClient",
+    "PartitionReport",
     "ROUTED_EXPERTS_FIELD",
     "Stage",
+    "TagRule",
     "build_data_plane_client",
     "declare",
     "fields_with_optional_routed_experts",

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, meta_of_checked
 from headrace.data_plane.routes_codec import RouteShape, check_routes, most_experts
 from headrace.data_plane.schema import (
+    CLAIM,
     FIELDS,
     GLOBAL_FORWARD_PAD_SEQLEN,
     INPUT_LENGTHS,
@@ -74,16 +75,20 @@ def write_columns(
 ) -> KVBatchMeta:
     """Write columns of the rows of `meta` in one put, add them to `meta.fields` (if known), and return the meta.
 
-    What a column may be is said at `pack_columns`; `route_shape` at `kv_first_write`.
+    What a column may be is said at `pack_columns`; `route_shape` at `kv_first_write`. Rows of a claim are written
+    under it.
 
     Raises:
+        ClaimExpired: the claim of `meta` is no longer in force.
         SchemaError: a column that does not fit its declaration or the meta's sequence lengths, or routes that no
             router can have chosen.
     """
     wire = pack_columns(fields, lengths=meta.sequence_lengths, rows=meta.size)
     if ROUTED_EXPERTS_FIELD in fields:
         _check_route_ids(wire, meta, route_shape)
-    dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=wire)
+    # What is not given is not passed on, so that a client of an older signature will do.
+    claim = {CLAIM: meta.extra_info[CLAIM]} if CLAIM in meta.extra_info else {}
+    dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=wire, **claim)
     meta.add_fields(list(wire.keys()))
     return meta
 
@@ -100,6 +105,8 @@ def kv_first_write(
     tags: Sequence[Mapping[str, Any]] | None = None,
     route_shape: RouteShape | None = None,
     routes_checked: bool = False,
+    producer: str | None = None,
+    once: bool = False,
 ) -> KVBatchMeta:
     """Write a rollout batch in one put and return the meta that names its rows.
 
@@ -109,7 +116,8 @@ def kv_first_write(
 
     `route_shape` is what the model's routes look like. Only with it are ids held to the number of experts, and a row
     refused that has 255 beside an id in uint8 (65535 in uint16), which is the last of 256 (65536) experts otherwise.
-    `routes_checked`: `check_routes` has passed the routes, which takes longer than to write them.
+    `routes_checked`: `check_routes` has passed the routes, which takes longer than to write them. For `producer` and
+    `once` see `DataPlaneClient.put_samples`; if the rows were put before, the meta has none.
 
     Raises:
         SchemaError: no `input_lengths`, one text in place of ids, a number of ids other than the rows, a column that
@@ -131,8 +139,12 @@ def kv_first_write(
     meta = meta_of_checked(partition_id, task_name, ids, list(wire.keys()), told, info, own_tags)
     if ROUTED_EXPERTS_FIELD in final_batch_cpu and not routes_checked:
         _check_route_ids(wire, meta, route_shape)
-    dp_client.put_samples(meta.sample_ids, partition_id, fields=wire, tags=meta.tags)
-    return meta
+    said: dict[str, Any] = {
+        **({"producer": producer} if producer else {}),
+        **({"once": True} if once else {}),
+    }
+    put = dp_client.put_samples(ids, partition_id, fields=wire, tags=own_tags, **said)
+    return meta.subset([]) if once and not put.size else meta
 
 
 def _check_route_ids(wire: TensorDict, meta: KVBatchMeta, shape: RouteShape | None) -> None:

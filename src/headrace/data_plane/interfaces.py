@@ -2,21 +2,23 @@
 
 A KVBatchMeta names rows; it holds no tensor. A DataPlaneClient holds rows by (partition, sample id) and column.
 Two ways to reach them: by key (`put_samples`, `get_samples`, `clear_samples`), or by task (`claim_meta` hands
-each task every ready row once, `get_data` reads what was claimed).
+each task every ready row once, for good or for the time of a lease, and `get_data` reads what was claimed).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
+from headrace.data_plane.claim_terms import PartitionReport, TagRule
 from headrace.data_plane.schema import (
+    CLAIM,
     ELEM_COUNTS_PER_GB,
     GLOBAL_FORWARD_PAD_SEQLEN,
     MICRO_BATCH_INDICES,
@@ -27,7 +29,7 @@ from headrace.errors import DataPlaneError, SchemaError
 from headrace.utils.arguments import names_list, texts, whole_number, whole_numbers
 from headrace.utils.rounding import round_up
 
-__all__ = ["DataPlaneClient", "DataPlaneConfig", "KVBatchMeta"]
+__all__ = ["DataPlaneClient", "DataPlaneConfig", "KVBatchMeta", "PartitionReport", "TagRule"]
 
 _PLAN_KEYS = (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB)
 
@@ -150,9 +152,9 @@ class KVBatchMeta:
         """Return the rows of all parts, in order.
 
         Known columns are merged; lengths and tags are None if any part lacks them; the first part's
-        `extra_info` wins, and a microbatch plan is dropped. What rows are padded to suits every part: its multiple is
-        the smallest that all parts' multiples divide, and a pad target is such a multiple that covers the longest row
-        and the targets of all parts.
+        `extra_info` wins. A microbatch plan is dropped, and so is a claim that not all parts are of. What rows are
+        padded to suits every part: its multiple is the smallest that all parts' multiples divide, and a pad target is
+        such a multiple that covers the longest row and the targets of all parts.
 
         Raises:
             SchemaError: parts of different partitions.
@@ -167,6 +169,8 @@ class KVBatchMeta:
         extra: dict[str, Any] = {}
         for part in reversed(parts):
             extra.update({k: v for k, v in part.extra_info.items() if k not in _PLAN_KEYS})
+        if any(part.extra_info.get(CLAIM) != self.extra_info.get(CLAIM) for part in others):
+            extra.pop(CLAIM, None)
         meta = replace(
             self,
             sample_ids=[i for p in parts for i in p.sample_ids],
@@ -290,6 +294,10 @@ class DataPlaneClient(ABC):
         timeout_s: float = 60.0,
         *,
         allow_partial: bool = False,
+        lease_s: float | None = None,
+        holder: str | None = None,
+        where: Sequence[TagRule] = (),
+        order: Literal["oldest", "freshest"] = "oldest",
     ) -> KVBatchMeta | None:
         """Take the next `batch_size` rows that have all `required_fields` and that the task has not had.
 
@@ -300,20 +308,49 @@ class DataPlaneClient(ABC):
 
         With `allow_partial`, the last rows of a partition are handed out also if they are fewer: when all
         `num_samples` rows have come, and all that the task has not had are ready. None, at once: it has had them all.
-        So a loop over claims ends with the partition.
+        So a loop over claims ends with the partition. What does not pass `where` is left out, and rows that others
+        have by a lease are waited for once there are no others.
+
+        With `lease_s` the rows are the holder's for a time. `meta.extra_info["claim"]` is the claim. If it is neither
+        renewed, finished nor released before that time is over, the task may claim the rows again, in their old place,
+        and what the old holder writes or clears under the claim is refused. Without it, rows are taken for good.
 
         Args:
             task_name: One of the partition's `consumer_tasks`.
             batch_size: Rows to take, in whole groups.
             dp_rank: Who claims; told for the caller's own use.
             timeout_s: How long to wait; `math.inf` is for ever, and 0 or less not at all.
+            lease_s: Seconds, by the clock of the store.
+            holder: Who claims, for reports.
+            where: Rules that all have to pass, for a group as a whole.
+            order: `freshest`: the newest first; the rows of a group stay in their order.
 
         Raises:
             ClaimTimeout: blocking, and too few rows became ready within `timeout_s`.
-            DataPlaneError: unknown partition or task, a `batch_size` that makes no whole groups, a `timeout_s` that is
-                no number, or samples whose ids name no group where groups are asked for.
-            SchemaError: a text in place of a list.
+            DataPlaneError: unknown partition or task, a `batch_size` that makes no whole groups, a time that is no
+                number, another order, or samples whose ids name no group where groups are asked for.
+            SchemaError: a text in place of a list, or a rule that compares a tag which is no number.
         """
+
+    def renew_claim(self, meta: KVBatchMeta, lease_s: float) -> None:
+        """Let the claim of `meta`, all of it, end that long from now.
+
+        Raises:
+            ClaimExpired: it is no longer in force.
+        """
+        raise self._cannot("lease claims")
+
+    def release_claim(self, meta: KVBatchMeta) -> None:
+        """Give all rows of the claim of `meta` back to its task; nothing happens if it is no longer in force."""
+        raise self._cannot("lease claims")
+
+    def finish_claim(self, meta: KVBatchMeta) -> None:
+        """Let all rows of the claim of `meta` be taken for good; clearing them all under the claim does so, too.
+
+        Raises:
+            ClaimExpired: it is no longer in force.
+        """
+        raise self._cannot("lease claims")
 
     @abstractmethod
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
@@ -323,7 +360,8 @@ class DataPlaneClient(ABC):
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """Return whether all rows that the partition was registered for have come, and each task has claimed them.
 
-        Claimed rows that were cleared by their ids count; a partition that nothing was put into is not consumed.
+        A leased row does not count before its claim is finished. Claimed rows that were cleared by their ids count; a
+        partition that nothing was put into is not consumed.
         """
 
     @abstractmethod
@@ -333,6 +371,10 @@ class DataPlaneClient(ABC):
         partition_id: str,
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        claim: str | None = None,
+        producer: str | None = None,
+        once: bool = False,
     ) -> KVBatchMeta:
         """Write columns and tags of rows, all or nothing; rows that exist get the new ones added.
 
@@ -344,10 +386,19 @@ class DataPlaneClient(ABC):
         Routes have the layers and experts per token of those that the partition holds. Their ids are not looked at,
         which takes many times as long as the put: `kv_first_write` and `write_columns` do.
 
+        Args:
+            claim: The claim that all rows are of; `write_columns` takes it from the meta.
+            producer: Who writes, for reports; the last who said so counts.
+            once: The put of a producer that tries again when it got no answer. Rows that the partition has, or had
+                since the first such put, are written no second time, also when they are trained on and cleared; the
+                meta then has no rows. Whatever it had is forgotten when the partition is cleared or registered anew.
+
         Raises:
+            ClaimExpired: `claim` is no longer in force.
             SchemaError: repeated ids, a wrong row count, a dtype that the column does not take, other layers or
-                experts per token, a value that cannot be encoded.
+                experts per token, a value that cannot be encoded; `once`, and only some of the rows are new.
             CapacityExceeded: the rows do not fit.
+            DataPlaneError: rows that are not of the `claim`.
         """
 
     @abstractmethod
@@ -361,17 +412,40 @@ class DataPlaneClient(ABC):
         """
 
     @abstractmethod
-    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
+    def clear_samples(
+        self, sample_ids: Sequence[str] | None, partition_id: str, *, claim: str | None = None
+    ) -> None:
         """Remove rows; ids that are not there are ignored. None removes the partition, with all its rows and claims.
 
         It may be filled again: as it was registered, unless more than a thousand others have been removed since.
+
+        Raises:
+            ClaimExpired: `claim` is no longer in force.
+            DataPlaneError: rows that are not of the `claim`.
         """
+
+    def wait_for_room(self, partition_id: str, rows: int, timeout_s: float = 60.0) -> None:
+        """Wait until so many rows more fit in; nothing is reserved, so of two that waited one may come too late.
+
+        Raises:
+            ClaimTimeout: they do not fit within `timeout_s`, which may be `math.inf`.
+            DataPlaneError: unknown partition, or one that never holds as many.
+        """
+        raise self._cannot("wait for room")
 
     @abstractmethod
     def close(self) -> None:
         """Let go of the store; may be called twice."""
 
-    # For leak reports. A store that cannot say raises DataPlaneError.
+    # For reports. A store that cannot say raises DataPlaneError.
+
+    def partition_report(self, partition_id: str, limit: int = 100) -> PartitionReport:
+        """Return what a partition holds, who has it, and up to `limit` rows that are not consumed.
+
+        Raises:
+            DataPlaneError: unknown partition.
+        """
+        raise self._cannot(f"report on partition '{partition_id}'")
 
     def partition_ids(self) -> list[str]:
         raise self._cannot("list its partitions")

@@ -25,6 +25,7 @@ MICRO_BATCH_LENGTHS = "micro_batch_lengths"
 ELEM_COUNTS_PER_GB = "elem_counts_per_gb"
 GLOBAL_FORWARD_PAD_SEQLEN = "global_forward_pad_seqlen"
 PAD_TO_MULTIPLE = "pad_to_multiple"
+CLAIM = "claim"
 
 # Columns that code names one by one.
 INPUT_IDS = "input_ids"

@@ -13,10 +13,10 @@ from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.interfaces import KVBatchMeta, meta_of_checked
-from headrace.data_plane.store.claims import ClaimRequest
 from headrace.data_plane.store.client import StoreClient
 from headrace.data_plane.store.columns import Chunk, Known, checked_put, read_rows
-from headrace.data_plane.store.sample_store import RowFacts, SampleStore
+from headrace.data_plane.store.partition import RowFacts
+from headrace.data_plane.store.sample_store import SampleStore
 from headrace.data_plane.wire import wire_tensordict
 from headrace.errors import DataPlaneError
 from headrace.utils.arguments import texts
@@ -77,12 +77,8 @@ class LocalDataPlaneClient(StoreClient):
     def _ask(self, operation: str, *arguments: object) -> Any:
         return getattr(self._open(), operation)(*arguments)
 
-    def _claim(self, request: ClaimRequest, wait_s: float) -> RowFacts | None:
-        store = self._open()
-        facts = store.claim(request, wait_s)
-        if facts is None and wait_s >= 0:
-            raise store.claim_timeout(request)
-        return facts
+    def _await(self, operation: str, *arguments: object, wait_s: float) -> Any:
+        return self._ask(operation, *arguments, wait_s)
 
     def put_samples(
         self,
@@ -90,10 +86,15 @@ class LocalDataPlaneClient(StoreClient):
         partition_id: str,
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        claim: str | None = None,
+        producer: str | None = None,
+        once: bool = False,
     ) -> KVBatchMeta:
         store, (put, chunks) = self._open(), checked_put(sample_ids, partition_id, fields, tags)
         own = {name: [chunk.copy()] for name, chunk in chunks.items()}
-        (ids, lengths, own_tags), _ = store.put(put, own)
+        facts, _ = store.put(put._replace(claim=claim, producer=producer, once=once), own)
+        ids, lengths, own_tags, _ = facts or RowFacts([], [], None)
         return meta_of_checked(partition_id, "", ids, list(own), lengths, tags=own_tags)
 
     def get_samples(

@@ -43,13 +43,12 @@ from headrace.data_plane.store.blocks import (
     call_bounds,
     pack,
 )
-from headrace.data_plane.store.claims import ClaimRequest
 from headrace.data_plane.store.client import StoreClient
 from headrace.data_plane.store.columns import Known, Rows, checked_put, shown
-from headrace.data_plane.store.sample_store import RowFacts
+from headrace.data_plane.store.partition import RowFacts
 from headrace.data_plane.wire import wire_tensordict
 from headrace.distributed.ray_connection import Deadline, Part, check_parts, connect, wait_for
-from headrace.errors import ClaimTimeout, DataPlaneError, HeadraceError, TransportError
+from headrace.errors import DataPlaneError, HeadraceError, TransportError
 from headrace.utils.arguments import texts
 
 T = TypeVar("T")
@@ -358,16 +357,11 @@ class TransferQueueDataPlaneClient(StoreClient):
             link.drop_ended(ended, what, deadline)
         self._partition, self._link = f"headrace/{self._store}", link
 
-    def _claim(self, request: ClaimRequest, wait_s: float) -> RowFacts | None:
+    def _await(self, operation: str, *arguments: object, wait_s: float) -> Any:
         wait = Deadline(wait_s, "timeout_s")
-        while (facts := self._ask("claim", request, 0.0)) is None:
-            if wait_s < 0:
-                return None
-            if wait.is_over():
-                raise ClaimTimeout(self._ask("claim_timeout_text", request))
+        while not (answer := self._ask(operation, *arguments, 0.0)) and not wait.is_over():
             time.sleep(min(self._config.claim_meta_poll_interval_s, wait.left))
-        claimed: RowFacts = facts
-        return claimed
+        return answer
 
     def put_samples(
         self,
@@ -375,6 +369,10 @@ class TransferQueueDataPlaneClient(StoreClient):
         partition_id: str,
         fields: TensorDict | None = None,
         tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        claim: str | None = None,
+        producer: str | None = None,
+        once: bool = False,
     ) -> KVBatchMeta:
         """Write columns and tags of rows.
 
@@ -386,21 +384,31 @@ class TransferQueueDataPlaneClient(StoreClient):
         (put, chunks), deadline = checked_put(sample_ids, partition_id, fields, tags), self._deadline()
         key = f"{self._prefix}.{next(self._puts)}"
         packed = pack(chunks if put.ids else {}, key, gives_rows=link.blocks.gives_rows)
-        asked = (link.index.owner, put._replace(tags=wire_tags(put.tags)), packed.columns)
-        limit_s = deadline.left + _LEASE_MARGIN_S
-        ticket: int = self._ask("begin_put", *asked, limit_s, deadline=deadline)
+        told = put._replace(tags=wire_tags(put.tags), claim=claim, producer=producer, once=once)
+        asked = (link.index.owner, told, packed.columns, deadline.left + _LEASE_MARGIN_S)
+        facts, ticket = None, self._ask("begin_put", *asked, deadline=deadline)
+        if ticket is not None:
+            facts = self._commit(ticket, packed, deadline)
+        lengths, own_tags = (facts.sequence_lengths, facts.tags) if facts else ([], None)
+        return meta_of_checked(
+            partition_id, "", put.ids if facts else [], list(chunks), lengths, tags=own_tags
+        )
+
+    def _commit(self, ticket: int, packed: PackedColumns, deadline: Deadline) -> RowFacts | None:
+        """Store the blocks of a put that has begun, and return what the index says of its rows."""
+        blocks = self._open().blocks
         is_stored = False
         try:
-            slots = link.blocks.put(self._partition, packed, deadline) if packed.frames else []
+            slots = blocks.put(self._partition, packed, deadline) if packed.frames else []
             is_stored = True
-            _, lengths, own_tags = self._ask("commit", ticket, slots, deadline=deadline)
+            facts: RowFacts | None = self._ask("commit", ticket, slots, deadline=deadline)
+            return facts
         except HeadraceError as error:
             if is_stored and isinstance(error, TransportError):
                 # Nobody knows whether the index has the rows. If not, it frees the blocks when the lease runs out.
                 raise TransportError(f"{error}. The rows may have been written") from error
             self._drop_later(Garbage(ticket, [block.key for block in packed.blocks]))
             raise
-        return meta_of_checked(partition_id, "", put.ids, list(chunks), lengths, tags=own_tags)
 
     def get_samples(
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]

@@ -17,17 +17,20 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 import numpy as np
 import torch
 
+from headrace.data_plane.claim_terms import PartitionReport
 from headrace.data_plane.object_codec import SCALARS, from_ext, to_wire
 from headrace.data_plane.store.blocks import BlockInfo, placed
 from headrace.data_plane.store.claims import ClaimRequest, Registration
 from headrace.data_plane.store.columns import Form, Places, Put, Rows
-from headrace.data_plane.store.sample_store import RowFacts, SampleStore
+from headrace.data_plane.store.partition import RowFacts
+from headrace.data_plane.store.sample_store import SampleStore
 from headrace.errors import DataPlaneError, HeadraceError, SchemaError, TransportError
 
 _log = logging.getLogger(__name__)
@@ -91,24 +94,31 @@ class SampleIndex(SampleStore[BlockInfo]):
     def register(self, registration: Registration) -> list[BlockInfo]:
         return self._discarded(super().register(registration))
 
-    def clear(self, partition_id: str, ids: Sequence[str] | None) -> list[BlockInfo]:
-        return self._discarded(super().clear(partition_id, ids))
+    def clear(
+        self, partition_id: str, ids: Sequence[str] | None, claim: str | None = None
+    ) -> list[BlockInfo]:
+        return self._discarded(super().clear(partition_id, ids, claim))
 
     def _discarded(self, blocks: Sequence[BlockInfo]) -> list[BlockInfo]:
         """Let blocks be garbage, so that none is left for the caller."""
         self._garbage += [block.key for block in blocks]
         return []
 
-    def begin_put(self, owner: bytes, put: Put, columns: BlockColumns, limit_s: float) -> int:
-        """Lease the blocks of a put, which are not stored yet, to a client; return the ticket for `commit`."""
-        self.check_put(put, columns)
+    def begin_put(self, owner: bytes, put: Put, columns: BlockColumns, limit_s: float) -> int | None:
+        """Lease the blocks of a put, which are not stored yet, to a client; return the ticket for `commit`.
+
+        None: a put that is to be done once was done before.
+        """
+        if not self.check_put(put, columns):
+            return None
         keys = [block.key for blocks in columns.values() for block in blocks]
         return self._lease(owner, keys, limit_s, (put, columns))
 
-    def commit(self, ticket: int, slots: Sequence[int]) -> RowFacts:
+    def commit(self, ticket: int, slots: Sequence[int]) -> RowFacts | None:
         """Commit a put whose blocks are stored in these slots; a refusal leaves blocks and ticket to the client.
 
-        The facts come without the ids, which the caller has.
+        The facts come without the ids, which the caller has. None: another put of these rows, which are to be put once,
+        was sooner.
         """
         lease = self._leases.get(ticket)
         if lease is None or lease.put is None:
@@ -119,7 +129,7 @@ class SampleIndex(SampleStore[BlockInfo]):
         facts, gone = self.put(put, placed(columns, slots))
         self._discarded(gone)
         self.end([ticket])
-        return facts._replace(sample_ids=[], tags=wire_tags(facts.tags))
+        return facts and facts._replace(sample_ids=[], tags=wire_tags(facts.tags))
 
     def locate(self, partition_id: str, ids: Sequence[str], names: Sequence[str]) -> dict[str, Located]:
         """Return where columns of rows lie; no rows lie in no blocks."""
@@ -134,8 +144,11 @@ class SampleIndex(SampleStore[BlockInfo]):
         facts = super().claim(request, timeout_s)
         return facts and facts._replace(tags=wire_tags(facts.tags))
 
-    def claim_timeout_text(self, request: ClaimRequest) -> str:
-        return str(self.claim_timeout(request))
+    def report(self, partition_id: str, limit: int) -> PartitionReport:
+        told = super().report(partition_id, limit)
+        return replace(
+            told, unconsumed=[replace(row, tags=wire_tags([row.tags])[0]) for row in told.unconsumed]
+        )
 
     def give_back(self, tickets: Sequence[int]) -> None:
         """Take garbage back from a client that has not dropped it."""
@@ -300,7 +313,8 @@ class Operation(NamedTuple):
 _OF_ENGINE = ("hello", "open_store", "attach", "close_store", "drop_store", "forget", "list_stores")
 _OF_STORE = (
     *("register", "begin_put", "commit", "locate", "shared_columns", "clear", "claim"),
-    *("claim_timeout_text", "is_consumed", "sample_ids", "stored_bytes", "give_back"),
+    *("claim_timeout_text", "has_room", "room", "renew", "release", "finish", "report"),
+    *("is_consumed", "sample_ids", "stored_bytes", "give_back"),
 )
 
 

@@ -1,18 +1,26 @@
-"""What each task of a partition has claimed, and which samples it may claim next."""
+"""What each task of a partition has claimed, for a time or for good, and which samples it may claim next."""
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.data_plane.claim_terms import LeaseReport, TagRule, TaskReport
 from headrace.data_plane.store.columns import Rows, grown, shown
 from headrace.data_plane.store.groups import Groups
-from headrace.errors import DataPlaneError
+from headrace.errors import ClaimExpired, DataPlaneError
 
 Mask = NDArray[np.bool_]
 Held = Callable[[Rows], Mask]
 """Tells which of some slots have a column."""
+Passes = Callable[[Rows], Mask]
+"""Tells which of some groups, a row of slots each, a claim's rules let pass."""
+Clock = Callable[[], float]
+"""Seconds; only differences count."""
 
 _WINDOW = 1024
 """Places that a claim looks at, at least."""
@@ -37,6 +45,21 @@ class ClaimRequest(NamedTuple):
     fields: list[str]
     rows: int
     allow_partial: bool = False
+    lease_s: float | None = None
+    holder: str | None = None
+    where: list[TagRule] = []  # noqa: RUF012 - never changed
+    order: str = "oldest"
+
+
+@dataclass
+class _Lease:
+    """The rows of one claim, which the task has until a time; none lies before `place` of the order."""
+
+    task: str
+    holder: str | None
+    slots: Rows
+    ends: float
+    place: int
 
 
 class _Cursor:
@@ -54,16 +77,17 @@ class Claims:
     Slots have an order in which they are handed out: their own, or that of groups, one after the other. A task looks
     from the first place on at which there is anything left for it, so a claim costs what it hands out, not what the
     partition holds. Samples that have come since the last call are taken in by the next, which is told how many slots
-    there are.
+    there are. Leases that have run out end with the next call of `expire`.
     """
 
-    def __init__(self, name: str, registration: Registration | None) -> None:
+    def __init__(self, name: str, registration: Registration | None, clock: Clock = time.monotonic) -> None:
         self.groups: Groups | None = None
-        self._name = name
+        self._name, self._clock = name, clock
         self._gone: Mask = np.empty(0, bool)
         self._slots = 0
         self._expected = 1
         self._cursors: dict[str, _Cursor] = {}
+        self._leases: dict[str, _Lease] = {}
         if registration is not None:
             self._expected = max(registration.num_samples, 1)
             self._cursors = {task: _Cursor() for task in registration.tasks}
@@ -77,41 +101,117 @@ class Claims:
         for cursor in self._cursors.values():
             cursor.taken = grown(cursor.taken, self._slots, False)
 
-    def drop(self, slots: Rows) -> None:
-        """Forget samples."""
+    def drop(self, slots: Rows, claim: str | None = None) -> None:
+        """Forget samples; the claim of which the last goes is finished."""
         self._see(int(slots.max(initial=-1)) + 1)
         self._gone[slots] = True
         if self.groups is not None:
             self.groups.drop(slots)
+        if claim is not None and not len(self._rest(self._leases[claim])):
+            del self._leases[claim]
 
     def renumber(self, slots: Rows) -> None:
         """Let what is slot `slots[i]` now be slot i; all other slots are free."""
         self._see(int(slots.max(initial=-1)) + 1)
+        place = np.full(len(self._gone), -1)
+        place[slots] = np.arange(len(slots))
+        for lease in self._leases.values():
+            now = place[lease.slots]
+            lease.slots, lease.place = now[now >= 0], 0
         self._gone, self._slots = self._gone[slots], len(slots)
         for cursor in self._cursors.values():
             cursor.taken, cursor.start = cursor.taken[slots], 0
         if self.groups is not None:
             self.groups.renumber(slots)
 
-    def claim(self, request: ClaimRequest, ids: Sequence[str], held_by: Mapping[str, Held]) -> Rows | None:
-        """Take the next rows for a task; None if they are not there yet, no rows if it has had them all.
+    def claim(
+        self,
+        request: ClaimRequest,
+        ids: Sequence[str],
+        held_by: Mapping[str, Held],
+        passes: Passes | None = None,
+    ) -> tuple[Rows, str | None] | None:
+        """Take the next rows for a task, and return them with the claim's id, if they are leased.
 
-        `ids` are those of all slots; `held_by` tells of each column that the task asks for which slots have it.
+        None if they are not there yet, no rows if the task has had them all. `ids` are those of all slots; `held_by`
+        tells of each column that the task asks for which slots have it.
         """
         self._see(len(ids))
         cursor = self._cursor(request.task)
         if self.groups is not None:
             self.groups.check_claim(request.rows, ids)
         self._advance(cursor)
-        slots = self._ready(cursor, held_by, request.rows)
-        if len(slots) < request.rows:
-            left = self._left(cursor)
-            is_rest = len(slots) == left and cursor.count + left >= self._expected
-            if not request.allow_partial or not is_rest:
-                return None
+        slots = self._ready(cursor, held_by, request.rows, passes, is_freshest=request.order == "freshest")
+        if len(slots) < request.rows and not (
+            request.allow_partial and self._is_rest(request.task, held_by, len(slots))
+        ):
+            return None
         cursor.taken[slots] = True
         cursor.count += len(slots)
-        return slots
+        if request.lease_s is None or not len(slots):
+            return slots, None
+        claim, ends = uuid.uuid4().hex, self._clock() + request.lease_s
+        self._leases[claim] = _Lease(request.task, request.holder, slots, ends, cursor.start)
+        return slots, claim
+
+    def _is_rest(self, task: str, held_by: Mapping[str, Held], found: int) -> bool:
+        """Return whether nothing will be ready beside what was `found`: all rows are ready or had, none by lease."""
+        cursor = self._cursor(task)
+        left = self._left(cursor)
+        all_ready = len(self._ready(cursor, held_by, self._slots)) == left
+        return all_ready and cursor.count + left >= self._expected and (found > 0 or not self._leased(task))
+
+    # Leases.
+
+    def check_in_force(self, claim: str, slots: Rows, ids: Sequence[str]) -> None:
+        """Refuse the writer of samples who no longer has them, or never had; a slot below 0 is a sample not there."""
+        own = np.isin(slots, self._lease(claim).slots)
+        if not own.all():
+            others = [ids[row] for row in np.flatnonzero(~own).tolist()]
+            raise DataPlaneError(
+                f"{shown(others)} of partition '{self._name}' are not among the rows of claim '{claim}'; write and "
+                "clear under a claim only what it handed out"
+            )
+
+    def renew(self, claim: str, lease_s: float) -> None:
+        self._lease(claim).ends = self._clock() + lease_s
+
+    def finish(self, claim: str) -> None:
+        """Let the rows of a lease be taken for good."""
+        self._lease(claim)
+        del self._leases[claim]
+
+    def release(self, claim: str) -> None:
+        """Give the rows of a lease back to its task, in their old place; a lease that is not in force is ignored."""
+        lease = self._leases.pop(claim, None)
+        if lease is not None:
+            rest, cursor = self._rest(lease), self._cursors[lease.task]
+            cursor.taken[rest] = False
+            cursor.count -= len(rest)
+            cursor.start = min(cursor.start, lease.place)
+
+    def expire(self) -> None:
+        """Release the leases that have run out."""
+        now = self._clock()
+        for claim in [claim for claim, lease in self._leases.items() if lease.ends <= now]:
+            self.release(claim)
+
+    def next_end_s(self) -> float:
+        """Return how long it is until the next lease runs out; infinite if there is none."""
+        return min((lease.ends for lease in self._leases.values()), default=float("inf")) - self._clock()
+
+    def _lease(self, claim: str) -> _Lease:
+        if claim not in self._leases:
+            raise claim_expired(self._name, claim)
+        return self._leases[claim]
+
+    def _rest(self, lease: _Lease) -> Rows:
+        return lease.slots[~self._gone[lease.slots]]
+
+    def _leased(self, task: str) -> int:
+        return sum(len(self._rest(lease)) for lease in self._leases.values() if lease.task == task)
+
+    # Which samples are left.
 
     def _left(self, cursor: _Cursor) -> int:
         return int(np.count_nonzero(self._is_free(cursor)))
@@ -121,18 +221,43 @@ class Claims:
         free: Mask = ~(self._gone[which] | cursor.taken[which])
         return free
 
-    def _ready(self, cursor: _Cursor, held_by: Mapping[str, Held], limit: int) -> Rows:
+    def _ready(
+        self,
+        cursor: _Cursor,
+        held_by: Mapping[str, Held],
+        limit: int,
+        passes: Passes | None = None,
+        *,
+        is_freshest: bool = False,
+    ) -> Rows:
         """Return the next slots that the task may have, at most `limit`."""
-        parts = [np.empty(0, np.int64)]
-        found, start, width = 0, cursor.start, self._width(2 * limit)
-        while found < limit and len(slots := self._order(start, start + width)):
+        parts, found = [np.empty(0, np.int64)], 0
+        for units in self._windows(cursor.start, self._width(2 * limit), is_freshest):
+            slots = units.reshape(-1)
             free = self._is_free(cursor, slots)
             for held in held_by.values():
                 free &= held(slots)
-            ready = slots.reshape(-1, self._size)[free.reshape(-1, self._size).all(axis=1)]
+            ready = units[free.reshape(units.shape).all(axis=1)]
+            if passes is not None and len(ready):
+                ready = ready[passes(ready)]
             parts.append(ready.reshape(-1))
-            found, start, width = found + ready.size, start + width, 2 * width
+            found += ready.size
+            if found >= limit:
+                break
         return np.concatenate(parts)[:limit]
+
+    def _windows(self, first: int, width: int, is_freshest: bool) -> Iterator[Rows]:
+        """Yield the groups from a place on, or back to it from the newest; twice as many at a time each time."""
+        last = self._slots if self.groups is None else len(self.groups.order)
+        while first < last:
+            if is_freshest:
+                start = max(first, last - width)
+                yield self._order(start, last).reshape(-1, self._size)[::-1]
+                last = start
+            else:
+                yield self._order(first, min(first + width, last)).reshape(-1, self._size)
+                first += width
+            width *= 2
 
     def _advance(self, cursor: _Cursor) -> None:
         """Move the place to look from to the first group (or sample) of which nothing is taken or gone."""
@@ -165,28 +290,72 @@ class Claims:
             )
         return self._cursors[task]
 
-    def describe_wait(self, task: str, slots: int, held_by: Mapping[str, Held]) -> str:
+    # What is told.
+
+    def describe_wait(
+        self, request: ClaimRequest, slots: int, held_by: Mapping[str, Held], passes: Passes | None = None
+    ) -> str:
         """Return what a claim is waiting for: ready samples, how far each column has come, and those yet to come."""
         self._see(slots)
-        cursor = self._cursor(task)
+        cursor = self._cursor(request.task)
         left = np.flatnonzero(self._is_free(cursor))
         ready = len(self._ready(cursor, held_by, self._slots))
         parts = [f"{ready} are ready of {len(left)} not claimed yet"]
+        if passes is not None:
+            passing = len(self._ready(cursor, held_by, self._slots, passes))
+            parts.append(f"{passing} of the ready ones pass the rules on tags (where)")
         for name, held in held_by.items():
             count = int(np.count_nonzero(held(left)))
             if count < len(left) or not len(left):
                 parts.append(f"column '{name}' is written for {count} of them")
         if self.groups is not None:
             parts.append(self.groups.describe())
+        for lease in self.leases():
+            if lease.task == request.task:
+                by = f" by {lease.holder}" if lease.holder else ""
+                parts.append(f"{lease.rows} are leased{by} for another {lease.seconds_left:.3g} s")
         come = cursor.count + len(left)
         if come < self._expected:
             parts.append(f"{come} of {self._expected} registered samples have come")
         return "; ".join(parts)
 
     def is_consumed(self, tasks: Sequence[str], slots: int) -> bool:
-        """Return whether all samples that were registered have come, and each task has had them."""
+        """Return whether all samples that were registered have come, and each task has had them for good."""
         self._see(slots)
-        cursors = [self._cursor(task) for task in tasks]
+        cursors = [(task, self._cursor(task)) for task in tasks]
         return bool(cursors) and all(
-            cursor.count >= self._expected and not self._left(cursor) for cursor in cursors
+            cursor.count >= self._expected and not self._left(cursor) and not self._leased(task)
+            for task, cursor in cursors
         )
+
+    def leases(self) -> list[LeaseReport]:
+        now = self._clock()
+        return [
+            LeaseReport(claim, lease.task, lease.holder, len(self._rest(lease)), lease.ends - now)
+            for claim, lease in self._leases.items()
+        ]
+
+    def tasks(self, slots: int) -> dict[str, TaskReport]:
+        self._see(slots)
+        reports: dict[str, TaskReport] = {}
+        for task, cursor in self._cursors.items():
+            leased, ready = self._leased(task), len(self._ready(cursor, {}, self._slots))
+            reports[task] = TaskReport(cursor.count, leased, cursor.count - leased, ready)
+        return reports
+
+    def unconsumed(self, slots: int) -> Rows:
+        """Return the slots that some task has not had for good; all, if there are no tasks."""
+        self._see(slots)
+        had = np.full(self._slots, bool(self._cursors))
+        for cursor in self._cursors.values():
+            had &= cursor.taken[: self._slots]
+        for lease in self._leases.values():
+            had[lease.slots] = False
+        return np.flatnonzero(~(had | self._gone[: self._slots]))
+
+
+def claim_expired(partition: str, claim: str) -> ClaimExpired:
+    return ClaimExpired(
+        f"claim '{claim}' on partition '{partition}' is no longer in force: its lease ran out, it was released or "
+        "finished, or the partition was emptied. Claim rows again; a longer lease_s, or renew_claim in time, keeps them"
+    )

@@ -1,17 +1,17 @@
 """What clients of all stores have in common: requests that only ask the store which rows there are."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 from tensordict import TensorDict
 
+from headrace.data_plane.claim_terms import ORDERS, PartitionReport, TagRule, seconds
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, meta_of_checked
+from headrace.data_plane.schema import CLAIM
 from headrace.data_plane.store.claims import ClaimRequest, Registration
-from headrace.data_plane.store.sample_store import RowFacts
-from headrace.errors import DataPlaneError
+from headrace.data_plane.store.partition import RowFacts
+from headrace.errors import ClaimTimeout, DataPlaneError
 from headrace.utils.arguments import names_list, texts, whole_number
 
 
@@ -23,12 +23,8 @@ class StoreClient(DataPlaneClient):
         """Return what the store's method of that name returns."""
 
     @abstractmethod
-    def _claim(self, request: ClaimRequest, wait_s: float) -> RowFacts | None:
-        """Return what `SampleStore.claim` returns, after that time at the latest; a negative time waits for nothing.
-
-        Raises:
-            ClaimTimeout: rows did not come, and they were waited for.
-        """
+    def _await(self, operation: str, *arguments: object, wait_s: float) -> Any:
+        """Return what the store's method of that name returns that waits: after that time at the latest."""
 
     def register_partition(
         self,
@@ -66,19 +62,54 @@ class StoreClient(DataPlaneClient):
         timeout_s: float = 60.0,
         *,
         allow_partial: bool = False,
+        lease_s: float | None = None,
+        holder: str | None = None,
+        where: Sequence[TagRule] = (),
+        order: Literal["oldest", "freshest"] = "oldest",
     ) -> KVBatchMeta | None:
         rows = whole_number("batch_size", batch_size, 1, DataPlaneError)
         names = texts("required_fields", required_fields)
-        if not isinstance(timeout_s, Real) or math.isnan(timeout_s):
-            raise DataPlaneError(
-                f"timeout_s={timeout_s!r}; expected a number of seconds, or math.inf to wait for ever"
-            )
-        request = ClaimRequest(partition_id, task_name, names, rows, allow_partial)
-        facts = self._claim(request, max(float(timeout_s), 0.0) if blocking else -1.0)
+        if order not in ORDERS:
+            raise DataPlaneError(f"order={order!r}; expected {' or '.join(map(repr, ORDERS))}")
+        other = next((rule for rule in where if not isinstance(rule, TagRule)), None)
+        if other is not None:
+            raise DataPlaneError(f"where has {other!r}; expected rules, as TagRule('reward', min_spread=0.1)")
+        lease = None if lease_s is None else seconds("lease_s", lease_s, above_zero=True)
+        wait_s = seconds("timeout_s", timeout_s)
+        request = ClaimRequest(
+            partition_id, task_name, names, rows, allow_partial, lease, holder, list(where), order
+        )
+        facts: RowFacts | None = self._await("claim", request, wait_s=wait_s if blocking else 0.0)
+        if facts is None and blocking:
+            raise ClaimTimeout(self._ask("claim_timeout_text", request))
         if facts is None or not facts.sample_ids:
             return None
-        ids, lengths, own_tags = facts
-        return meta_of_checked(partition_id, task_name, ids, names, lengths, tags=own_tags)
+        ids, lengths, own_tags, claim = facts
+        extra = None if claim is None else {CLAIM: claim}
+        return meta_of_checked(partition_id, task_name, ids, names, lengths, extra, own_tags)
+
+    def renew_claim(self, meta: KVBatchMeta, lease_s: float) -> None:
+        self._ask("renew", meta.partition_id, _claim_of(meta), seconds("lease_s", lease_s, above_zero=True))
+
+    def release_claim(self, meta: KVBatchMeta) -> None:
+        self._ask("release", meta.partition_id, _claim_of(meta))
+
+    def finish_claim(self, meta: KVBatchMeta) -> None:
+        self._ask("finish", meta.partition_id, _claim_of(meta))
+
+    def wait_for_room(self, partition_id: str, rows: int, timeout_s: float = 60.0) -> None:
+        count, wait_s = whole_number("rows", rows, 0, DataPlaneError), seconds("timeout_s", timeout_s)
+        if not self._await("has_room", partition_id, count, wait_s=wait_s):
+            room = self._ask("room", partition_id)
+            raise ClaimTimeout(
+                f"partition '{partition_id}' has room for {room} samples, and {count} were to come, after "
+                f"timeout_s={wait_s:g}. Clear samples that are done with, or register the partition with more"
+            )
+
+    def partition_report(self, partition_id: str, limit: int = 100) -> PartitionReport:
+        most = whole_number("limit", limit, 0, DataPlaneError)
+        report: PartitionReport = self._ask("report", partition_id, most)
+        return report
 
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         names = select_fields if select_fields is not None else meta.fields
@@ -90,8 +121,11 @@ class StoreClient(DataPlaneClient):
         is_consumed: bool = self._ask("is_consumed", partition_id, texts("task_names", task_names))
         return is_consumed
 
-    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str) -> None:
-        self._ask("clear", partition_id, None if sample_ids is None else texts("sample_ids", sample_ids))
+    def clear_samples(
+        self, sample_ids: Sequence[str] | None, partition_id: str, *, claim: str | None = None
+    ) -> None:
+        ids = None if sample_ids is None else texts("sample_ids", sample_ids)
+        self._ask("clear", partition_id, ids, claim)
 
     def partition_ids(self) -> list[str]:
         return list(self._ask("sample_ids"))
@@ -103,3 +137,12 @@ class StoreClient(DataPlaneClient):
     def stored_bytes(self, partition_id: str | None = None) -> int:
         by_partition: dict[str, int] = self._ask("stored_bytes")
         return sum(by_partition.values()) if partition_id is None else by_partition.get(partition_id, 0)
+
+
+def _claim_of(meta: KVBatchMeta) -> str:
+    claim = meta.extra_info.get(CLAIM)
+    if not isinstance(claim, str):
+        raise DataPlaneError(
+            f"the meta of {meta.size} rows has no claim in extra_info; claim_meta gives one with lease_s=<seconds>"
+        )
+    return claim

@@ -258,13 +258,17 @@ def chunk_of_bytes(form: Form, rows: int, data: torch.Tensor, offsets: torch.Ten
 class Put(NamedTuple):
     """What a store is told of a put beside its columns.
 
-    `lengths` are the tokens of each row by the columns that say them; columns that agree share one array.
+    `lengths` are the tokens of each row by the columns that say them; columns that agree share one array. For the
+    others see `DataPlaneClient.put_samples`.
     """
 
     partition_id: str
     ids: list[str]
     tags: Sequence[Mapping[str, Any]] | None
     lengths: Mapping[str, Lengths]
+    claim: str | None = None
+    producer: str | None = None
+    once: bool = False
 
 
 def checked_put(

@@ -1,0 +1,384 @@
+"""One partition: its samples by id and slot, their columns, lengths, tags, claims and producers."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple
+
+import numpy as np
+
+from headrace.data_plane.claim_terms import PartitionReport, RowReport, TagRule
+from headrace.data_plane.object_codec import copied_tag
+from headrace.data_plane.schema import FIELDS, INPUT_IDS, INPUT_LENGTHS
+from headrace.data_plane.store.claims import ClaimRequest, Claims, Clock, Held, Mask, Passes, Registration
+from headrace.data_plane.store.columns import (
+    Block,
+    Column,
+    Columns,
+    Lengths,
+    Put,
+    Rows,
+    Selection,
+    Slots,
+    grown,
+    shown,
+)
+from headrace.data_plane.store.spent import SpentIds
+from headrace.errors import CapacityExceeded, SampleNotFound, SchemaError
+
+_FEW_SLOTS = 1024
+_UNKNOWN = -1
+
+
+class RowFacts(NamedTuple):
+    """What a meta says about rows; `claim` is that of rows that are leased."""
+
+    sample_ids: list[str]
+    sequence_lengths: list[int] | None
+    tags: list[dict[str, Any]] | None
+    claim: str | None = None
+
+
+class Partition(Generic[Block]):
+    """Samples by id. Each has a slot, a small number; slots keep the order of the first puts. Not thread-safe."""
+
+    def __init__(
+        self, name: str, registration: Registration | None = None, clock: Clock = time.monotonic
+    ) -> None:
+        """Without a registration nobody claims, and there is no limit to its samples."""
+        self.name, self.registration = name, registration
+        self._ids: list[str] = []
+        # None: slot i is that of the i-th id, and nobody has asked for a single one yet; see `_slot_of`.
+        self._slots_by_id: dict[str, int] | None = None
+        # Counts up when samples come or go.
+        self._version = 0
+        self._all_slots: Slots | None = None
+        self._tags: dict[str, dict[str, Any]] = {}
+        self._columns: dict[str, Column[Block]] = {}
+        # Tokens by slot. A number stays when the last column that said it has gone: then it binds nobody.
+        self._lengths: Lengths = np.empty(0, np.int32)
+        # Columns whose last put said the lengths of its rows.
+        self._saying: set[str] = set()
+        self._claims = Claims(name, registration, clock)
+        # Who named itself in a put, and by slot which of them did last.
+        self._producers: dict[str, int] = {}
+        self._producer_of: Lengths = np.empty(0, np.int32)
+        # Ids that have been cleared since the first put that asked for it; see `has_had`.
+        self._spent: SpentIds | None = None
+
+    def __len__(self) -> int:
+        return len(self._ids if self._slots_by_id is None else self._slots_by_id)
+
+    @property
+    def _slot_of(self) -> dict[str, int]:
+        if self._slots_by_id is None:
+            self._slots_by_id = {sample_id: slot for slot, sample_id in enumerate(self._ids)}
+        return self._slots_by_id
+
+    @property
+    def nbytes(self) -> int:
+        return sum(column.nbytes for column in self._columns.values())
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for column in self._columns.values() for block in column.blocks]
+
+    def sample_ids(self) -> list[str]:
+        return list(self._ids if self._slots_by_id is None else self._slots_by_id)
+
+    # Writing.
+
+    def locate(self, ids: Sequence[str]) -> Slots:
+        """Return each id's slot, -1 where there is none."""
+        if not len(self):
+            return Slots(np.full(len(ids), -1))
+        if len(ids) == len(self._ids) == len(self) and ids == self._ids:
+            if self._all_slots is None:
+                self._all_slots = Slots(np.arange(len(ids)), self._version)
+            return self._all_slots
+        slot_of = self._slot_of.get
+        return Slots(np.array([slot_of(sample_id, -1) for sample_id in map(str, ids)], dtype=np.int64))
+
+    def check(self, put: Put, columns: Columns[Block], slots: Slots) -> int:
+        """Return how many samples of a put are new; `slots` are what `locate` gives for its ids."""
+        new = 0 if slots.version is not None else int(np.count_nonzero(slots.at < 0))
+        if put.claim is not None:
+            self._claims.expire()
+            self._claims.check_in_force(put.claim, slots.at, put.ids)
+        registration = self.registration
+        if registration is not None and len(self) + new > registration.num_samples:
+            raise CapacityExceeded(
+                f"a put of {new} new samples does not fit into partition '{self.name}': it was registered for "
+                f"num_samples={registration.num_samples} and holds {len(self)}. Clear samples that are done with, or "
+                "register more"
+            )
+        for name, blocks in columns.items():
+            if name in self._columns:
+                self._check_form(name, blocks[0], put.ids, slots.at)
+        if put.lengths:
+            self._check_lengths(put, columns, slots.at)
+        if self._claims.groups is not None:
+            self._claims.groups.check(put.ids, slots.at, put.tags)
+        for tag, allowed in (registration.enums if registration else {}).items():
+            for row, values in enumerate(put.tags or ()):
+                if tag in values and values[tag] not in allowed:
+                    raise SchemaError(
+                        f"tag '{tag}' of sample '{put.ids[row]}' is {values[tag]!r}; partition '{self.name}' was "
+                        f"registered with {', '.join(map(repr, allowed))}"
+                    )
+        return new
+
+    def has_had(self, put: Put, slots: Slots) -> bool:
+        """Return whether all samples of a put are there, or were before.
+
+        Raises:
+            SchemaError: some are new, and others are not.
+        """
+        old: Mask = slots.at >= 0
+        if self._spent is not None:
+            old |= self._spent.has(put.ids)
+        if old.any() and not old.all():
+            known = [put.ids[row] for row in np.flatnonzero(old).tolist()]
+            raise SchemaError(
+                f"a put of {len(put.ids)} samples with once=True has {shown(known)}, which partition '{self.name}' has "
+                "had before, beside new ones; put again what was put together, or give new samples ids of their own"
+            )
+        return bool(old.all())
+
+    def _check_form(self, name: str, block: Block, ids: Sequence[str], slots: Rows) -> None:
+        column, got = self._columns[name], block.form
+        held = column.form
+        if held is None or held == got:
+            return
+        axes = FIELDS[name].trailing_dims if name in FIELDS else 0
+        if axes and got.trailing[-axes:] != held.trailing[-axes:]:
+            raise SchemaError(
+                f"column '{name}' of {shown(ids) or 'no samples'} has {got.trailing[-axes:]} values per token; the "
+                f"samples of partition '{self.name}' have {held.trailing[-axes:]} (routes: MoE layers, experts per "
+                "token). Write the rows of one model to one partition, or clear its samples first"
+            )
+        if not column.holds_only(slots[slots >= 0]):
+            raise SchemaError(
+                f"column '{name}' of partition '{self.name}' holds {held}; got {got}. Put the same kind, dtype and "
+                "shape, overwrite all its rows at once, or use another column name"
+            )
+
+    def _check_lengths(self, put: Put, columns: Columns[Block], slots: Rows) -> None:
+        """Hold the columns of a put to one length per row, and to the rows that are there."""
+        (first, lengths), *others = put.lengths.items()
+        for name, other in others:
+            if other is not lengths and len(rows := np.flatnonzero(other != lengths)):
+                row = int(rows[0])
+                raise _two_lengths(name, put.ids[row], other[row], first, lengths[row], "of the same put")
+        if not len(self._lengths):
+            return
+        held = self._lengths[slots]
+        differs = np.flatnonzero((held != lengths) & (held != _UNKNOWN) & (slots >= 0))
+        if not len(differs):
+            return
+        for name, column in self._columns.items():
+            if name in self._saying and name not in columns:
+                says = column.held(slots[differs])
+                if says.any():
+                    row = int(differs[int(says.argmax())])
+                    where = "that the store holds"
+                    raise _two_lengths(first, put.ids[row], lengths[row], name, held[row], where)
+
+    def write(self, put: Put, columns: Columns[Block], slots: Slots) -> tuple[Slots, list[Block]]:
+        """Write what `check` has let pass; return the slots of all samples, and the blocks that no row is left of."""
+        if slots.version is None:
+            slots = self._with_new(put, slots.at)
+        gone: list[Block] = []
+        if put.ids:
+            lengths = next(iter(put.lengths.values()), None)
+            if lengths is not None and slots.version is not None:
+                self._lengths = lengths.copy()
+            else:
+                self._lengths = grown(self._lengths, len(self._ids), _UNKNOWN)
+                if lengths is not None:
+                    self._lengths[slots.at] = lengths
+            self._saying = (self._saying - columns.keys()) | put.lengths.keys()
+            for name, blocks in columns.items():
+                if name not in self._columns:
+                    self._columns[name] = Column()
+                gone += self._columns[name].write(slots, blocks)
+        for sample_id, values in zip(put.ids, put.tags or ()):
+            self._tags.setdefault(sample_id, {}).update(values)
+        if put.producer is not None:
+            self._producer_of = grown(self._producer_of, len(self._ids), _UNKNOWN)
+            self._producer_of[slots.at] = self._producers.setdefault(put.producer, len(self._producers))
+        if put.once and self._spent is None:
+            self._spent = SpentIds()
+        return slots, gone
+
+    def _with_new(self, put: Put, slots: Rows) -> Slots:
+        """Give slots to samples that have none."""
+        rows = np.flatnonzero(slots < 0)
+        if not len(rows):
+            return Slots(slots)
+        first, count = len(self._ids), len(rows)
+        ids, tags = put.ids, put.tags
+        if count < len(slots):
+            ids = [ids[row] for row in rows.tolist()]
+            tags = None if tags is None else [tags[row] for row in rows.tolist()]
+        slots[rows] = np.arange(first, first + count)
+        if first:
+            self._slot_of.update(zip(ids, range(first, first + count)))
+        else:
+            self._slots_by_id = None
+        self._ids.extend(ids)
+        self._version += 1
+        self._all_slots = None if first else Slots(slots, self._version)
+        if self._claims.groups is not None:
+            self._claims.groups.add(ids, first, tags)
+        return self._all_slots or Slots(slots)
+
+    def clear(self, ids: Sequence[str], claim: str | None = None) -> list[Block]:
+        """Remove samples, and return the blocks that no row is left of; ids that it does not have are ignored."""
+        known = [sample_id for sample_id in dict.fromkeys(ids) if sample_id in self._slot_of]
+        slots = np.array([self._slot_of[sample_id] for sample_id in known], dtype=np.int64)
+        if claim is not None:
+            self._claims.expire()
+            self._claims.check_in_force(claim, slots, known)
+        for sample_id in known:
+            del self._slot_of[sample_id]
+        if self._spent is not None:
+            self._spent.add(known)
+        self._version, self._all_slots = self._version + 1, None
+        self._claims.drop(slots, claim)
+        for sample_id in known:
+            self._tags.pop(sample_id, None)
+        gone = [block for column in self._columns.values() for block in column.drop(slots)]
+        self._columns = {name: column for name, column in self._columns.items() if column.form is not None}
+        if not len(self) or len(self._ids) > max(_FEW_SLOTS, 2 * len(self)):
+            self._renumber()
+        return gone
+
+    def _renumber(self) -> None:
+        """Close the gaps that cleared samples have left."""
+        slots = np.array(list(self._slot_of.values()), dtype=np.int64)
+        for column in self._columns.values():
+            column.renumber(slots)
+        self._ids, self._slots_by_id = list(self._slot_of), None
+        self._lengths = self._lengths[slots]
+        if self._producers:
+            self._producer_of = grown(self._producer_of, int(slots.max(initial=-1)) + 1, _UNKNOWN)[slots]
+        self._claims.renumber(slots)
+
+    # Reading.
+
+    def slots(self, ids: Sequence[str], names: Sequence[str]) -> Slots:
+        """Return the slots of `ids`, all of which have the columns `names`."""
+        slots, faults = self.locate(ids), []
+        known = slots
+        if slots.version is None and (slots.at < 0).any():
+            unknown = list(dict.fromkeys(str(ids[row]) for row in np.flatnonzero(slots.at < 0).tolist()))
+            faults.append(f"unknown sample ids {shown(unknown)}")
+            known = Slots(slots.at[slots.at >= 0])
+        for name in names:
+            column = self._columns.get(name)
+            if column is None:
+                faults.append(f"no sample has column '{name}'")
+            elif not column.holds_all(known):
+                lacking = known.at[~column.held(known.at)].tolist()
+                ids_lacking = list(dict.fromkeys(self._ids[slot] for slot in lacking))
+                faults.append(f"column '{name}' is not written for {shown(ids_lacking)}")
+        if faults:
+            raise SampleNotFound(f"partition '{self.name}': {'; '.join(faults)}")
+        return slots
+
+    def select(self, ids: Sequence[str], names: Sequence[str]) -> dict[str, Selection[Block]]:
+        """Return how to read columns of samples; raises what `slots` raises."""
+        slots = self.slots(ids, names)
+        return {name: self._columns[name].select(slots) for name in names}
+
+    def shared_columns(self, ids: Sequence[str]) -> list[str]:
+        """Return the columns that all of `ids` have."""
+        slots = self.slots(ids, ())
+        return [name for name, column in self._columns.items() if column.holds_all(slots)]
+
+    def facts(self, ids: list[str], slots: Slots) -> RowFacts:
+        """Return lengths, if a column of lengths or of tokens says those of all samples, and copies of the tags."""
+        lengths: list[int] | None = None
+        for name in (INPUT_LENGTHS, INPUT_IDS):
+            if name in self._saying and name in self._columns and self._columns[name].holds_all(slots):
+                lengths = self._lengths[slots.at].tolist()
+                break
+        tags = None
+        if self._tags:
+            tags = [copied_tag(self._tags.get(sample_id, {}), row) for row, sample_id in enumerate(ids)]
+        return RowFacts(ids, lengths, tags if tags and any(tags) else None)
+
+    # Claiming.
+
+    @property
+    def claims(self) -> Claims:
+        """The claims as they are now: without those that have run out."""
+        self._claims.expire()
+        return self._claims
+
+    def next_end_s(self) -> float:
+        """Return how long it is until a lease runs out; infinite if there is none."""
+        return self._claims.next_end_s()
+
+    def claim(self, request: ClaimRequest) -> tuple[list[str], Slots, str | None] | None:
+        """Take the next samples for a task; raises what `Claims.claim` raises."""
+        claimed = self.claims.claim(request, self._ids, *self._wanted(request))
+        if claimed is None:
+            return None
+        slots, claim = claimed
+        return [self._ids[slot] for slot in slots.tolist()], Slots(slots), claim
+
+    def describe_wait(self, request: ClaimRequest) -> str:
+        return self.claims.describe_wait(request, len(self._ids), *self._wanted(request))
+
+    def is_consumed(self, tasks: Sequence[str]) -> bool:
+        return self.claims.is_consumed(tasks, len(self._ids))
+
+    def _wanted(self, request: ClaimRequest) -> tuple[dict[str, Held], Passes | None]:
+        """Return what tells which slots have the columns that a claim asks for, and which groups pass its rules."""
+        held_by: dict[str, Held] = {
+            name: self._columns.get(name, Column[Block]()).held for name in request.fields
+        }
+        if not request.where:
+            return held_by, None
+        return held_by, lambda units: self._pass(request.where, units)
+
+    def _pass(self, rules: Sequence[TagRule], units: Rows) -> Mask:
+        nothing: dict[str, Any] = {}
+        groups = ([self._tags.get(self._ids[slot], nothing) for slot in unit] for unit in units.tolist())
+        return np.array([all(rule.passes(tags) for rule in rules) for tags in groups], bool)
+
+    def report(self, limit: int) -> PartitionReport:
+        """Return what there is, with at most `limit` rows that are not consumed."""
+        slots = len(self._ids)
+        unconsumed = self.claims.unconsumed(slots)
+        names, all_slots = list(self._producers), np.array(list(self._slot_of.values()), np.int64)
+        producers = grown(self._producer_of, slots, _UNKNOWN)
+        counts = np.bincount(producers[all_slots] + 1, minlength=len(names) + 1)[1:].tolist()
+        return PartitionReport(
+            rows=len(self),
+            bytes_by_column={name: column.nbytes for name, column in self._columns.items()},
+            rows_by_column={
+                name: int(np.count_nonzero(column.held(all_slots))) for name, column in self._columns.items()
+            },
+            rows_by_producer={name: count for name, count in zip(names, counts) if count},
+            tasks=self._claims.tasks(slots),
+            leases=self._claims.leases(),
+            unconsumed_rows=len(unconsumed),
+            unconsumed=[
+                RowReport(
+                    self._ids[slot],
+                    names[producers[slot]] if producers[slot] >= 0 else None,
+                    copied_tag(self._tags.get(self._ids[slot], {}), 0),
+                )
+                for slot in unconsumed[:limit].tolist()
+            ],
+        )
+
+
+def _two_lengths(name: str, sample: str, got: int, other: str, held: int, where: str) -> SchemaError:
+    return SchemaError(
+        f"column '{name}' has {got} tokens for sample '{sample}'; column '{other}' {where} says {held}. Write "
+        "all columns of a sample that have one value per token with one length (kv_first_write and write_columns pack "
+        f"padded rows); to change it, overwrite them, and '{INPUT_LENGTHS}', in one put"
+    )
