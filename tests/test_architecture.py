@@ -162,6 +162,7 @@ def test_files_and_layers_are_named_by_module() -> None:
 
 # Packages that go by another name where they are installed from, or that come with one that is declared.
 DISTRIBUTIONS = {
+    "PIL": "matplotlib",
     "mlflow": "mlflow-skinny",
     "mooncake": "mooncake-transfer-engine-non-cuda",
     "megatron": "megatron-core",

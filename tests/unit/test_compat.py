@@ -1,4 +1,4 @@
-"""The opt-in import paths: each resolves to headrace's own module, and nothing is there without the opt-in."""
+"""The opt-in import paths: each resolves to a module of headrace, and nothing is there without the opt-in."""
 
 import importlib
 import importlib.util
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from headrace.compat.nemo_rl import ALIASES, NemoRLFinder, install, resolve
+from headrace.compat.nemo_rl import ALIASES, TRANSLATED, NemoRLFinder, install, resolve
 
 NAMES = {
     "algorithms.interfaces": ("headrace.algorithms.interfaces", ["LossFunction", "LossType"]),
@@ -16,32 +16,32 @@ NAMES = {
         "headrace.compat.message_log",
         ["attach_message_log_view", "batched_message_log_to_flat_message", "decompose_message_log"],
     ),
-    "data.multimodal_utils": ("headrace.distributed.multimodal", ["PackedTensor"]),
+    "data.multimodal_utils": ("headrace.compat.multimodal_utils", ["PackedTensor"]),
     "data.packing.algorithms": (
         "headrace.compat.packing_algorithms",
         ["ConcatenativePacker", "PackingAlgorithm", "SequencePacker", "get_packer"],
     ),
-    "data_plane": ("headrace.data_plane", ["KVBatchMeta", "build_data_plane_client"]),
+    "data_plane": ("headrace.compat.data_plane", ["KVBatchMeta", "build_data_plane_client"]),
     "data_plane.adapters.noop": ("headrace.data_plane.adapters.noop", ["NoOpDataPlaneClient"]),
     "data_plane.codec": ("headrace.data_plane.codec", ["materialize", "pack_jagged_fields"]),
-    "data_plane.column_io": ("headrace.data_plane.column_io", ["kv_first_write", "read_columns", "round_up"]),
-    "data_plane.factory": ("headrace.data_plane.factory", ["build_data_plane_client"]),
+    "data_plane.column_io": ("headrace.compat.column_io", ["kv_first_write", "read_columns", "round_up"]),
+    "data_plane.factory": ("headrace.compat.factory", ["build_data_plane_client"]),
     "data_plane.interfaces": (
-        "headrace.data_plane.interfaces",
+        "headrace.compat.interfaces",
         ["DataPlaneClient", "DataPlaneConfig", "KVBatchMeta"],
     ),
     "data_plane.observability": (
-        "headrace.data_plane.observability",
+        "headrace.compat.observability",
         ["MetricsDataPlaneClient", "print_event"],
     ),
-    "data_plane.preshard": ("headrace.data_plane.preshard", ["shard_meta_for_dp"]),
+    "data_plane.preshard": ("headrace.compat.preshard", ["shard_meta_for_dp"]),
     "data_plane.schema": (
         "headrace.data_plane.schema",
         ["DP_TRAIN_FIELDS", "Layout", "PROMOTE_1D_FIELDS", "fields_with_optional_routed_experts"],
     ),
-    "data_plane.worker_mixin": ("headrace.data_plane.worker_mixin", ["TQWorkerMixin"]),
+    "data_plane.worker_mixin": ("headrace.compat.worker_mixin", ["TQWorkerMixin"]),
     "distributed.batched_data_dict": (
-        "headrace.distributed.batched_data_dict",
+        "headrace.compat.batched_data_dict",
         ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"],
     ),
     "distributed.named_sharding": ("headrace.compat.named_sharding", ["NamedSharding"]),
@@ -55,8 +55,8 @@ NAMES = {
         ["get_flash_attention_kwargs", "pack_sequences"],
     ),
     "models.policy.lm_policy": ("headrace.models.policy.lm_policy", ["Policy"]),
-    "models.policy.tq_policy": ("headrace.models.policy.tq_policy", ["TQPolicy"]),
-    "utils.routed_experts_codec": ("headrace.data_plane.routes_codec", []),
+    "models.policy.tq_policy": ("headrace.compat.tq_policy", ["TQPolicy"]),
+    "utils.routed_experts_codec": ("headrace.compat.routed_experts_codec", []),
     "utils.timer": ("headrace.utils.timer", ["Timer"]),
 }
 
@@ -70,7 +70,8 @@ def test_a_documented_path_is_headraces_own_module_with_its_names(path: str) -> 
 
 
 def test_every_alias_leads_to_a_module() -> None:
-    assert [path for path in ALIASES if importlib.util.find_spec(f"nemo_rl.{path}") is None] == []
+    paths = [*ALIASES, *TRANSLATED]
+    assert [path for path in paths if importlib.util.find_spec(f"nemo_rl.{path}") is None] == []
 
 
 def test_an_alias_keeps_its_own_name_and_spec() -> None:

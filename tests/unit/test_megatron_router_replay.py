@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from headrace.compat import megatron_replay
 from headrace.errors import ReplayError
 from headrace.models.megatron.router_replay import MegatronRouterReplay, moe_layers, rows_of_rank
 
@@ -263,6 +264,27 @@ def test_the_routers_of_multi_token_prediction_are_left_alone() -> None:
 def test_a_capacity_factor_is_refused_by_name() -> None:
     with pytest.raises(ReplayError, match=r"moe_expert_capacity_factor=0\.5 lets a router drop"):
         MegatronRouterReplay([gpt(moe_expert_capacity_factor=0.5)])
+
+
+def test_functions_by_nemo_rls_names_replay_what_the_handle_replays() -> None:
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    models = [gpt(**recompute).train() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    handle = MegatronRouterReplay([models[0]])
+    with handle.forward(routes(), keep_for_recompute=True):
+        by_handle = run(models[0])
+    with handle.backward():
+        by_handle.sum().backward()
+    handle.finish()
+    megatron_replay.set_router_replay_forward(models[1], routes())
+    by_name = run(models[1])
+    megatron_replay.set_router_replay_backward(models[1])
+    by_name.sum().backward()
+    megatron_replay.clear_router_replay(models[1])
+    assert torch.equal(by_name, by_handle)
+    for (name, mine), theirs in zip(models[1].named_parameters(), models[0].parameters()):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad), name
 
 
 def test_rows_that_no_router_can_have_chosen_are_refused() -> None:

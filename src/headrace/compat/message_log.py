@@ -1,8 +1,8 @@
 """Conversations with their tokens: message logs to padded rows, to columns, and back.
 
 A message log is one sample's messages in order. A message is a dict with `role`, `content` (text) and `token_ids`
-(L,), and further values of any kind: tensors along the message's tokens (logprobs, masks), media as PackedTensors,
-or anything else.
+(L,), or `input_ids` in its place, and further values of any kind: tensors along the message's tokens (logprobs,
+masks), media as PackedTensors, or anything else.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,16 @@ from typing import Any
 
 import torch
 
+from headrace.compat.conversations import (
+    TOKEN_IDS,
+    add_loss_mask_to_message_log,
+    get_first_index_that_differs,
+    get_formatted_message_log,
+    get_keys_from_message_log,
+    message_log_shape,
+    message_log_to_flat_messages,
+    remap_dataset_keys,
+)
 from headrace.data_plane.object_codec import ObjectArray
 from headrace.data_plane.schema import INPUT_IDS
 from headrace.distributed.batched_data_dict import BatchedDataDict
@@ -20,13 +30,31 @@ from headrace.distributed.ragged_cpu import PadValue
 from headrace.errors import SchemaError
 from headrace.utils.rounding import round_up
 
+__all__ = [
+    "GENERATION_LOGPROBS",
+    "MESSAGE_LOG_BULK_FIELDS",
+    "add_loss_mask_to_message_log",
+    "attach_message_log_view",
+    "batched_message_log_to_flat_message",
+    "decompose_message_log",
+    "get_first_index_that_differs",
+    "get_formatted_message_log",
+    "get_keys_from_message_log",
+    "message_log_shape",
+    "message_log_to_flat_messages",
+    "reconstruct_message_log",
+    "remap_dataset_keys",
+]
+
 MessageLog = Sequence[Mapping[str, Any]]
 
-TOKEN_IDS = "token_ids"
 GENERATION_LOGPROBS = "generation_logprobs"
 MESSAGE_LOG = "message_log"
 
 TURN_LENGTHS, TURN_ROLES, TURN_CONTENTS = "turn_lengths", "turn_roles", "turn_contents"
+RESPONSE_LENGTHS = "response_token_lengths"
+MESSAGE_LOG_BULK_FIELDS = (TURN_LENGTHS, TURN_ROLES, TURN_CONTENTS, RESPONSE_LENGTHS)
+"""The columns of `decompose_message_log`."""
 
 
 def batched_message_log_to_flat_message(
@@ -52,7 +80,10 @@ def batched_message_log_to_flat_message(
     """
     if not message_log_batch:
         raise SchemaError("no message logs to join; expected at least one")
-    counts = [_token_counts(log, row) for row, log in enumerate(message_log_batch)]
+    named = any(TOKEN_IDS in message for log in message_log_batch for message in log)
+    spelled = any(INPUT_IDS in message for log in message_log_batch for message in log)
+    tokens = INPUT_IDS if spelled and not named else TOKEN_IDS
+    counts = [_token_counts(log, row, tokens) for row, log in enumerate(message_log_batch)]
     pads = pad_value_dict or {}
     flat: dict[str, Any] = {}
     for key in dict.fromkeys(key for log in message_log_batch for message in log for key in message):
@@ -92,7 +123,7 @@ def decompose_message_log(message_log_batch: Sequence[MessageLog]) -> dict[str, 
         TURN_LENGTHS: turns.pad(flat),
         TURN_ROLES: object_array(roles),
         TURN_CONTENTS: object_array([[m.get("content", "") for m in log] for log in message_log_batch]),
-        "response_token_lengths": torch.tensor(responses, dtype=torch.int64),
+        RESPONSE_LENGTHS: torch.tensor(responses, dtype=torch.int64),
     }
 
 
@@ -109,12 +140,30 @@ def attach_message_log_view(batch: BatchedDataDict) -> None:
     needed = (INPUT_IDS, TURN_LENGTHS, TURN_ROLES, TURN_CONTENTS)
     if any(name not in batch for name in needed):
         return
-    ids = batch[INPUT_IDS].unbind()
-    logprobs = batch[GENERATION_LOGPROBS].unbind() if GENERATION_LOGPROBS in batch else [None] * len(ids)
-    columns = (batch[name] for name in (TURN_ROLES, TURN_CONTENTS))
-    lengths = batch[TURN_LENGTHS].tolist()
-    logs = [_log(row, *parts) for row, parts in enumerate(zip(ids, logprobs, lengths, *columns))]
-    batch[MESSAGE_LOG] = logs
+    logprobs = batch.get(GENERATION_LOGPROBS)
+    ids, lengths, roles, contents = (batch[name] for name in needed)
+    batch[MESSAGE_LOG] = reconstruct_message_log(ids, lengths, roles, contents, logprobs)
+
+
+def reconstruct_message_log(
+    input_ids: torch.Tensor,
+    turn_lengths: torch.Tensor,
+    turn_roles: Sequence[Sequence[str]] | ObjectArray,
+    turn_contents: Sequence[Sequence[str]] | ObjectArray,
+    generation_logprobs: torch.Tensor | None = None,
+) -> list[list[dict[str, Any]]]:
+    """Return the logs that `decompose_message_log` took apart, of their columns and the token columns.
+
+    Every message gets `role`, `content` and `token_ids`, an assistant message also `generation_logprobs` where they
+    are given; both are views of the (N, S) or jagged rows.
+
+    Raises:
+        SchemaError: a log of more tokens than its row of `input_ids`.
+    """
+    ids = input_ids.unbind()
+    logprobs = [None] * len(ids) if generation_logprobs is None else generation_logprobs.unbind()
+    columns = zip(ids, logprobs, turn_lengths.tolist(), turn_roles, turn_contents)
+    return [_log(row, *parts) for row, parts in enumerate(columns)]
 
 
 def _log(
@@ -141,11 +190,11 @@ def _log(
     return log
 
 
-def _token_counts(log: MessageLog, row: int) -> list[int]:
+def _token_counts(log: MessageLog, row: int, tokens: str) -> list[int]:
     for turn, message in enumerate(log):
-        if not isinstance(message.get(TOKEN_IDS), torch.Tensor):
-            raise SchemaError(f"log {row}, message {turn} has no tensor '{TOKEN_IDS}'; got {sorted(message)}")
-    return [len(message[TOKEN_IDS]) for message in log]
+        if not isinstance(message.get(tokens), torch.Tensor):
+            raise SchemaError(f"log {row}, message {turn} has no tensor '{tokens}'; got {sorted(message)}")
+    return [len(message[tokens]) for message in log]
 
 
 def _role(message: Mapping[str, Any], row: int, turn: int) -> str:
@@ -193,6 +242,7 @@ def _form(value: Any) -> str:
 
 
 def _join_media(values: Sequence[Sequence[Any]], example: PackedTensor) -> PackedTensor:
-    none = PackedTensor([None], example.dim_to_pack)
+    kind = type(example)
+    none = kind([None], example.dim_to_pack)
     rows = [[none if value is None else value for value in log] or [none] for log in values]
-    return PackedTensor.flattened_concat([PackedTensor.concat(row) for row in rows])
+    return kind.flattened_concat([kind.concat(row) for row in rows])

@@ -1,8 +1,9 @@
 """Import this module first, and `import nemo_rl.data_plane.codec` and the like give headrace's modules.
 
 An alias is the very module it stands for: classes, functions and state are shared, and a module is loaded when
-it is first asked for. Paths that headrace has no counterpart of are not found, as any missing module. Nothing
-is installed under the name `nemo_rl`; without this import it does not exist.
+it is first asked for. Where callers have habits that headrace does not share, the path leads to a module of
+`headrace.compat` that translates them. Other paths are not found, as any missing module. Nothing is installed
+under the name `nemo_rl`; without this import it does not exist.
 
     import headrace.compat.nemo_rl
     from nemo_rl.data_plane.codec import materialize
@@ -22,20 +23,36 @@ ALIASES = {
     "algorithms.interfaces": "headrace.algorithms.interfaces",
     "algorithms.loss.interfaces": "headrace.algorithms.interfaces",
     "data.llm_message_utils": "headrace.compat.message_log",
-    "data.multimodal_utils": "headrace.distributed.multimodal",
     "data.packing.algorithms": "headrace.compat.packing_algorithms",
     "data_plane": "headrace.data_plane",
-    "distributed.batched_data_dict": "headrace.distributed.batched_data_dict",
     "distributed.named_sharding": "headrace.compat.named_sharding",
     "experience.sync_rollout_actor": "headrace.experience.sync_rollout_actor",
     "models.automodel": "headrace.models.automodel",
     "models.huggingface": "headrace.models.huggingface",
     "models.policy.lm_policy": "headrace.models.policy.lm_policy",
-    "models.policy.tq_policy": "headrace.models.policy.tq_policy",
-    "utils.routed_experts_codec": "headrace.data_plane.routes_codec",
     "utils.timer": "headrace.utils.timer",
 }
 """Path under `nemo_rl` to headrace module; a package brings its submodules along."""
+
+TRANSLATED = {
+    "algorithms.utils": "headrace.compat.tokenizer",
+    "data.interfaces": "headrace.compat.data_specs",
+    "data.multimodal_utils": "headrace.compat.multimodal_utils",
+    "data_plane": "headrace.compat.data_plane",
+    "data_plane.column_io": "headrace.compat.column_io",
+    "data_plane.factory": "headrace.compat.factory",
+    "data_plane.interfaces": "headrace.compat.interfaces",
+    "data_plane.observability": "headrace.compat.observability",
+    "data_plane.preshard": "headrace.compat.preshard",
+    "data_plane.worker_mixin": "headrace.compat.worker_mixin",
+    "distributed.batched_data_dict": "headrace.compat.batched_data_dict",
+    "experience.interfaces": "headrace.compat.prompt_groups",
+    "experience.payload": "headrace.compat.payload",
+    "models.megatron.router_replay": "headrace.compat.megatron_replay",
+    "models.policy.tq_policy": "headrace.compat.tq_policy",
+    "utils.routed_experts_codec": "headrace.compat.routed_experts_codec",
+}
+"""Path under `nemo_rl` to the module that translates it; this path alone, none below it."""
 
 
 def _packages_above(paths: Sequence[str]) -> frozenset[str]:
@@ -43,7 +60,7 @@ def _packages_above(paths: Sequence[str]) -> frozenset[str]:
     return frozenset(".".join(above[:n]) for above in parts for n in range(1, len(above) + 1))
 
 
-_PACKAGES = _packages_above(list(ALIASES))
+_PACKAGES = _packages_above([f"{ROOT}.{path}" for path in (*ALIASES, *TRANSLATED)])
 """Packages that only lead to an alias; they are empty."""
 
 
@@ -56,6 +73,8 @@ def resolve(name: str) -> str | None:
     parts = name.split(".")
     if parts[0] != ROOT:
         return None
+    if translated := TRANSLATED.get(".".join(parts[1:])):
+        return translated
     for end in range(len(parts), 1, -1):
         target = ALIASES.get(".".join(parts[1:end]))
         if target is not None:
@@ -82,15 +101,15 @@ class _EmptyLoader(Loader):
 
 
 class NemoRLFinder(MetaPathFinder):
-    """Finds the modules of `ALIASES` and the packages above them."""
+    """Finds the modules of `ALIASES` and `TRANSLATED`, and the packages above them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec for an alias or a package on the way to one, and None for all else."""
-        if fullname == ROOT or fullname.removeprefix(f"{ROOT}.") in _PACKAGES:
-            return ModuleSpec(fullname, _EmptyLoader(), is_package=True)
         module = resolve(fullname)
+        if module is None and fullname in _PACKAGES:
+            return ModuleSpec(fullname, _EmptyLoader(), is_package=True)
         if module is None or importlib.util.find_spec(module) is None:
             return None
         return ModuleSpec(fullname, _AliasLoader(module))

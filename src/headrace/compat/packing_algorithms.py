@@ -1,7 +1,8 @@
 """Packing algorithms as objects, by name: `get_packer("first_fit_decreasing", 4096).pack(lengths)`."""
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import numpy as np
@@ -52,8 +53,20 @@ def pack_rows(
         bin_of = concatenate_rows(tokens, capacity)
     else:
         bin_of = pack_shards(tokens, np.zeros_like(tokens), 1, capacity, algorithm)
+    choose = behind_the_middle if algorithm == "concatenative" else _every_other
+    return _rows_of_bins(tokens, bin_of, min_bin_count, bin_count_multiple, choose)
+
+
+def _rows_of_bins(
+    tokens: IntArray,
+    bin_of: IntArray,
+    min_bin_count: int,
+    bin_count_multiple: int,
+    choose: Callable[[IntArray], npt.NDArray[np.bool_]],
+) -> list[IntArray]:
+    """Return the rows of each bin, after the fullest have been split until there are as many bins as asked for."""
     bins = round_up(max(int(bin_of.max(initial=-1)) + 1, min_bin_count), bin_count_multiple)
-    split_fullest(tokens, bin_of, bins, behind_the_middle if algorithm == "concatenative" else _every_other)
+    split_fullest(tokens, bin_of, bins, choose)
     rows = np.argsort(bin_of, kind="stable")
     stops = np.cumsum(np.bincount(bin_of, minlength=bins))
     return [rows[start:stop] for start, stop in zip([0, *stops[:-1].tolist()], stops.tolist())]
@@ -125,6 +138,32 @@ class SequencePacker(ABC):
     def reset_metrics(self) -> None:
         self._packed.clear()
 
+    def compute_metrics(
+        self, sequence_lengths: Sequence[int], bins: Sequence[Sequence[int]]
+    ) -> dict[str, float]:
+        """Return tokens, bins and fill of one packing, the fullest and the emptiest bin, and the fewest bins possible.
+
+        `fill` is the share of the bins' room that is used, `least_bins` the tokens in whole bins, without regard to
+        where sequences end.
+        """
+        loads = [sum(sequence_lengths[row] for row in rows) for rows in bins]
+        room = len(bins) * self.bin_capacity
+        return {
+            "tokens": float(sum(loads)),
+            "bins": float(len(bins)),
+            "fill": sum(loads) / room if room else 0.0,
+            "fullest_bin_tokens": float(max(loads, default=0)),
+            "emptiest_bin_tokens": float(min(loads, default=0)),
+            "least_bins": float(-(-sum(loads) // self.bin_capacity)),
+        }
+
+    def print_metrics(self) -> None:
+        """Write what `get_aggregated_metrics` returns to the terminal, one per line."""
+        lines = [f"{name}: {value:g}" for name, value in self.get_aggregated_metrics().items()]
+        sys.stdout.write(
+            "".join(f"{line}\n" for line in lines or ["no metrics: nothing was packed and counted"])
+        )
+
     @abstractmethod
     def _bins(self, lengths: IntArray) -> list[IntArray]: ...
 
@@ -148,7 +187,23 @@ class ConcatenativePacker(_NamedPacker):
     _algorithm = PackingAlgorithm.CONCATENATIVE
 
 
-class FirstFitDecreasingPacker(_NamedPacker):
+class FirstFitPacker(SequencePacker):
+    """Puts each sequence, in the order in which they are given, into the first bin with room."""
+
+    def _bins(self, lengths: IntArray) -> list[IntArray]:
+        check_fits(lengths, lengths, self.bin_capacity, knob="bin_capacity")
+        room: list[int] = []
+        bin_of = np.zeros(len(lengths), dtype=np.int64)
+        for row, length in enumerate(lengths.tolist()):
+            bin_ = next((place for place, left in enumerate(room) if left >= length), len(room))
+            if bin_ == len(room):
+                room.append(self.bin_capacity)
+            room[bin_] -= length
+            bin_of[row] = bin_
+        return _rows_of_bins(lengths, bin_of, self.min_bin_count, self.bin_count_multiple, _every_other)
+
+
+class FirstFitDecreasingPacker(_NamedPacker, FirstFitPacker):
     """Puts each sequence, from the longest on, into the first bin with room."""
 
     _algorithm = PackingAlgorithm.FIRST_FIT_DECREASING
@@ -160,7 +215,7 @@ class ModifiedFirstFitDecreasingPacker(_NamedPacker):
     _algorithm = PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING
 
 
-class FirstFitShufflePacker(_NamedPacker):
+class FirstFitShufflePacker(_NamedPacker, FirstFitPacker):
     """Puts each sequence, in a random order that their number decides, into the first bin with room."""
 
     _algorithm = PackingAlgorithm.FIRST_FIT_SHUFFLE

@@ -105,7 +105,7 @@ def to_wire(value: object) -> object:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return _buffer(EXT_ARRAY, value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
     if isinstance(value, PackedTensor) and len(value) == 1:
-        row = None if value.tensors[0] is None else _tensor_to_wire(value.tensors[0])
+        row = to_wire(value.as_tensor())
         return msgspec.msgpack.Ext(EXT_PACKED_TENSOR, _encoder.encode([value.dim_to_pack, row]))
     detail = f" of dtype {value.dtype}" if isinstance(value, np.ndarray) else ""
     raise _NotStorableError(f"a value of type {kind.__module__}.{kind.__qualname__}{detail} cannot be stored")

@@ -92,7 +92,7 @@ def concat_columns(name: str, columns: Sequence[Column], pad_value: int | float 
             f"column '{name}' is {' and '.join(sorted(kinds))} in different parts; make it one kind"
         )
     if isinstance(first, PackedTensor):
-        return PackedTensor.concat([c for c in columns if isinstance(c, PackedTensor)])
+        return type(first).concat([c for c in columns if isinstance(c, PackedTensor)])
     if isinstance(first, np.ndarray):
         return np.concatenate([c for c in columns if isinstance(c, np.ndarray)])
     if isinstance(first, torch.Tensor):

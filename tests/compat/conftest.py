@@ -1,0 +1,3 @@
+"""Makes `nemo_rl` importable in these tests."""
+
+import headrace.compat.nemo_rl  # noqa: F401
