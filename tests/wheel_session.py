@@ -1,18 +1,49 @@
 """The package as a user has it: a wheel, built once per test session, installed in a folder of its own."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from filelock import FileLock
 
 _CHECKOUT = Path(__file__).parents[1]
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+
+
+# Of one process, which imports once what takes seconds; each command's streams are kept apart.
+_EACH = """
+import contextlib, io, json, runpy, sys
+from headrace.cli import main
+
+done = []
+for command in json.loads(sys.argv[1]):
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    sys.argv = command
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main() if command[0] == "headrace" else runpy.run_path(command[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+    done.append([code, out.getvalue(), err.getvalue()])
+with open(RESULTS, "w") as file:
+    json.dump(done, file)
+"""
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
 
 
 @dataclass(frozen=True)
@@ -42,6 +73,21 @@ class InstalledWheel:
     ) -> subprocess.CompletedProcess[str]:
         """Run the script `headrace` in the folder `cwd`; the caller looks at the exit code."""
         return self._run([str(self.site / "bin" / "headrace"), *map(str, arguments)], cwd, env, timeout_s)
+
+    def each(
+        self,
+        *commands: Sequence[str],
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 280,
+    ) -> list[Done]:
+        """Run commands (`headrace` and arguments, or a Python file) in the folder `cwd`, all in one process."""
+        with tempfile.TemporaryDirectory() as folder:
+            results = Path(folder) / "results.json"
+            code = _EACH.replace("RESULTS", repr(str(results)))
+            done = self.python("-c", code, json.dumps(commands), cwd=cwd, env=env, timeout_s=timeout_s)
+            assert done.returncode == 0, done.stderr
+            return [Done(*one) for one in json.loads(results.read_text())]
 
     def _run(
         self, command: list[str], cwd: Path, env: Mapping[str, str] | None, timeout_s: float

@@ -15,7 +15,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
 
+# A demo of a few thousand weights, whose steps take less than a second.
 CLUSTER = (
+    "policy.model.config.hidden_size=32",
+    "policy.model.config.moe_intermediate_size=32",
+    "policy.train_global_batch_size=16",
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    "data.train_size=64",
+    "data.validation_size=4",
+    "logging.trackers=[]",
     "data_plane.impl=transfer_queue",
     "cluster.gpus_per_node=0",
     "policy.workers=2",
@@ -80,10 +89,10 @@ def wait_for(path: Path, process: "subprocess.Popen[str]", within_s: float = 300
 @pytest.mark.timeout(600)
 def test_a_run_that_finishes_leaves_no_process_behind(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
-    process = start(tmp_path / "run", mark, "grpo.max_num_steps=2")
+    process = start(tmp_path / "run", mark, "grpo.max_num_steps=1")
     output, _ = process.communicate()
     assert process.returncode == 0, output
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= 2
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
     assert survivors(mark) == {}
 
 
@@ -119,7 +128,9 @@ START_UPS = {
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "waits_for", ["the store", pytest.param("the workers", marks=pytest.mark.slow), "room"]
+    # Where it waits makes no difference to how it ends. That it waits for room is seen in test_virtual_cluster_attach.
+    "waits_for",
+    ["the store", *(pytest.param(name, marks=pytest.mark.slow) for name in ("the workers", "room"))],
 )
 def test_ctrl_c_during_start_up_ends_the_run_soon_and_leaves_no_process_behind(
     tmp_path: Path, waits_for: str
@@ -146,6 +157,7 @@ def test_ctrl_c_during_start_up_ends_the_run_soon_and_leaves_no_process_behind(
     assert survivors(mark) == {}
 
 
+@pytest.mark.slow  # test_virtual_cluster_attach has the same refusal, on a cluster that is there
 @pytest.mark.timeout(600)
 def test_a_gpu_for_the_rollouts_that_the_cluster_lacks_is_one_line_before_any_worker_starts(
     tmp_path: Path,

@@ -1,6 +1,7 @@
 """The in-memory loop and the data-plane loop, over every store, give the same numbers, bit for bit."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from ray_session import MOONCAKE, SIMPLE, fresh_store
 from recorder import NeverStop, Recorder
 from tiny_recipe import tiny_recipe
 
+STEPS = 3
 LEARNERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "dynamic_sampling": {
         "grpo": {
             "num_prompts_per_step": 4,
             "num_generations_per_prompt": 4,
-            "max_num_steps": 5,
+            "max_num_steps": STEPS,
             "dynamic_sampling": {"enabled": True, "max_refills": 3},
         }
     },
@@ -33,7 +35,7 @@ LEARNERS: dict[str, dict[str, Any]] = {
         "grpo": {
             "num_prompts_per_step": 4,
             "num_generations_per_prompt": 4,
-            "max_num_steps": 5,
+            "max_num_steps": STEPS,
             "reward": {"kl_coefficient": 0.01, "overlong_filtering": True},
         },
         # Some letters end an answer, so that some samples are cut, and more are not.
@@ -66,7 +68,7 @@ class RecordingLoss:
         return self.inner(logprobs, data, **counts)
 
 
-def run_five_steps(recipe: RecipeConfig) -> dict[str, Any]:
+def run_steps(recipe: RecipeConfig) -> dict[str, Any]:
     session = build_session(recipe)
     try:
         recorder = Recorder()
@@ -80,6 +82,7 @@ def run_five_steps(recipe: RecipeConfig) -> dict[str, Any]:
     return {"records": recorder.steps, "samples": recorder.samples, "seen": loss.seen, "weights": weights}
 
 
+InMemory = Callable[[str, str], dict[str, Any]]
 MEMORY: dict[str, Any] = {"enabled": False}
 LOCAL: dict[str, Any] = {"impl": "local"}
 STORES = {"transfer_queue/simple": SIMPLE, "transfer_queue/mooncake_cpu": MOONCAKE}
@@ -96,17 +99,32 @@ def recipe_for(tmp_path: Path, batching: str, learner: str, *, data_plane: dict[
         checkpointing={"enabled": False},
         **changes,
     )
+    recipe = recipe.model_copy(update={"grpo": recipe.grpo.model_copy(update={"max_num_steps": STEPS})})
     if gbs:
         policy = recipe.policy.model_copy(update={"train_global_batch_size": gbs})
         recipe = recipe.model_copy(update={"policy": policy})
     return recipe
 
 
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory: pytest.TempPathFactory) -> InMemory:
+    """Return what gives the run in memory, which every store is compared with and which is taken once."""
+
+    @cache
+    def run(batching: str, learner: str) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("memory")
+        return run_steps(recipe_for(folder, batching, learner, data_plane=MEMORY))
+
+    return run
+
+
 @pytest.mark.parametrize("learner", LEARNERS)
 @pytest.mark.parametrize("batching", ["fixed", "dynamic", "packed"])
-def test_both_loops_are_bit_identical_over_five_steps(tmp_path: Path, batching: str, learner: str) -> None:
-    plane = run_five_steps(recipe_for(tmp_path, batching, learner, data_plane=LOCAL))
-    memory = run_five_steps(recipe_for(tmp_path, batching, learner, data_plane=MEMORY))
+def test_both_loops_are_bit_identical_over_three_steps(
+    tmp_path: Path, batching: str, learner: str, in_memory: InMemory
+) -> None:
+    plane = run_steps(recipe_for(tmp_path, batching, learner, data_plane=LOCAL))
+    memory = in_memory(batching, learner)
     check_bit_identical(plane, memory)
     for a, b in zip(plane["seen"], memory["seen"]):
         assert ("prev_logprobs" in a) == ("prev_logprobs" in b) == (learner != "on_policy_shortcut")
@@ -127,28 +145,28 @@ def check_token_advantages(seen: list[dict[str, torch.Tensor]]) -> None:
 @pytest.mark.parametrize("batching", ["fixed", "dynamic", "packed"])
 @pytest.mark.parametrize("store", ENGINES)
 def test_a_loop_over_another_store_is_bit_identical_to_the_one_in_memory(
-    tmp_path: Path, store: str, batching: str, request: pytest.FixtureRequest
+    tmp_path: Path, store: str, batching: str, request: pytest.FixtureRequest, in_memory: InMemory
 ) -> None:
     request.getfixturevalue(ENGINES[store])
     learner = "token_advantages_under_filters"  # reads and writes every column that a step can have
-    plane = run_five_steps(recipe_for(tmp_path, batching, learner, data_plane=fresh_store(STORES[store])))
-    memory = run_five_steps(recipe_for(tmp_path, batching, learner, data_plane=MEMORY))
+    plane = run_steps(recipe_for(tmp_path, batching, learner, data_plane=fresh_store(STORES[store])))
+    memory = in_memory(batching, learner)
     check_bit_identical(plane, memory)
 
 
 def test_dynamic_sampling_leaves_no_row_in_transfer_queue(
-    tmp_path: Path, transfer_queue_engine: None
+    tmp_path: Path, transfer_queue_engine: None, in_memory: InMemory
 ) -> None:
     store = fresh_store(SIMPLE)
-    plane = run_five_steps(recipe_for(tmp_path, "packed", "dynamic_sampling", data_plane=store))
-    memory = run_five_steps(recipe_for(tmp_path, "packed", "dynamic_sampling", data_plane=MEMORY))
+    plane = run_steps(recipe_for(tmp_path, "packed", "dynamic_sampling", data_plane=store))
+    memory = in_memory("packed", "dynamic_sampling")
     check_bit_identical(plane, memory)
     assert any(r.metrics["dynamic_sampling/rounds"] > 1 for r in plane["records"]), "nothing was filtered"
 
 
 def check_bit_identical(plane: dict[str, Any], memory: dict[str, Any]) -> None:
     """Metrics, samples, weights, and every microbatch: its rows, their order and all columns that the loss sees."""
-    assert len(plane["records"]) == len(memory["records"]) == 5
+    assert len(plane["records"]) == len(memory["records"]) == STEPS
     for a, b in zip(plane["records"], memory["records"]):
         assert comparable(a.metrics) == comparable(b.metrics)
         assert a.tokens == b.tokens

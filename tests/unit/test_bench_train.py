@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headrace.cli import find_benchmarks
 
 
@@ -34,6 +36,7 @@ def test_training_is_compared_with_equal_losses(tmp_path: Path) -> None:
     assert "headrace packed: step: by self_cpu_time_total" in trace.read_text()
 
 
+@pytest.mark.slow  # recomputation itself: test_automodel_train, test_worker_sharded
 def test_layers_may_be_recomputed_in_every_way(tmp_path: Path) -> None:
     report = run("train", tmp_path / "train.json", "--recompute", "--only", "packed,transformers")
     assert report["notes"]["batch"]["recompute"]

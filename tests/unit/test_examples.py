@@ -1,5 +1,6 @@
 """Every example runs, at a size of seconds, and is short."""
 
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -63,13 +64,26 @@ def test_router_replay_alone_brings_the_logits_nearer() -> None:
     assert replayed < own / 2
 
 
-def test_a_plain_loop_trains_on_what_another_process_makes() -> None:
+def told_steps(output: str) -> list[str]:
+    return [line.split(" of ")[0] for line in output.splitlines() if line.startswith("step")]
+
+
+def test_a_plain_loop_trains_on_what_another_process_makes(
+    ray_cluster: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)  # where the other process finds its function
+    losses = importlib.import_module("two_processes").main()
+    assert len(losses) == 3
+    assert told_steps(capsys.readouterr().out) == ["step 0: 16 rows", "step 1: 16 rows", "step 2: 16 rows"]
+
+
+@pytest.mark.slow  # as a script, with a Ray cluster of its own
+def test_a_plain_loop_starts_ray_by_itself() -> None:
     pytest.importorskip("ray")
     command = [sys.executable, EXAMPLES / "two_processes.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    told = [line.split(" of ")[0] for line in done.stdout.splitlines() if line.startswith("step")]
-    assert told == ["step 0: 16 rows", "step 1: 16 rows", "step 2: 16 rows"]
+    assert told_steps(done.stdout) == ["step 0: 16 rows", "step 1: 16 rows", "step 2: 16 rows"]
 
 
 def test_the_store_under_trl_holds_less_than_padded_batches(tmp_path: Path) -> None:

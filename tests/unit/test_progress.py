@@ -180,6 +180,8 @@ def test_the_second_ctrl_c_shows_the_cursor_again_whatever_happens_then(tmp_path
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
 
 
+# The signal alone: test_interrupt; a signal and the checkpoint: below, in a pipe.
+@pytest.mark.slow
 def test_a_terminal_that_hangs_up_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     code, _ = toy_on_a_terminal(tmp_path, "auto", "1000", "0.05", hang_up_after="grad norm")
     assert code == 129

@@ -329,7 +329,7 @@ TEXTS = st.text(alphabet=st.sampled_from(list("ab0159e.-+:#'\"\\${}[]~?!&*%@ \n√
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(prompt=TEXTS, stops=st.lists(TEXTS, max_size=3), lr=st.floats(1e-12, 1e3), seed=st.integers(0, 2**40))
 def test_a_resolved_recipe_reads_back_equal(
     tmp_path: Path, prompt: str, stops: list[str], lr: float, seed: int

@@ -90,8 +90,12 @@ def alone() -> tuple[torch.Tensor, float]:
 
 @pytest.mark.parametrize(
     "parallel",
-    [{}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": True}, {"context": 2}],
-    ids=["data", "tensor", "sequence", "context"],
+    [
+        pytest.param({}, id="data"),
+        pytest.param({"tensor": 2}, id="tensor", marks=pytest.mark.slow),  # so does `sequence`, and more
+        pytest.param({"tensor": 2, "sequence_parallel": True}, id="sequence"),
+        pytest.param({"context": 2}, id="context"),
+    ],
 )
 def test_two_ranks_replay_what_one_does(alone: tuple[torch.Tensor, float], parallel: dict[str, Any]) -> None:
     logprobs, grad_norm = run(2, **parallel)
