@@ -8,13 +8,14 @@ DEV    := $(VENV)/.installed-dev
 
 ENGINES ?= .venv-vllm
 VLLM    := $(ENGINES)/.installed
+VERIFIERS := $(VENV)/.installed-verifiers
 
 SEED    ?= 0
 RUN_DIR ?= runs/demo_moe/seed$(SEED)
 CODE    := src tests benchmarks
 UNITS   ?= advantages books codec column_io loss packing router_replay
 
-.PHONY: help setup demo test test-slow test-engines mutants check format bench clean
+.PHONY: help setup demo test test-slow test-engines test-verifiers mutants check format bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,8 +42,9 @@ $(VLLM): constraints-vllm.txt
 demo: $(TRAIN)  ## train a small MoE model with GRPO (SEED=0 RUN_DIR=runs/demo_moe/seed0)
 	$(BIN)/headrace train demo_moe seed=$(SEED) run_dir=$(RUN_DIR) overwrite=true
 
+# In the order of files: those of few and long tests come first, so that neither process waits for the other at the end.
 test: $(DEV)  ## the test suite (no GPU, under 15 minutes on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(DEV)  ## the tests marked slow
 	$(BIN)/python -m pytest -m slow
@@ -53,6 +55,14 @@ test-engines: $(DEV) $(VLLM)  ## the contract of generators on vLLM's CPU build,
 	  $(ENGINES)/bin/python -m pytest -p no:cacheprovider -W ignore tests/contract/test_generators.py
 	OMP_NUM_THREADS=1 HEADRACE_GENERATORS=vllm@beside HEADRACE_ENGINE_PYTHON=$(abspath $(ENGINES))/bin/python \
 	  $(BIN)/python -m pytest tests/contract/test_generators.py
+
+# Without dependencies: the list is whole.
+$(VERIFIERS): $(DEV) constraints-verifiers.txt
+	$(PIP) --no-deps --upgrade --target $(VENV)/verifiers -r constraints-verifiers.txt
+	@touch $(VERIFIERS)
+
+test-verifiers: $(VERIFIERS)  ## environments of the package verifiers, in a folder of its own
+	$(BIN)/python -m pytest tests/unit/test_verifiers.py
 
 mutants: $(DEV)  ## change the code at 100 random places per unit (UNITS=...): do tests notice?
 	for unit in $(UNITS); do $(BIN)/python tests/mutation.py $$unit --floor 0.85 || exit 1; done

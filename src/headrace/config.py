@@ -25,6 +25,7 @@ from headrace.config_env import MathConfig as MathConfig
 from headrace.config_env import PythonConfig as PythonConfig
 from headrace.config_env import ReasoningGymConfig as ReasoningGymConfig
 from headrace.config_env import RewardFunctionConfig as RewardFunctionConfig
+from headrace.config_env import VerifiersConfig as VerifiersConfig
 from headrace.config_generation import GuardConfig as GuardConfig
 from headrace.config_generation import SGLangConfig as SGLangConfig
 from headrace.config_grpo import AdvantageConfig as AdvantageConfig
@@ -295,6 +296,7 @@ class RecipeConfig(Section):
         yield from self._place_faults()
         yield from self._length_faults()
         yield from self._data_faults()
+        yield from self._generation_faults()
         yield from refused_idle_keys(self)
 
     def _batch_faults(self) -> Iterator[str]:
@@ -357,7 +359,9 @@ class RecipeConfig(Section):
             yield (
                 f"env.path={path} and data.train={', '.join(self.data.train)} both name training questions; remove one"
             )
-        if self.env.kind in ("reasoning_gym", "guess_number") and (self.data.train or self.data.validation):
+        if self.env.kind in ("reasoning_gym", "guess_number", "verifiers") and (
+            self.data.train or self.data.validation
+        ):
             key = "train" if self.data.train else "validation"
             yield f"data.{key} has no effect with env.kind={self.env.kind}, which makes its own questions; remove it"
         for name, one in self.data.validation.items():
@@ -370,6 +374,13 @@ class RecipeConfig(Section):
         if len(metric) == 3 and metric[1] not in self.data.validation:
             sets = ", ".join(self.data.validation) or "none"
             yield f"checkpointing.metric={'/'.join(metric)} is of a set that data.validation lacks (it has {sets})"
+
+    def _generation_faults(self) -> Iterator[str]:
+        if self.policy.lora.rank is not None and self.generation.backend == "vllm":
+            yield (
+                f"policy.lora.rank={self.policy.lora.rank} with generation.backend=vllm, whose engines take whole "
+                "weights only; set generation.backend=hf, or remove policy.lora"
+            )
 
     def _length_faults(self) -> Iterator[str]:
         if self.generation.max_new_tokens >= self.policy.max_total_sequence_length:

@@ -165,7 +165,26 @@ class GuessNumberConfig(EnvironmentSection):
             yield f"highest={self.highest} is not above lowest={self.lowest}; raise it"
 
 
-_One = ReasoningGymConfig | MathConfig | DatasetConfig | PythonConfig | CalculatorConfig | GuessNumberConfig
+class VerifiersConfig(EnvironmentSection):
+    """An environment of the package verifiers, with its own prompts and rewards."""
+
+    kind: Literal["verifiers"] = "verifiers"
+    """Makes this section an environment of the package verifiers."""
+    id: str
+    """Its name, as `verifiers.load_environment` takes it: a module with a function `load_environment`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of that function, by name."""
+
+
+_One = (
+    ReasoningGymConfig
+    | MathConfig
+    | DatasetConfig
+    | PythonConfig
+    | CalculatorConfig
+    | GuessNumberConfig
+    | VerifiersConfig
+)
 
 
 class ByColumnConfig(EnvironmentSection):

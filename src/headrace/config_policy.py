@@ -43,11 +43,6 @@ class DynamicBatchingConfig(Section):
 class OptimizerConfig(Section):
     """AdamW."""
 
-    kind: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw`: float32 moments. `adamw_8bit`: a byte for each of both, through torchao (docs/models.md)."""
-    stochastic_rounding: bool = False
-    """Hold weights of matrix products in bfloat16 alone, without float32 masters, and round each update up or down by
-    chance, so that small ones are not lost (`adamw_8bit`, `policy.precision=bfloat16`, one worker)."""
     lr: PositiveFloat = 1e-6
     """Learning rate at its peak."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
@@ -56,6 +51,11 @@ class OptimizerConfig(Section):
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.01
     """Decay of matrices, times the learning rate, per update; norms and biases have none."""
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw`: float32 moments. `adamw_8bit`: a byte for each of both, through torchao (docs/models.md)."""
+    stochastic_rounding: bool = False
+    """Hold weights of matrix products in bfloat16 alone, without float32 masters, and round each update up or down by
+    chance, so that small ones are not lost (`adamw_8bit`, `policy.precision=bfloat16`, one worker)."""
 
 
 class SchedulerConfig(Section):
@@ -128,6 +128,9 @@ class LoraConfig(Section):
     but the output head and routers. Experts that share one fused weight have none."""
     dropout: Decay = 0.0
     """Share of an adapter's inputs that are dropped in training; scoring drops none."""
+    base: Literal["plain", "int8", "nf4"] = "plain"
+    """How matrices below the adapter are held: as `policy.precision` says, or in 8 or 4 bits by torchao (one worker).
+    The generator gets the rounded values."""
 
 
 class ParallelConfig(Section):
@@ -244,6 +247,11 @@ class PolicyConfig(Section):
             yield (
                 f"lora.rank={self.lora.rank} with parallel.tensor={self.parallel.tensor}: matrices with an adapter "
                 "cannot be split over tensor ranks; set parallel.tensor=1"
+            )
+        if self.lora.rank is not None and self.lora.base != "plain" and self.workers > 1:
+            yield (
+                f"lora.base={self.lora.base} with workers={self.workers}: such matrices are not split over workers; "
+                "set workers=1, or lora.base=plain"
             )
         if self.parallel.cpu_offload and self.workers == 1 and self.lora.rank is not None:
             yield (

@@ -33,6 +33,7 @@ _SMALLER: tuple[tuple[str, ...], ...] = (
     ("policy.activation_checkpointing=true", "policy.parallel.cpu_offload=true"),
     ("policy.activation_checkpointing=true", "policy.optimizer.kind=adamw_8bit"),
     ("policy.activation_checkpointing=true", "policy.lora.rank=16"),
+    ("policy.activation_checkpointing=true", "policy.lora.rank=16", "policy.lora.base=nf4"),
 )
 """Changes of a recipe that take less memory, tried in this order."""
 
@@ -189,6 +190,12 @@ def export(
 
     export_model(recipe, found.path / "policy", user_path(target, "DIR"))
     print_line(Console(), f"{target}: the policy after step {found.step}")
+    if recipe.policy.lora.rank is not None and recipe.policy.lora.base != "plain":
+        print_line(
+            Console(),
+            f"policy.lora.base={recipe.policy.lora.base}: the adapter is merged into the rounded matrices that it was "
+            "trained on, in float32",
+        )
 
 
 def find_checkpoint(recipe: RecipeConfig, run: RunDirectory, wanted: str) -> CheckpointInfo:

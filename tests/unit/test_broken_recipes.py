@@ -133,6 +133,12 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "tensor=2",
         "set parallel",
     ),
+    "policy.lora.rank=8 generation.backend=vllm": (
+        "policy.lora.rank=8",
+        "generation.backend=vllm",
+        "whole weights",
+        "set generation.backend=hf",
+    ),
     "policy.lora.rank=0": ("policy.lora.rank=0", "rank=0", "greater than 0"),
     "data_plane.enabled=true policy.workers=2": (
         "data_plane.impl=local",

@@ -27,6 +27,7 @@ PACKED = "policy.sequence_packing.enabled=true policy.train_micro_batch_size=8"
 DYNAMIC = "policy.dynamic_batching.enabled=true policy.train_micro_batch_size=8"
 REMOTE = "data_plane.impl=transfer_queue"
 MOONCAKE = f"{REMOTE} data_plane.backend=mooncake_cpu"
+DATASET = "env.kind=dataset env.path=x.csv"
 NO_VALIDATION = "validation.period=0 validation.at_start=false validation.at_end=false"
 
 # The key that is set; where it has no effect; where it has one.
@@ -61,6 +62,7 @@ SAID = {
     "policy.lora.alpha=8.0": ("", "policy.lora.rank=8"),
     "policy.lora.targets=[q_proj]": ("", "policy.lora.rank=8"),
     "policy.lora.dropout=0.1": ("", "policy.lora.rank=8"),
+    "policy.lora.base=nf4": ("", "policy.lora.rank=8"),
     "policy.tokenizer.characters=abc": ("", "policy.tokenizer.builder=characters"),
     "policy.model.cache_dir=/tmp/x": ("", "policy.model.gguf_package=x policy.model.config=null"),
     "policy.router_replay.max_missing_fraction=0.5": ("", "policy.router_replay.enabled=true"),
@@ -101,7 +103,15 @@ SAID = {
     "grpo.reward.overlong_buffer_tokens=9": ("", "grpo.reward.overlong_penalty=1.0"),
     "grpo.reward.kl_kind=k3": ("", "grpo.reward.kl_coefficient=0.1"),
     "grpo.dynamic_sampling.max_refills=3": ("", "grpo.dynamic_sampling.enabled=true"),
+    "grpo.dynamic_sampling.target=my.code:differ": ("", "grpo.dynamic_sampling.enabled=true"),
     "grpo.max_rollout_turns=3": ("", None),
+    "env.reward_timeout_s=5.0": (DATASET, f"{DATASET} env.rewards=[exact]"),
+    "env.reward_workers=2": (f"{DATASET} env.rewards=[exact] env.reward_timeout_s=null", None),
+    "env.question_key=q": ("env.kind=dataset data.train=x.csv", DATASET),
+    "env.answer_key=a": ("env.kind=math data.train=x.csv", DATASET),
+    "env.terms=4": ("env.kind=calculator data.train=x.csv", "env.kind=calculator"),
+    "env.largest=9": ("env.kind=calculator data.train=x.csv", "env.kind=calculator"),
+    "data.validation_size=9": (f"{DATASET} data.validation=v.csv", DATASET),
     "loss.kl_gradient=score_function": ("", "loss.kl_coefficient=0.1"),
     "loss.kl_kind=k2": ("", "loss.kl_coefficient=0.1"),
     "loss.clip_low=0.1": ("loss.force_on_policy_ratio=true", ""),
@@ -136,6 +146,9 @@ SAID = {
     "checkpointing.higher_is_better=false": ("checkpointing.enabled=false", ""),
     "checkpointing.save_optimizer=false": ("checkpointing.enabled=false", ""),
     "cluster.rollout=driver": ("", f"{REMOTE} policy.workers=2"),
+    "cluster.num_nodes=2": ("", f"{REMOTE} policy.workers=2"),
+    "cluster.gpus_per_node=1": ("", f"{REMOTE} policy.parallel.launcher=ray"),
+    "cluster.rollout_gpus=1": (f"{REMOTE} policy.workers=1", f"{REMOTE} policy.workers=2"),
     "cluster.startup_timeout_s=9.0": ("", f"{REMOTE} policy.parallel.launcher=ray"),
     "cluster.autoscales=true": (f"{REMOTE} policy.workers=1", f"{REMOTE} policy.workers=2"),
     "resume=false": ("overwrite=true", ""),

@@ -33,8 +33,8 @@ class Judge(GuessingGame):
         return [StepResult(n / 4, correct=n % 2 == 0 if n < self.verdicts else None) for n in numbers]
 
 
-def measured(verdicts: int, **cfg: Any) -> dict[str, float]:
-    judge = Judge()
+def measured(verdicts: int, judge: Judge | None = None, **cfg: Any) -> dict[str, float]:
+    judge = judge or Judge()
     judge.verdicts = verdicts
     tokenizer = character_tokenizer()
     settings = RolloutSettings(SamplingParams(max_new_tokens=5), max_total_tokens=64)
@@ -52,6 +52,19 @@ def test_with_verdicts_there_are_both_and_an_answer_without_one_is_not_right() -
     both = {"validation/reward": 0.375, "validation/sampled_reward": 0.375}
     assert measured(4) == {"validation/accuracy": 0.5, "validation/sampled_accuracy": 0.5, **both}
     assert measured(1) == {"validation/accuracy": 0.25, "validation/sampled_accuracy": 0.25, **both}
+
+
+def test_the_parts_of_a_reward_are_measured_greedy_and_sampled() -> None:
+    class Parts(Judge):
+        def step(self, prompts: Sequence[Prompt], *rest: Any, **more: Any) -> list[StepResult]:
+            results = super().step(prompts, *rest, **more)
+            own = [{"reward/half": r.reward / 2} | ({"tries": 1.0} if r.reward else {}) for r in results]
+            return [StepResult(r.reward, metrics=m) for r, m in zip(results, own)]
+
+    found = measured(0, judge=Parts())
+    for prefix in ("validation/", "validation/sampled_"):
+        assert found[f"{prefix}reward/half"] == found[f"{prefix}reward"] / 2 == 0.1875
+        assert found[f"{prefix}environment/tries"] == 1.0
 
 
 def test_rewards_are_shown_under_their_own_name_where_there_is_no_accuracy() -> None:

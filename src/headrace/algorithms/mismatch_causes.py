@@ -7,6 +7,7 @@ did not change with the weights, prompts that a cache has seen. The share is how
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -147,6 +148,13 @@ class Evidence:
     weights_are_new: bool
     distribution: dict[str, Any]
     score: Score
+
+    @cached_property
+    def noise(self) -> float:
+        """How far the trainer's own forwards in float32 and bfloat16 are apart on the rows that agree least."""
+        rows = self.agreement.worst[1].rows
+        exact, half = (self.score(rows, [self.distribution], x)[0] for x in (False, True))
+        return _mean([a - b for a, b in zip(exact.trainer, half.trainer)])
 
 
 @dataclass(frozen=True)
@@ -304,13 +312,7 @@ def _other_distributions(own: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def widest_rounding(evidence: Evidence) -> float:
     """Return the widest mean gap that bfloat16 makes for this model, on the rows that agree least."""
-    return _WIDEST_NOISE * _noise(evidence, evidence.agreement.worst[1])
-
-
-def _noise(evidence: Evidence, answers: Answers) -> float:
-    """Return how far the trainer's own forwards in float32 and bfloat16 are apart."""
-    exact, half = (evidence.score(answers.rows, [evidence.distribution], x)[0] for x in (False, True))
-    return _mean([a - b for a, b in zip(exact.trainer, half.trainer)])
+    return _WIDEST_NOISE * evidence.noise
 
 
 def _precision(evidence: Evidence) -> Cause:
@@ -318,7 +320,7 @@ def _precision(evidence: Evidence) -> Cause:
     worst = evidence.agreement.worst[1]
     if worst.gap <= evidence.bound:
         return Cause("precision", 0.0, "")
-    noise = _noise(evidence, worst)
+    noise = evidence.noise
     # A mean of few tokens has a direction by chance.
     direction = abs(float(worst.flat.mean())) / worst.gap - 2 / math.sqrt(len(worst.flat))
     share = min(1.0, _HALF_NOISE * noise / worst.gap) * (1 - max(0.0, direction))

@@ -14,6 +14,7 @@ from headrace.config import (
     MathConfig,
     PythonConfig,
     ReasoningGymConfig,
+    VerifiersConfig,
 )
 from headrace.environments.dataset import dataset_environment
 from headrace.environments.games import calculator_environment, guess_number_environment
@@ -21,6 +22,7 @@ from headrace.environments.interfaces import Environment
 from headrace.environments.prompts import SET, Splits, read_splits
 from headrace.environments.python import python_environment
 from headrace.environments.routed import RoutedEnvironment
+from headrace.environments.verifiers import VerifiersEnvironment
 from headrace.errors import ConfigError
 
 
@@ -93,5 +95,6 @@ _BUILDERS: dict[type[Any], Callable[[Any, DataConfig, int, Splits | None], Envir
     PythonConfig: lambda cfg, data, seed, splits: python_environment(cfg, data, splits=splits),
     CalculatorConfig: lambda cfg, data, seed, splits: calculator_environment(cfg, data, splits=splits),
     GuessNumberConfig: lambda cfg, data, seed, splits: guess_number_environment(cfg, data),
+    VerifiersConfig: lambda cfg, data, seed, splits: VerifiersEnvironment(cfg, data),
     ByColumnConfig: _by_column,
 }

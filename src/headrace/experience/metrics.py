@@ -47,8 +47,14 @@ def rollout_metrics(values: Mapping[str, Any]) -> dict[str, float]:
     verdicts = [correct for correct in values["correct"] if correct is not None]
     if verdicts:
         metrics["rollout/accuracy"] = float(np.mean(verdicts))
-    for name in sorted({name for own in values["metrics"] for name in own}):
-        given = [own[name] for own in values["metrics"] if name in own]
+    return metrics | own_metrics(values["metrics"])
+
+
+def own_metrics(of_samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the means of what the environment measures of samples: `reward/NAME` of rewards, or `environment/NAME`."""
+    metrics = {}
+    for name in sorted({name for own in of_samples for name in own}):
+        given = [own[name] for own in of_samples if name in own]
         metrics[name if name.startswith("reward/") else f"environment/{name}"] = float(np.mean(given))
     return metrics
 

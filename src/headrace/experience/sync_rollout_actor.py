@@ -31,7 +31,8 @@ from headrace.experience.prompt_room import prompts_that_fit
 from headrace.experience.rollouts import RolloutSettings, run_rollouts
 from headrace.experience.types import Prompt, Rollout
 from headrace.experience.validation import measure, sets_of
-from headrace.models.automodel.setup import load_model, load_tokenizer
+from headrace.models.automodel.quantized_base import round_base
+from headrace.models.automodel.setup import COMPUTE_DTYPES, load_model, load_tokenizer
 from headrace.models.generation.build import build_generator
 from headrace.models.generation.interfaces import Generator, SamplingParams
 from headrace.models.generation.weights import WeightStream
@@ -104,6 +105,7 @@ class SyncRolloutActor:
         tokenizer = tokenizer or load_tokenizer(recipe.policy)
         environment = environment or prompts_that_fit(recipe, tokenizer)
         model = load_model(recipe.policy, seed=recipe.seed)
+        round_base(model, recipe.policy.lora, COMPUTE_DTYPES[recipe.policy.precision])
         replays = recipe.policy.router_replay.enabled
         generator = build_generator(recipe.generation, model, tokenizer, record_routes=replays)
         if replays and generator.route_shape is None:

@@ -10,15 +10,12 @@ from typing import TypeVar
 from headrace.config import ValidationConfig, ValidationSourceConfig
 from headrace.environments.prompts import SET
 from headrace.experience.metrics import (
-    GREEDY_ACCURACY,
-    GREEDY_REWARD,
-    SAMPLED_ACCURACY,
-    SAMPLED_REWARD,
+    own_metrics,
 )
 from headrace.experience.types import Prompt, Rollout
 from headrace.models.generation.interfaces import SamplingParams
 
-_PREFIX = "validation/"
+_PREFIX, _SAMPLED = "validation/", "validation/sampled_"
 T = TypeVar("T")
 RollOut = Callable[[Sequence[Prompt], SamplingParams, int, int, bool], list[Rollout]]
 """From prompts, sampling, samples of each, the number of the call, and whether it is greedy, to samples."""
@@ -84,10 +81,10 @@ def _measure_set(
 
     metrics: dict[str, float] = {}
     if one.cfg.greedy:
-        metrics |= _means(run(1, True), GREEDY_ACCURACY, GREEDY_REWARD)
+        metrics |= _means(run(1, True), _PREFIX)
     if cfg.sampled:
         rollouts = run(one.cfg.samples, False)
-        metrics |= _means(rollouts, SAMPLED_ACCURACY, SAMPLED_REWARD)
+        metrics |= _means(rollouts, _SAMPLED)
         groups = _batched(rollouts, one.cfg.samples)
         for k in one.cfg.pass_at:
             metrics[f"{_PREFIX}pass@{k}"] = fmean(pass_at(len(g), sum(map(_is_right, g)), k) for g in groups)
@@ -135,11 +132,12 @@ def _is_right(rollout: Rollout) -> bool:
     return rollout.reward >= 1 if rollout.correct is None else rollout.correct
 
 
-def _means(rollouts: Sequence[Rollout], accuracy: str, reward: str) -> dict[str, float]:
-    metrics = {reward: fmean(r.reward for r in rollouts)}
+def _means(rollouts: Sequence[Rollout], prefix: str) -> dict[str, float]:
+    metrics = {f"{prefix}reward": fmean(r.reward for r in rollouts)}
     if any(r.correct is not None for r in rollouts):
-        metrics = {accuracy: fmean(r.correct is True for r in rollouts), **metrics}
-    return metrics
+        metrics = {f"{prefix}accuracy": fmean(r.correct is True for r in rollouts), **metrics}
+    own = own_metrics([r.metrics for r in rollouts])
+    return metrics | {f"{prefix}{name}": value for name, value in own.items()}
 
 
 def _batched(items: Sequence[T], size: int) -> list[Sequence[T]]:

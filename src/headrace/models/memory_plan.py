@@ -17,6 +17,7 @@ from headrace.config_policy import ParallelConfig
 from headrace.models.automodel.lora import add_adapter, target_layers
 from headrace.models.automodel.masters import hold_in_half, product_weights, train_in_half
 from headrace.models.automodel.optimizer_8bit import state_bytes
+from headrace.models.automodel.quantized_base import quantized_bytes
 from headrace.models.automodel.scoring import Scoring, TokenScorer, model_head, takes_fused_head
 from headrace.models.automodel.setup import COMPUTE_DTYPES, build_skeleton, enable_activation_checkpointing
 from headrace.models.generation.weights import cast_parameters
@@ -65,8 +66,10 @@ def plan_memory(recipe: RecipeConfig, tokenizer: Any = None) -> MemoryPlan:
     ranks = cfg.workers if cfg.workers > 1 else 1
     trained = [p for p in policy.parameters() if p.requires_grad]
     offloads = cfg.parallel.cpu_offload
+    below = [] if cfg.lora.base == "plain" or cfg.lora.rank is None else _below(policy)
+    saved = sum(w.nbytes - quantized_bytes(w, cfg.lora.base) for w in below)
     resident = {
-        "weights": _bytes(policy) // ranks,
+        "weights": _bytes(policy) // ranks - saved,
         "optimizer": 0 if offloads else _moments(cfg, trained, ranks),
         "reference": _reference(recipe, policy) // ranks,
         "generator": 0 if generator is None else _generator_bytes(generator, cfg.lora),
@@ -80,7 +83,9 @@ def plan_memory(recipe: RecipeConfig, tokenizer: Any = None) -> MemoryPlan:
         plan.notes.append(
             f"of {ranks} workers: an estimate, with the weights of one layer gathered at a time"
         )
-    scored, learned = activations(cfg, recipe, policy)
+    # One matrix at a time is whole, and a copy of it on the way.
+    made = 2 * max((w.nbytes for w in below), default=0)
+    scored, learned = (size + made for size in activations(cfg, recipe, policy))
     plan.parts["scoring"] = {**resident, "activations and logits": scored}
     plan.parts["training"] = {**resident, "gradients": gradients, "activations and logits": learned}
     cache, beside = (0, 0) if generator is None else _decoding(recipe, generator)
@@ -108,6 +113,13 @@ def _policy(cfg: PolicyConfig, tokenizer: Any) -> Any:
     elif (cfg.parallel.cpu_offload and cfg.workers == 1 and half) or cfg.optimizer.stochastic_rounding:
         train_in_half(model)
     return model
+
+
+def _below(policy: Any) -> list[torch.Tensor]:
+    """Return the matrices below an adapter."""
+    return [
+        m.base_layer.weight for m in policy.modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")
+    ]
 
 
 def _moments(cfg: PolicyConfig, trained: Sequence[torch.Tensor], ranks: int) -> int:

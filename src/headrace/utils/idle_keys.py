@@ -52,7 +52,7 @@ class Effect:
             return ""
         # A preset is complete, so that some of its keys wait by design.
         given = PRESETS.get(str(getattr(recipe, "algorithm", None)), {})
-        values = {key: _value(recipe, key) for key in self.keys if key not in given}
+        values = {key: _value(recipe, key) for key in self.keys if key not in given and _has(recipe, key)}
         idle = {key: value for key, value in values.items() if value != _default(recipe, key)}
         return ", ".join(f"{key}={written(value)}" for key, value in idle.items())
 
@@ -74,6 +74,12 @@ def _value(recipe: BaseModel, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name)
     return value
+
+
+def _has(recipe: BaseModel, key: str) -> bool:
+    """Return whether the recipe has the key; each kind of environment has keys of its own."""
+    section, _, name = key.rpartition(".")
+    return not section or hasattr(_value(recipe, section), name)
 
 
 def _default(recipe: BaseModel, key: str) -> Any:
@@ -139,6 +145,16 @@ _TRACKERS = {
     "trackio": "project name space_id",
     "jsonl": "path",
 }
+_FUNCTIONS = Need("env.rewards", lambda recipe: bool(getattr(_value(recipe, "env"), "rewards", ())))
+_LIMITED = Need(
+    "env.reward_timeout_s",
+    lambda recipe: getattr(_value(recipe, "env"), "reward_timeout_s", None) is not None,
+)
+_ONE_FILE = Need("env.path", lambda recipe: getattr(_value(recipe, "env"), "path", None) is not None)
+_NO_SETS = {
+    name: _need(f"data.{name}", f"no data.{name}", lambda sets: not sets) for name in ("train", "validation")
+}
+_RAY = _LAUNCHED_BY_RAY | _RAY_BY_STORE
 _CORRECTION = "loss.importance_correction"
 
 EFFECTS: tuple[Effect, ...] = (
@@ -159,7 +175,7 @@ EFFECTS: tuple[Effect, ...] = (
     _when(_is("policy.scheduler.kind", "linear", "cosine"), "policy.scheduler", "decay_steps min_lr_ratio"),
     _when(_given("policy.model.path"), "policy.model", "revision trust_remote_code"),
     _when(_given("policy.tokenizer.path"), "policy.tokenizer", "revision"),
-    _when(_LORA, "policy.lora", "alpha targets dropout"),
+    _when(_LORA, "policy.lora", "alpha targets dropout base"),
     _when(_is("policy.tokenizer.builder", None), "policy.tokenizer", "path", refused=True),
     _when(_is("policy.tokenizer.builder", "characters"), "policy.tokenizer", "characters"),
     _when(_GGUF, "policy.model", "cache_dir"),
@@ -180,7 +196,12 @@ EFFECTS: tuple[Effect, ...] = (
     _when(_is("grpo.advantage.normalize_std", True) & _DIVIDES, "grpo.advantage", "epsilon"),
     _when(_above_0("grpo.reward.overlong_penalty"), "grpo.reward", "overlong_buffer_tokens"),
     _when(_above_0("grpo.reward.kl_coefficient"), "grpo.reward", "kl_kind"),
-    _when_enabled("grpo.dynamic_sampling", "max_refills"),
+    _when_enabled("grpo.dynamic_sampling", "max_refills target"),
+    _when(_FUNCTIONS, "env", "reward_timeout_s"),
+    _when(_FUNCTIONS & _LIMITED, "env", "reward_workers"),
+    _when(_ONE_FILE, "env", "question_key answer_key"),
+    _when(_NO_SETS["train"], "env", "terms largest"),
+    _when(_NO_SETS["validation"], "data", "validation_size"),
     _when(_TURNS, "grpo", "max_rollout_turns"),
     _when(_above_0("loss.kl_coefficient"), "loss", "kl_kind kl_gradient"),
     _when(_is("loss.force_on_policy_ratio", False), "loss", "clip_low clip_high dual_clip"),
@@ -190,7 +211,7 @@ EFFECTS: tuple[Effect, ...] = (
     _when(_VALIDATES, "validation", "batch_size max_samples sampled"),
     _when_enabled("checkpointing", "save_period keep_top_k metric higher_is_better save_optimizer"),
     _when((_LAUNCHED_BY_RAY & _STORE) | (_RAY_BY_STORE & _STORE), "cluster", "rollout"),
-    _when(_LAUNCHED_BY_RAY | _RAY_BY_STORE, "cluster", "startup_timeout_s autoscales"),
+    _when(_RAY, "cluster", "startup_timeout_s autoscales num_nodes gpus_per_node rollout_gpus"),
     Effect(("resume",), _CONTINUES),
     Effect(("allow_changes",), _CONTINUES & _is("resume", True)),
     *(_when(_tracked(name), f"logging.{name}", keys) for name, keys in _TRACKERS.items()),

@@ -22,7 +22,7 @@ _MODEL = (
     "policy.model.config",
     "policy.tokenizer",
 )
-_ADAPTER = ("policy.lora.rank", "policy.lora.alpha", "policy.lora.targets")
+_ADAPTER = ("policy.lora.rank", "policy.lora.alpha", "policy.lora.targets", "policy.lora.base")
 _FIXED = ("seed", *_MODEL, *_ADAPTER, "env")
 # What these change in the prompts shows in their digest.
 _IN_DIGEST = ("env.path", "env.question_key", "env.answer_key", "data")

@@ -26,6 +26,7 @@ from headrace.models.automodel.experts import GROUPED_EXPERTS
 from headrace.models.automodel.lora import add_adapter
 from headrace.models.automodel.masters import Masters, hold_in_half, train_in_half
 from headrace.models.automodel.probes import check_causal
+from headrace.models.automodel.quantized_base import quantize_base
 from headrace.models.automodel.replay import install_replay
 from headrace.models.automodel.replica import Replica
 from headrace.models.automodel.scoring import Scoring, TokenScorer
@@ -161,6 +162,7 @@ class ModelBuilder:
         if self._cfg.lora.rank is not None:
             add_adapter(model, self._cfg.lora, seed=self._seed)
             self._hold_frozen(model)
+            quantize_base(model, self._cfg.lora)
 
     def _hold_frozen(self, model: Any) -> None:
         if self._cfg.precision == "bfloat16":

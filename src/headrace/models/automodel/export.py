@@ -9,7 +9,8 @@ from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
 from headrace.models.automodel.checkpoint import MODEL, save_model
 from headrace.models.automodel.lora import ADAPTER, Adapter, add_adapter, merged
-from headrace.models.automodel.setup import load_model, load_tokenizer
+from headrace.models.automodel.quantized_base import round_base
+from headrace.models.automodel.setup import COMPUTE_DTYPES, load_model, load_tokenizer
 from headrace.models.automodel.sharding import named_tensors
 from headrace.utils import atomic
 
@@ -17,7 +18,7 @@ from headrace.utils import atomic
 def export_model(recipe: RecipeConfig, policy: Path, target: Path) -> None:
     """Write the model of the checkpoint directory `policy` to `target`, float32, with its tokenizer.
 
-    An adapter is merged into the recipe's model.
+    An adapter is merged into the recipe's model, whose matrices below it are rounded as they were in training.
 
     Raises:
         ConfigError: `target` is there already, or nothing in `policy` that can be read.
@@ -34,6 +35,7 @@ def export_model(recipe: RecipeConfig, policy: Path, target: Path) -> None:
     cfg, host = recipe.policy.model_copy(update={"precision": "float32"}), torch.device("cpu")
     tokenizer = load_tokenizer(cfg)
     model = load_model(cfg, seed=recipe.seed, device=host, tokenizer=tokenizer)
+    round_base(model, cfg.lora, COMPUTE_DTYPES[recipe.policy.precision])
     add_adapter(model, cfg.lora, seed=recipe.seed)
     Adapter(model, cfg.lora, host, cfg.model.path).load(policy / ADAPTER)
     with atomic.writing_directory(target) as draft:
