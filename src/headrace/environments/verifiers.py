@@ -201,6 +201,8 @@ def _client(vf: Any) -> Any:
     from verifiers.legacy.types import Response, ResponseMessage  # noqa: PLC0415
 
     class WaitingClient(Client):  # type: ignore[misc]
+        """Asks the episode that it is made with."""
+
         async def get_response(self, prompt: Any, model: str, *_: Any, **__: Any) -> Any:
             text, truncated = await self.client.ask(prompt)
             finish = "length" if truncated else "stop"
