@@ -68,7 +68,7 @@ class _Product(torch.autograd.Function):
         return torch.nn.functional.linear(x, whole(weight, x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad @ whole(ctx.weight, grad.dtype), None
 
 
@@ -81,7 +81,7 @@ class QuantizedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(quantized(layer.weight, kind), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _Product.apply(x, self.weight)
+        out: torch.Tensor = _Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
