@@ -149,8 +149,8 @@ class BatchedDataDict(batched_data_dict.BatchedDataDict, metaclass=_AnyBatch):
             headrace_packing_args(sequence_packing_args),
         )
 
-    def all_gather(self, group: dist.ProcessGroup | None = None) -> Self:
-        """Return the rows of all ranks of `group`, rank after rank; every rank calls this."""
+    def all_gather(self, group: dist.ProcessGroup | None) -> Self:
+        """Return the rows of all ranks of `group` (None: of all there are), rank after rank; every rank calls this."""
         members = group or dist.group.WORLD
         if members is None:
             return self._with_columns(dict(self.data))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypedDict
 
+from headrace.data_plane import interfaces
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 
 __all__ = ["DataPlaneClient", "DataPlaneConfig", "KVBatchMeta", "ObservabilityConfig"]
@@ -29,3 +30,9 @@ class DataPlaneConfig(TypedDict, total=False):
     controller_address: str | None
     ack_timeout_ms: int
     observability: ObservabilityConfig
+
+
+def __getattr__(name: str) -> Any:
+    if name not in interfaces.__all__:
+        raise AttributeError(f"module 'nemo_rl.data_plane.interfaces' has no attribute '{name}'")
+    return getattr(interfaces, name)

@@ -35,6 +35,9 @@ ALIASES = {
 """Path under `nemo_rl` to headrace module; a package brings its submodules along."""
 
 TRANSLATED = {
+    "algorithms.async_utils.interfaces": "headrace.compat.replay_protocol",
+    "algorithms.async_utils.replay_buffer": "headrace.compat.replay_buffer",
+    "algorithms.async_utils.staleness_sampler": "headrace.compat.staleness_sampler",
     "algorithms.utils": "headrace.compat.tokenizer",
     "data.interfaces": "headrace.compat.data_specs",
     "data.multimodal_utils": "headrace.compat.multimodal_utils",
