@@ -31,6 +31,8 @@ LAYERS = {
     "headrace.recipe_reference": 6,
     "headrace.metric_names": 6,
     "headrace.compat": 6,
+    "headrace.dashboard": 6,
+    "headrace.dashboard_commands": 6,
     "headrace.doctor": 6,
     "headrace.init_commands": 6,
     "headrace.length_spec": 6,
@@ -108,6 +110,8 @@ ONLY_IN = {
     "peft": ("headrace.models.automodel.lora",),
     "verifiers": ("headrace.environments.verifiers",),
     "torchao": ("headrace.models.automodel.optimizer_8bit", "headrace.models.automodel.quantized_base"),
+    "starlette": ("headrace.dashboard.server",),
+    "uvicorn": ("headrace.dashboard.server",),
     "triton": ("headrace.distributed.ragged_triton", "headrace.models.automodel.fused_head_kernels"),
 }
 
@@ -115,6 +119,7 @@ ONLY_IN = {
 LOCAL_IMPORTS = {
     ("__init__.py", "?"),
     ("cli.py", "headrace.algorithms"),
+    ("dashboard_commands.py", "headrace.dashboard"),
     ("data_commands.py", "headrace.experience"),
     ("data_commands.py", "headrace.models.automodel.setup"),
     ("training.py", "headrace.algorithms"),

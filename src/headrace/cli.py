@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 import headrace
 from headrace.config import RecipeConfig
 from headrace.config_commands import Overrides, Recipe, complete_recipe, config_app
+from headrace.dashboard_commands import dashboard, report
 from headrace.data_commands import data_app
 from headrace.doctor import doctor_table, run_checks
 from headrace.errors import ConfigError, HeadraceError
@@ -32,7 +33,7 @@ from headrace.progress import make_console, print_line
 from headrace.run_tables import metrics_table
 from headrace.step_commands import record_step, replay_step
 from headrace.store_commands import store_app
-from headrace.training import run_recipe, write_results
+from headrace.training import run_recipe
 from headrace.utils.paths import user_path
 from headrace.utils.recipe import load_recipe
 from headrace.utils.run_directory import RunDirectory
@@ -90,6 +91,8 @@ app.command()(plan)
 app.command()(export)
 app.command("record-step")(record_step)
 app.command("replay-step")(replay_step)
+app.command()(dashboard)
+app.command()(report)
 
 
 def main() -> NoReturn:
@@ -244,17 +247,6 @@ def doctor() -> None:
       headrace doctor
     """
     Console().print(doctor_table(run_checks()))
-
-
-@app.command()
-def report(run_dir: _RunDir) -> None:
-    """Draw the plots of a run again and print its tables; works while it trains.
-
-    \b
-    Example:
-      headrace report runs/demo_moe/seed0
-    """
-    write_results(RunDirectory(run_dir), Console())
 
 
 @app.command("trace-check")

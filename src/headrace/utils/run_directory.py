@@ -4,7 +4,8 @@
     metrics.jsonl   a line per step               tensorboard/    event files
     samples.jsonl   prompts, answers, rewards     summary.json    of a run that has finished
     timings.txt     time per stage, bytes       reference/      weights of the reference policy
-    report.png, reward.png                        router_trace/   routes of every step
+    report.html, report.png, reward.png           router_trace/   routes of every step
+    detail.jsonl    the last steps from inside; detail.1.jsonl: those before them
     events.jsonl, wandb/  of these trackers       wandb.id, mlflow.id   the run's ids there
 
 A marker file says that headrace made these; without it nothing is ever overwritten or removed.
@@ -49,19 +50,25 @@ class RunDirectory:
         self.config_path = path / "config.yaml"
         self.metrics_path = path / "metrics.jsonl"
         self.samples_path = path / "samples.jsonl"
+        self.detail_path = path / "detail.jsonl"
+        self.older_detail_path = path / "detail.1.jsonl"
         self.summary_path = path / "summary.json"
         self.timings_path = path / "timings.txt"
         self.report_path = path / "report.png"
+        self.html_path = path / "report.html"
         self.reward_plot_path = path / "reward.png"
         self.tensorboard_dir = path / "tensorboard"
         self.checkpoints_dir = path / "checkpoints"
         self.reference_dir = path / "reference"
         self.traces_dir = path / "router_trace"
+        self.lock_path = path / _LOCK
         self._logs = (self.metrics_path, self.samples_path)
-        self._results = (self.summary_path, self.timings_path, self.report_path, self.reward_plot_path)
+        self._details = (self.detail_path, self.older_detail_path)
+        pictures = (self.report_path, self.html_path, self.reward_plot_path)
+        self._results = (self.summary_path, self.timings_path, *pictures)
         # Under which ids trackers know the run, and their own log of it.
         of_trackers = tuple(path / name for name in ("wandb.id", "mlflow.id", "events.jsonl"))
-        self._files = (self.config_path, *self._logs, *self._results, *of_trackers)
+        self._files = (self.config_path, *self._logs, *self._details, *self._results, *of_trackers)
         # Folders, and what headrace writes in each.
         self._folders = {
             self.tensorboard_dir: "**/events.out.tfevents.*",
@@ -77,6 +84,11 @@ class RunDirectory:
     @property
     def name(self) -> str:
         return self.path.absolute().name
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether headrace made the directory."""
+        return (self.path / _MARKER).is_file()
 
     @classmethod
     def open(
@@ -121,13 +133,13 @@ class RunDirectory:
         try:
             self._refuse_foreign()
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.path / _LOCK)
+            self._lock = _lock(self.lock_path)
         except OSError as error:
             raise ConfigError(
                 f"run_dir={self.path}: cannot write there ({error.strerror}); set run_dir to a writable directory"
             ) from error
         with atomic.naming(self.path):
-            if not (self.path / _MARKER).exists():
+            if not self.is_marked:
                 atomic.write_text(self.path / _MARKER, "headrace wrote this directory; see config.yaml.\n")
             self.checkpoints_dir.mkdir(exist_ok=True)
 
@@ -149,7 +161,7 @@ class RunDirectory:
         self.resume_from = checkpoints[-1]
 
     def _refuse_foreign(self) -> None:
-        if (self.path / _MARKER).exists():
+        if self.is_marked:
             return
         for path in (*self._files, *self._folders):
             if path.exists():
@@ -176,6 +188,17 @@ class RunDirectory:
         atomic.append_line(
             self.samples_path, json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
         )
+
+    def append_detail(self, record: dict[str, Any], most_bytes: int) -> None:
+        """Append a line; the file moves aside when it has half of `most_bytes`, in place of the one moved before."""
+        line = json.dumps(record, allow_nan=False)
+        try:
+            grown = os.stat(self.detail_path).st_size + len(line) > most_bytes // 2
+        except FileNotFoundError:
+            grown = False
+        if grown:
+            os.replace(self.detail_path, self.older_detail_path)
+        atomic.append_line(self.detail_path, line)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         atomic.write_text(self.summary_path, json.dumps(summary, indent=2, default=str) + "\n")

@@ -1,0 +1,92 @@
+"""`headrace dashboard`, the live page of runs, and `headrace report`, what they came to."""
+
+import os
+import secrets
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headrace.dashboard.runs import find_runs
+from headrace.errors import ConfigError
+from headrace.progress import print_line
+from headrace.training import write_results
+from headrace.utils.run_directory import RunDirectory
+
+TOKEN_VARIABLE = "HEADRACE_DASHBOARD_TOKEN"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_DEFAULT_RUNS = Path("runs")
+_Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
+
+
+def dashboard(
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN ...]",
+            help="Run directories, or folders that hold some. Without any: the folder runs, or the working directory.",
+            show_default=False,
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8765,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; another than this machine's own needs a token.")
+    ] = "127.0.0.1",
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar=TOKEN_VARIABLE,
+            help="What a browser has to bring. With another --host one is made up, unless you give it.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show runs in a browser, finished ones and those that train; several are compared. Ctrl-C ends it.
+
+    It reads the files of run directories and writes none; a run knows nothing of it.
+
+    \\b
+    Examples:
+      headrace dashboard
+      headrace dashboard runs/a runs/b --port 9000
+      ssh -L 8765:localhost:8765 trainer headrace dashboard /data/runs
+    """
+    found = find_runs(runs or [_DEFAULT_RUNS if _DEFAULT_RUNS.is_dir() else Path()])
+    console, server = Console(), _server()
+    if token is None and host not in _LOOPBACK:
+        token = secrets.token_urlsafe(16)
+
+    def tell(port: int) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        query = "" if token is None else f"?token={token}"
+        print_line(
+            console, f"{len(found)} run{'s' if len(found) > 1 else ''} at http://{shown}:{port}/{query}"
+        )
+
+    try:
+        server.serve(server.make_app(found, token=token), host, port, tell)
+    except OSError as error:
+        reason = error.strerror or os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"--host {host} --port {port}: {reason}; give another --port, or 0 for a free one"
+        ) from error
+
+
+def report(run_dir: _Run) -> None:
+    """Draw the plots of a run again and print its tables; works while it trains.
+
+    \\b
+    Example:
+      headrace report runs/demo_moe/seed0
+    """
+    write_results(RunDirectory(run_dir), Console())
+
+
+def _server() -> ModuleType:
+    try:
+        from headrace.dashboard import server  # noqa: PLC0415  (starlette and uvicorn are optional)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"no {error.name}; pip install 'headrace[dashboard]'") from error
+    return server
