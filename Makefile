@@ -24,7 +24,7 @@ setup: $(DEV)  ## create .venv with everything, in pinned versions
 
 $(TRAIN): pyproject.toml constraints.txt src/headrace/distributed/_ragged.c
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[train]'
+	$(PIP) --editable '.[train,dashboard]'
 	@touch $(TRAIN)
 
 # torchao in a folder of its own: transformers imports it wherever it is installed, which takes every process seconds.

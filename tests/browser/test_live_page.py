@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,10 +40,9 @@ def drawn(page: Page, selector: str) -> int:
 def test_a_run_of_two_thousand_steps_is_drawn_within_two_seconds(address: str, open_page: OpenPage) -> None:
     times_s = []
     for _ in range(3):  # other processes may share the machine
-        begun = time.perf_counter()
         page = open_page(address)
-        expect(page.locator("#samples details").first).to_be_visible()
-        times_s.append(time.perf_counter() - begun)
+        page.locator("#samples details").first.wait_for()
+        times_s.append(page.evaluate("performance.now()") / 1000)  # since the page was asked for
     assert min(times_s) < 2
     assert drawn(page, "#curves canvas") > 1000
     assert drawn(page, "#time canvas") > 1000

@@ -20,5 +20,6 @@ def test_the_wheel_holds_every_module_and_nothing_of_the_tests(installed_wheel: 
     with ZipFile(installed_wheel.path) as wheel:
         names = set(wheel.namelist())
     modules = {f"headrace/{file.relative_to(package).as_posix()}" for file in package.rglob("*.py")}
-    assert modules <= names
+    page = {f.relative_to(package.parent).as_posix() for f in (package / "dashboard/static").iterdir()}
+    assert modules | page <= names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"headrace"}

@@ -23,7 +23,7 @@ class Live {
     const { page } = this, { runs } = page.about;
     const named = new URLSearchParams(location.search).getAll("run").map((name) => runs.indexOf(name)).filter((run) => run >= 0);
     const first = named.length ? named : runs.map((_, run) => run).slice(0, MOST_AT_FIRST);
-    for (const run of first) await this.load(run);
+    await Promise.all(first.map((run) => this.load(run)));
     page.shown = first;
     page.mount(this.top());
     this.listen();
