@@ -204,11 +204,35 @@ def draw_scale(reports: Reports) -> Figure:
     return figure
 
 
+def draw_sums(reports: Reports) -> Figure:
+    """Draw reward and held-out accuracy of a language model that learns sums, by seed."""
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for (seed, run), colour in zip(reports["smollm2_sums"]["runs"].items(), (BLUE, ORANGE)):
+        left.plot(range(1, len(run["reward"]) + 1), run["reward"], color=colour, linewidth=1.2, label=seed)
+        steps = [entry["step"] for entry in run["validation"]]
+        for name, style in (("accuracy", "o-"), ("sampled_accuracy", "s--")):
+            kind = "greedy" if name == "accuracy" else "sampled"
+            values = [entry[name] for entry in run["validation"]]
+            right.plot(
+                steps, values, style, color=colour, markersize=4, linewidth=1.2, label=f"{seed}, {kind}"
+            )
+    for axes, title in ((left, "mean reward of a step"), (right, "held-out questions answered rightly")):
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("step", fontsize=8)
+        axes.set_ylim(0, 0.7)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axes.tick_params(labelsize=8)
+        axes.legend(fontsize=7, loc="lower right")
+    return figure
+
+
 PLOTS: dict[str, tuple[Callable[[Reports], Figure], str]] = {
     "performance.png": (draw_codec, "codec"),
     "performance_stores.png": (draw_stores, "store_transfer_queue"),
     "performance_train.png": (draw_train, "train"),
     "performance_scale.png": (draw_scale, "scale"),
+    "smollm2_sums.png": (draw_sums, "smollm2_sums"),
 }
 """Every plot, and the results file that it cannot do without."""
 

@@ -8,6 +8,7 @@ Source: vLLM, docs/training/rlhf.md, docs/features/sleep_mode.md, docs/training/
 """
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -70,6 +71,8 @@ class VLLMEngine:
             raise ConfigError(
                 f"generation.backend=vllm cannot start: {text[:300]}; see generation.vllm.args"
             ) from error
+        # It tells at each update that rotary buffers and a tied output layer were not among the weights.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self._counted = self._counters()
 
     def answer(self, request: Request) -> Iterator[Completions]:
