@@ -84,6 +84,7 @@ LOWEST_LAYER = {
 # Packages that only these modules may import.
 ONLY_IN = {
     "ray": (
+        "headrace.compat.actors",
         "headrace.distributed.worker_groups",
         "headrace.distributed.ray_connection",
         "headrace.distributed.virtual_cluster",
@@ -125,6 +126,7 @@ LOCAL_IMPORTS = {
     ("training.py", "headrace.algorithms"),
     ("cli.py", "headrace.models.router_replay.trace"),
     ("compat/nemo_rl.py", "?"),
+    ("compat/actors.py", "ray"),
     ("compat/media_inputs.py", "PIL"),
     ("compat/media_inputs.py", "transformers.audio_utils"),
     ("compat/media_inputs.py", "transformers.video_utils"),

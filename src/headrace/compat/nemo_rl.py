@@ -38,6 +38,7 @@ TRANSLATED = {
     "algorithms.async_utils.interfaces": "headrace.compat.replay_protocol",
     "algorithms.async_utils.replay_buffer": "headrace.compat.replay_buffer",
     "algorithms.async_utils.staleness_sampler": "headrace.compat.staleness_sampler",
+    "algorithms.async_utils.trajectory_collector": "headrace.compat.trajectory_collector",
     "algorithms.utils": "headrace.compat.tokenizer",
     "data.interfaces": "headrace.compat.data_specs",
     "data.multimodal_utils": "headrace.compat.multimodal_utils",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from headrace.compat.actors import ActorClass
 from headrace.compat.replay_protocol import ReplayBufferProtocol
 from headrace.errors import ConfigError, SchemaError
 from headrace.utils.atomic import write_bytes
@@ -199,5 +200,5 @@ def _entries(state: dict[str, Any]) -> list[Entry]:
     return [Entry(*parts) for parts in zip(*columns)]
 
 
-class ReplayBuffer(ReplayBufferImpl):
-    """The buffer by its other name, in the process that makes it; `ray.remote(ReplayBuffer)` makes an actor of it."""
+class ReplayBuffer(ReplayBufferImpl, ActorClass):
+    """The buffer as callers start it: `ReplayBuffer.remote(...)` is an actor, `ReplayBuffer(...)` an object here."""
