@@ -8,14 +8,14 @@ DEV    := $(VENV)/.installed-dev
 
 ENGINES ?= .venv-vllm
 VLLM    := $(ENGINES)/.installed
-VERIFIERS := $(VENV)/.installed-verifiers
+EXTRAS  := $(VENV)/.installed-extras
 
 SEED    ?= 0
 RUN_DIR ?= runs/demo_moe/seed$(SEED)
 CODE    := src tests benchmarks
 UNITS   ?= advantages books codec column_io loss packing router_replay
 
-.PHONY: help setup demo test test-slow test-engines test-verifiers mutants check format bench clean
+.PHONY: help setup demo test test-slow test-engines test-extras mutants check format bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,13 +56,14 @@ test-engines: $(DEV) $(VLLM)  ## the contract of generators on vLLM's CPU build,
 	OMP_NUM_THREADS=1 HEADRACE_GENERATORS=vllm@beside HEADRACE_ENGINE_PYTHON=$(abspath $(ENGINES))/bin/python \
 	  $(BIN)/python -m pytest tests/contract/test_generators.py
 
-# Without dependencies: the list is whole.
-$(VERIFIERS): $(DEV) constraints-verifiers.txt
-	$(PIP) --no-deps --upgrade --target $(VENV)/verifiers -r constraints-verifiers.txt
-	@touch $(VERIFIERS)
+# Without dependencies: the lists are whole. In folders that only the tests of these packages put on the path.
+$(EXTRAS): $(DEV) constraints-verifiers.txt constraints-trackio.txt
+	for name in verifiers trackio; do \
+	  $(PIP) --no-deps --upgrade --target $(VENV)/$$name -r constraints-$$name.txt || exit 1; done
+	@touch $(EXTRAS)
 
-test-verifiers: $(VERIFIERS)  ## environments of the package verifiers, in a folder of its own
-	$(BIN)/python -m pytest tests/unit/test_verifiers.py
+test-extras: $(EXTRAS)  ## environments of the package verifiers, and Trackio
+	$(BIN)/python -m pytest -m slow tests/unit/test_verifiers.py tests/unit/test_trackio.py
 
 mutants: $(DEV)  ## change the code at 100 random places per unit (UNITS=...): do tests notice?
 	for unit in $(UNITS); do $(BIN)/python tests/mutation.py $$unit --floor 0.85 || exit 1; done

@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`: prompts, turns, rewards; run by `make test-verifiers`."""
+"""Environments of the package `verifiers`: prompts, turns, rewards; run by `make test-extras`."""
 
 import importlib
 import logging
@@ -17,6 +17,7 @@ from headrace.experience.types import Message
 from recorder import NeverStop, Recorder
 from tiny_recipe import tiny_recipe
 
+pytestmark = pytest.mark.slow
 FOLDER = Path(sys.prefix) / "verifiers"
 OWN = """
 import verifiers as vf
@@ -74,7 +75,7 @@ def own_module(tmp_path_factory: pytest.TempPathFactory) -> Any:
     sys.path.append(str(FOLDER))
     levels = [logging.root.level]
     if not FOLDER.is_dir():
-        pytest.skip("needs the package verifiers (make test-verifiers)")
+        pytest.skip("needs the package verifiers (make test-extras)")
     yield
     sys.path.remove(str(folder))
     sys.path.remove(str(FOLDER))

@@ -47,4 +47,5 @@ class TrackioTracker(Tracker):
 
     def end(self, summary: Mapping[str, Any] | None) -> None:
         with redirect_stdout(io.StringIO()):
-            self._run.finish()
+            # The package's own, not the run's: otherwise it finishes the run once more when the process ends.
+            self._trackio.finish()
