@@ -7,11 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.compat.packing import get_flash_attention_kwargs, pack_sequences
 from headrace.errors import SchemaError
-from headrace.models.huggingface.common import (
-    get_flash_attention_kwargs,
-    pack_sequences,
-)
 
 
 def _padded(lengths: list[int], width: int) -> torch.Tensor:

@@ -51,7 +51,7 @@ NAMES = {
         ["ProcessedInputs", "ProcessedMicrobatch", "get_microbatch_iterator", "process_global_batch"],
     ),
     "models.huggingface.common": (
-        "headrace.models.huggingface.common",
+        "headrace.compat.packing",
         ["get_flash_attention_kwargs", "pack_sequences"],
     ),
     "models.policy.lm_policy": ("headrace.models.policy.lm_policy", ["Policy"]),

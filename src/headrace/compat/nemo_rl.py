@@ -28,7 +28,7 @@ ALIASES = {
     "distributed.named_sharding": "headrace.compat.named_sharding",
     "experience.sync_rollout_actor": "headrace.experience.sync_rollout_actor",
     "models.automodel": "headrace.models.automodel",
-    "models.huggingface": "headrace.models.huggingface",
+    "models.huggingface.common": "headrace.compat.packing",
     "models.policy.lm_policy": "headrace.models.policy.lm_policy",
     "utils.timer": "headrace.utils.timer",
 }

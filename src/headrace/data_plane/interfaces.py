@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import lcm
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -98,9 +99,9 @@ class KVBatchMeta:
         return meta_of_checked(
             self.partition_id,
             self.task_name,
-            [self.sample_ids[i] for i in rows],
+            _pick(self.sample_ids, rows),
             None if self.fields is None else list(self.fields),
-            _pick(self.sequence_lengths, rows),
+            None if self.sequence_lengths is None else _pick(self.sequence_lengths, rows),
             {k: v for k, v in self.extra_info.items() if k not in _PLAN_KEYS},
             None if self.tags is None else [dict(self.tags[i]) for i in rows],
         )
@@ -219,8 +220,9 @@ def _row_numbers(indices: Sequence[int] | torch.Tensor) -> list[int]:
     return whole_numbers("row index", "a whole number", rows)
 
 
-def _pick(values: list[Any] | None, rows: list[int]) -> list[Any] | None:
-    return None if values is None else [values[i] for i in rows]
+def _pick(values: list[Any], rows: list[int]) -> list[Any]:
+    # One call for all rows takes little more than half the time of a loop; of one row it gives no tuple.
+    return list(itemgetter(*rows)(values)) if len(rows) > 1 else [values[i] for i in rows]
 
 
 def _join(parts: list[list[Any] | None]) -> list[Any] | None:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -54,29 +54,19 @@ class RankSettings:
     timeout_s: float = 1800.0
 
 
-class Sink(Protocol):
-    """Where a rank sends what it streams, if not to the driver; errors there are raised here, at the end."""
-
-    def put(self, item: Payload) -> None: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None: ...
-
-
 @dataclass(frozen=True)
 class Call:
     """One command to a rank: a method of its worker and its encoded (args, kwargs).
 
-    `streams`: the method is a generator, whose items go to `sink` if there is one. `keeps`: the driver wants
-    the result of this rank.
+    `streams`: the method is a generator, whose items go to `sink` (an `ActorSink`) if there is one. `keeps`: the
+    driver wants the result of this rank.
     """
 
     method: str
     arguments: Payload
     streams: bool = False
     keeps: bool = True
-    sink: Sink | None = None
+    sink: Any = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from headrace.distributed.worker_groups.rank import (
     RankServer,
     RankSettings,
     Reply,
-    Sink,
     open_store,
 )
 from headrace.distributed.worker_groups.wire import Payload, decode
@@ -67,7 +66,7 @@ class RankActor(RankServer):
         yield self.build(info, settings, partial(ray.get, spec[0]))
 
     def serve(
-        self, arguments: Payload, method: str, streams: bool, keeps: bool, sink: Sink | None
+        self, arguments: Payload, method: str, streams: bool, keeps: bool, sink: Any
     ) -> Iterator[Answer]:
         yield from self.answers(Call(method, arguments, streams=streams, keeps=keeps, sink=sink))
 

@@ -13,7 +13,7 @@ from typing import Any
 from headrace.distributed.topology import RankLayout
 from headrace.distributed.worker_groups.failures import WorkerFailure, raise_failures
 from headrace.distributed.worker_groups.interfaces import WorkerGroup
-from headrace.distributed.worker_groups.rank import Answer, Call, RankSettings, Reply, Sink, WorkerSpec
+from headrace.distributed.worker_groups.rank import Answer, Call, RankSettings, Reply, WorkerSpec
 from headrace.distributed.worker_groups.wire import Payload, decode, encode
 from headrace.errors import HeadraceError
 
@@ -82,7 +82,7 @@ class RemoteWorkerGroup(WorkerGroup):
             for _ in values:
                 pass
 
-    def _begin_stream(self, method: str, arguments: Payload, sink: Sink | None = None) -> None:
+    def _begin_stream(self, method: str, arguments: Payload, sink: Any = None) -> None:
         """Have every rank run its generator; the first rank's items go to `sink`, or come here."""
         first = Call(method, arguments, streams=True, keeps=sink is None, sink=sink)
         others = Call(method, arguments, streams=True, keeps=False)

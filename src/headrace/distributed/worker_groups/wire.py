@@ -23,15 +23,12 @@ import numpy.typing as npt
 import torch
 from pydantic import BaseModel
 
+from headrace.distributed.columns import object_array
+
 _FILE_BYTES = 1 << 20
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
-_COLLECTIONS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
-_BUILDERS: dict[str, Callable[[Any], Any]] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-}
+_COLLECTIONS: dict[type, str] = {kind: kind.__name__ for kind in (list, tuple, set, frozenset)}
+_BUILDERS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in _COLLECTIONS.items()}
 _REGISTERED: set[Any] = set()
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
@@ -257,8 +254,7 @@ class _Unpacker:
         if index not in self._tensors:
             kind, buffer = getattr(torch, dtype), _writable(self._buffers[index])
             empty = torch.empty(shape, dtype=kind)
-            flat = torch.from_numpy(buffer).view(kind).view(shape) if buffer.nbytes else empty
-            self._tensors[index] = flat
+            self._tensors[index] = torch.from_numpy(buffer).view(kind).view(shape) if buffer.nbytes else empty
         return self._tensors[index]
 
     def _jagged(self, values: Any, offsets: Any) -> torch.Tensor:
@@ -271,11 +267,7 @@ class _Unpacker:
         return self._array(index, dtype, shape)[()]
 
     def _objects(self, shape: list[int], items: Any) -> Any:
-        values = self.unpack(items)
-        made = np.empty(len(values), dtype=object)
-        for index, value in enumerate(values):
-            made[index] = value
-        return made.reshape(shape)
+        return object_array(self.unpack(items)).reshape(shape)
 
 
 def _is_plain(items: Collection[Any]) -> bool:

@@ -209,12 +209,15 @@ def _by_length(
     plan = _plan(tuple(boundaries.tolist()), query.device)
     parts = []
     for bucket in plan.buckets:
-        queries, keys, values = (_gather(x, bucket) for x in (query, key, value))
-        if sinks is None:
-            mask = _window_mask(bucket.width, sliding_window, query.device)
-        else:
-            causal = _causal_mask(bucket.width, sliding_window or bucket.width, query.device)
-            keys, values, mask = _with_sinks(keys, values, causal[None, None], sinks)
+        rows = (x.index_select(0, bucket.source) for x in (query, key, value))
+        queries, keys, values = (x.view(-1, bucket.width, *x.shape[1:]).transpose(1, 2) for x in rows)
+        window, mask = sliding_window or bucket.width, None
+        if sinks is not None or window < bucket.width:
+            at = torch.arange(bucket.width, device=query.device)
+            distance = at[:, None] - at[None, :]
+            mask = (distance >= 0) & (distance < window)
+        if sinks is not None and mask is not None:
+            keys, values, mask = _with_sinks(keys, values, mask[None, None], sinks)
         out = F.scaled_dot_product_attention(
             queries,
             keys,
@@ -226,23 +229,6 @@ def _by_length(
         )
         parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.filled))
     return torch.cat(parts).index_select(0, plan.inverse)
-
-
-def _gather(x: torch.Tensor, bucket: "_Bucket") -> torch.Tensor:
-    rows = x.index_select(0, bucket.source).view(-1, bucket.width, *x.shape[1:])
-    return rows.transpose(1, 2)
-
-
-def _window_mask(width: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
-    if sliding_window is None or width <= sliding_window:
-        return None
-    return _causal_mask(width, sliding_window, device)
-
-
-def _causal_mask(width: int, window: int, device: torch.device) -> torch.Tensor:
-    at = torch.arange(width, device=device)
-    distance = at[:, None] - at[None, :]
-    return (distance >= 0) & (distance < window)
 
 
 def _with_sinks(

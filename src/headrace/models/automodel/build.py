@@ -82,8 +82,8 @@ class ModelBuilder:
     ) -> None:
         self._cfg, self._scoring, self._device = cfg, scoring, device
         self._topology, self._tokenizer, self._seed = topology, tokenizer, seed
-        self._context_size = 1 if topology is None else topology.context_size
-        self._tensor_size = 1 if topology is None else topology.tensor_size
+        self._context_size = 1 if topology is None else topology.layout.context
+        self._tensor_size = 1 if topology is None else topology.layout.tensor
         self._replica_size = self._context_size * self._tensor_size
 
     def build(self, *, with_reference: bool) -> BuiltModels:

@@ -18,13 +18,9 @@ import torch.distributed as dist
 from headrace.config import PolicyConfig
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, SAMPLE_MASK, TOKEN_MASK
 from headrace.distributed.batched_data_dict import BatchedDataDict
-from headrace.distributed.ragged import RowLayout, row_lengths
+from headrace.distributed.ragged import RowLayout, ragged_indices, row_lengths
 from headrace.errors import ConfigError, SchemaError
-from headrace.models.huggingface.common import (
-    FlashAttentionKwargs,
-    get_flash_attention_kwargs,
-    pack_sequences,
-)
+from headrace.models.huggingface.common import FlashAttentionKwargs, get_flash_attention_kwargs
 from headrace.models.interfaces import LossFn, LossType
 from headrace.utils.rounding import round_up
 
@@ -235,24 +231,15 @@ def setting(cfg: Config, key: str, default: Any) -> Any:
 def _pack(
     input_ids: torch.Tensor, input_lengths: torch.Tensor, filling_id: int, multiple: int
 ) -> ProcessedInputs:
-    lengths = row_lengths(input_lengths)
-    total = int(lengths.sum())
-    width = round_up(max(total, 1), multiple)
-    packed, positions, _ = pack_sequences(
-        input_ids,
-        lengths,
-        packed_sequence_size=[len(input_ids)],
-        padding_value=filling_id,
-        return_attention_mask=False,
-        min_seq_len=width,
-    )
-    if width > total:
-        positions[:, total:] = torch.arange(width - total, device=positions.device)
-        lengths = torch.cat([lengths, lengths.new_tensor([width - total])])
-    boundaries = get_flash_attention_kwargs(lengths)
-    starts = boundaries.cu_seqlens_q.to(input_ids.device, non_blocking=True)
+    rows, device = RowLayout(input_lengths, input_ids.shape[1]), input_ids.device
+    width = round_up(max(rows.total, 1), multiple)
+    packed = torch.nn.functional.pad(rows.strip(input_ids), (0, width - rows.total), value=filling_id)
+    filling = [width - rows.total] if width > rows.total else []
+    boundaries = get_flash_attention_kwargs(torch.tensor([*rows.lengths.tolist(), *filling]))
+    starts = boundaries.cu_seqlens_q.to(device, non_blocking=True)
     boundaries = replace(boundaries, cu_seqlens_q=starts, cu_seqlens_k=starts)
-    return ProcessedInputs(packed, width, position_ids=positions, flash_attn_kwargs=boundaries)
+    _, positions = ragged_indices(starts, width)
+    return ProcessedInputs(packed[None], width, position_ids=positions[None], flash_attn_kwargs=boundaries)
 
 
 def _pad(input_ids: torch.Tensor, input_lengths: torch.Tensor) -> ProcessedInputs:

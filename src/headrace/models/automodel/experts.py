@@ -47,7 +47,8 @@ def grouped_experts(
 ) -> torch.Tensor:
     """Run the chosen experts: `hidden` (T, H), `top_k_index` and `top_k_weights` (T, k), returns (T, H)."""
     group = getattr(module, EXPERT_GROUP, None)
-    dtype = _compute_dtype(hidden)
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     if group is None:
         experts = module if dtype is None else _Weights(module, dtype)
         return _grouped(experts, hidden, top_k_index, top_k_weights)
@@ -58,11 +59,6 @@ def grouped_experts(
     hidden, top_k_weights = (copy_to_ranks(x, group) for x in (hidden, top_k_weights))
     own = _grouped(_Weights(module, dtype, count), hidden, own_index, top_k_weights)
     return sum_of_ranks(own, group)
-
-
-def _compute_dtype(hidden: torch.Tensor) -> torch.dtype | None:
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _grouped(

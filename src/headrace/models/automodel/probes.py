@@ -16,7 +16,6 @@ REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtim
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 """Names that configs have for the experts of a token."""
-_TERSE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError)
 
 
 @torch.no_grad()

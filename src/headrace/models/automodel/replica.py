@@ -25,7 +25,7 @@ class Replica:
 
     def forward_kwargs(self, inputs: ProcessedInputs) -> dict[str, Any]:
         """Return the keyword arguments of the model's forward on this rank: its context part of the row."""
-        kwargs, size = inputs.forward_kwargs(), self.topology.context_size
+        kwargs, size = inputs.forward_kwargs(), self.topology.layout.context
         if size == 1:
             return kwargs
         rank = dist.get_rank(self.topology.context)
@@ -35,13 +35,13 @@ class Replica:
 
     def own_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the hidden states (1, T / ranks, H) of the tokens that this rank scores, of what its model gave."""
-        if self.sequence_parallel or self.topology.tensor_size == 1:
+        if self.sequence_parallel or self.topology.layout.tensor == 1:
             return hidden
         return scatter_tokens(hidden, self.topology.tensor)
 
     def own_tokens(self, total: int) -> tuple[int, int]:
         """Return [start, stop) of the tokens that this rank scores in a packed row of `total`."""
-        part = total // self.topology.replica_size
+        part = total // self.topology.layout.replica_size
         start = dist.get_rank(self.topology.replica) * part
         return start, start + part
 

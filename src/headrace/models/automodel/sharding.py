@@ -57,7 +57,7 @@ class ShardedModel:
 
     def sum_replicated_gradients(self) -> None:
         """Make the gradients of weights that tensor ranks hold alike whole, and bit for bit the same."""
-        if self.topology.tensor_size == 1:
+        if self.topology.layout.tensor == 1:
             return
         group = self.topology.tensor
         for name, weight in self.model.named_parameters():
@@ -67,7 +67,7 @@ class ShardedModel:
             total = local.to(self._device)
             dist.all_reduce(total, group=group)
             # A whole gradient on every rank is averaged, so that rounding cannot drive the ranks apart.
-            local.copy_(total if name in self._partial else total / self.topology.tensor_size)
+            local.copy_(total if name in self._partial else total / self.topology.layout.tensor)
 
     def gradient_norm(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the 2-norm of the whole gradient, and the sum of all ranks' `loss`; 0-D float32, on the device.
@@ -81,7 +81,7 @@ class ShardedModel:
                 norm = torch.linalg.vector_norm(weight.grad.to_local(), dtype=torch.float32)
                 (shared if _tensor_dim(weight) is None else whole).append(norm.to(self._device))
         squares = torch.zeros((), device=self._device)
-        for norms, holders in ((whole, 1), (shared, self.topology.tensor_size)):
+        for norms, holders in ((whole, 1), (shared, self.topology.layout.tensor)):
             if norms:
                 squares = squares + torch.stack(norms).square().sum() / holders
         sums = torch.stack([squares, loss.to(squares)])
@@ -154,7 +154,7 @@ def shard_model(model: Any, topology: Topology, cfg: PolicyConfig, device: torch
         ConfigError: a model that cannot be split as `policy.parallel` says.
     """
     partial: set[str] = set()
-    if topology.tensor_size > 1:
+    if topology.layout.tensor > 1:
         mesh = topology.weights[TENSOR]
         partial = split_matrices(model, mesh, sequence_parallel=cfg.parallel.sequence_parallel)
     offload = device.type == "cuda" and cfg.parallel.cpu_offload

@@ -6,20 +6,12 @@ from typing import Any
 import torch
 
 from headrace.errors import ConfigError, HeadraceError
+from headrace.models.automodel.probes import REFUSALS
 from headrace.models.sampling import filter_logits, gather_logprobs
 
 _PROMPTS = ((5, 6, 7, 8, 9), (7, 6), (5, 6, 7, 8, 9))
 # Largest change of a logprob, as a share of how far scores lie apart: rounding of the summation order.
 _LARGEST = 1e-3
-_REFUSALS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 Decode = Callable[[list[list[int]]], tuple[list[list[int]], list[list[float]]]]
 """From prompts to answers and their logprobs."""
@@ -42,7 +34,7 @@ def check_decoding(model: Any, decode: Decode, unknown_ids: torch.Tensor | None)
         gap = max(_gap(model, unknown_ids, *row) for row in zip(prompts, answers, logprobs))
     except HeadraceError:
         raise
-    except _REFUSALS as error:
+    except REFUSALS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
             f"policy.model: {name} cannot answer prompts with a key-value cache ({reason}); use another model"

@@ -81,7 +81,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         if self._replay_handle is None:
             return None
         topology, replay = self.topology, self.cfg.router_replay
-        context = topology.context if topology is not None and topology.context_size > 1 else None
+        context = topology.context if topology is not None and topology.layout.context > 1 else None
         trace = trace or replay.trace
         return RouteReplayer(
             self._replay_handle, trace=trace, floor=replay.min_exact_fraction, context=context
@@ -99,7 +99,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
 
     @property
     def dp_size(self) -> int:
-        return 1 if self.topology is None else self.topology.data_size
+        return 1 if self.topology is None else self.topology.layout.data
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
@@ -108,7 +108,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
 
     @property
     def _replica_size(self) -> int:
-        return 1 if self.topology is None else self.topology.replica_size
+        return 1 if self.topology is None else self.topology.layout.replica_size
 
     @property
     def _sharded(self) -> ShardedModel | None:
