@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Annotated, Any, NoReturn
 
 try:
@@ -33,7 +33,7 @@ from headrace.progress import make_console, print_line
 from headrace.run_tables import metrics_table
 from headrace.step_commands import record_step, replay_step
 from headrace.store_commands import store_app
-from headrace.training import run_recipe
+from headrace.training import load_loop, run_recipe
 from headrace.utils.paths import user_path
 from headrace.utils.recipe import load_recipe
 from headrace.utils.run_directory import RunDirectory
@@ -214,16 +214,10 @@ def evaluate(
     run = RunDirectory(target if is_run else user_path(recipe.run_dir, "run_dir"))
     wanted = "best" if checkpoint is None and is_run else checkpoint
     found = None if wanted is None else find_checkpoint(recipe, run, wanted)
-    metrics = _training().evaluate(recipe, None if found is None else found.path)
+    metrics = load_loop().evaluate(recipe, None if found is None else found.path)
     console = Console()
     print_line(console, f"step {found.step}, {found.path}" if found else f"the weights of {target}")
     console.print(metrics_table(metrics))
-
-
-def _training() -> ModuleType:
-    from headrace.algorithms import run  # noqa: PLC0415  (imports transformers: seconds)
-
-    return run
 
 
 @app.command()

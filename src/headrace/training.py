@@ -165,7 +165,7 @@ def _run_loop(
     recipe: RecipeConfig, run: RunDirectory, console: Console, observers: Sequence[RunObserver]
 ) -> tuple[int, dict[str, Any]]:
     """Return the exit code of an interrupted run, and the loop's summary."""
-    loop = _training()
+    loop = load_loop()
     with (
         ConsoleObserver(console, title=str(run.path), mode=recipe.logging.progress) as display,
         RunTrackers(recipe, run, observers) as others,
@@ -208,7 +208,7 @@ def write_results(run: RunDirectory, console: Console) -> None:
     print_line(console, f"plots: {write_report(run.path)}, {run.reward_plot_path}")
 
 
-def _training() -> ModuleType:
+def load_loop() -> ModuleType:
     from headrace.algorithms import run  # noqa: PLC0415  (imports transformers: seconds)
 
     return run

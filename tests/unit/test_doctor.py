@@ -40,12 +40,6 @@ def test_a_package_that_is_not_installed_is_missing_with_a_remedy() -> None:
         assert found[name].remedy == ("" if installed else f"pip install {name}")
 
 
-def test_what_this_headrace_has_no_code_for_is_unused() -> None:
-    source = Path(headrace.__file__).parent
-    state = checks_by_name()["sglang"].state
-    assert (state == "unused") == (not (source / "models/generation/sglang.py").exists())
-
-
 def test_versions_that_work_with_vllm_are_those_that_its_contract_runs_on() -> None:
     lines = (Path(__file__).parents[2] / "constraints-vllm.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if "==" in line)
@@ -66,7 +60,7 @@ def test_devices_are_those_of_torch() -> None:
 
 def test_every_state_that_is_not_ok_says_what_to_do() -> None:
     for check in checks():
-        assert check.state in ("ok", "unused") or check.remedy, check
+        assert check.state == "ok" or check.remedy, check
 
 
 def test_the_table_fits_a_terminal_and_has_every_check() -> None:

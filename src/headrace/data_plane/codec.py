@@ -138,7 +138,7 @@ def response_from_nested(full: torch.Tensor, response_mask: torch.Tensor) -> tor
             )
     read = OffsetsReader((full, response_mask))
     values, offsets, *_ = take_apart(full, read)
-    response_offsets = take_apart(response_mask, read).offsets
+    _, response_offsets, *_ = take_apart(response_mask, read)
     lengths, responses = offsets.diff(), response_offsets.diff()
     if len(lengths) != len(responses):
         raise SchemaError(f"{len(responses)} response rows for {len(lengths)} rows; expected one per row")

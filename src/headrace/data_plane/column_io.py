@@ -24,9 +24,9 @@ from headrace.data_plane.store.columns import checked_tags
 from headrace.data_plane.wire import (
     Leaf,
     RowPacker,
-    joined_rows,
     leaf_rows,
     materialize,
+    nest,
     stack_or_nest,
     wire_tensordict,
 )
@@ -246,10 +246,8 @@ def _from_rows(name: str, rows: Sequence[Any]) -> Leaf:
     else:
         return object_array(rows)
     try:
-        if not any(row.dim() for row in tensors):
-            return stack_or_nest(tensors).detach()
-        joined = joined_rows(tensors)
-        return joined._replace(values=joined.values.detach())
+        joined = nest(tensors) if any(row.dim() for row in tensors) else stack_or_nest(tensors)
+        return joined.detach() if wants_grad(joined) else joined
     except SchemaError as error:
         raise SchemaError(f"column '{name}': {error}") from error
 

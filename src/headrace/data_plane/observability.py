@@ -17,7 +17,8 @@ from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.object_codec import encode_column
 from headrace.data_plane.wire import read_wire
 from headrace.distributed.multimodal import PackedTensor
-from headrace.distributed.ragged import RaggedParts
+from headrace.distributed.offsets_reader import OffsetsReader
+from headrace.distributed.ragged import is_nested, take_apart
 from headrace.errors import ClaimTimeout
 
 Status = Literal["ok", "error", "timeout"]
@@ -187,11 +188,11 @@ class MetricsDataPlaneClient(DataPlaneClient):
 def _column_bytes(wire: TensorDict | None) -> dict[str, int]:
     """Return the bytes of each column: its values, or the messages that its objects become."""
     sizes: dict[str, int] = {}
-    for name, leaf in (read_wire(wire) if wire is not None else {}).items():
-        if isinstance(leaf, RaggedParts):
-            sizes[name] = leaf.values.nbytes
-        elif isinstance(leaf, torch.Tensor):
-            sizes[name] = leaf.nbytes
+    leaves = read_wire(wire) if wire is not None else {}
+    read = OffsetsReader(leaves.values())
+    for name, leaf in leaves.items():
+        if isinstance(leaf, torch.Tensor):
+            sizes[name] = (take_apart(leaf, read)[0] if is_nested(leaf) else leaf).nbytes
         else:
             sizes[name] = 0 if isinstance(leaf, PackedTensor) else sum(map(len, encode_column(name, leaf)))
     return sizes

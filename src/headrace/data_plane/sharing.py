@@ -9,7 +9,8 @@ from tensordict import TensorDict
 
 from headrace.data_plane.wire import read_wire, wire_tensordict
 from headrace.distributed.collectives import broadcast_columns
-from headrace.distributed.ragged import RaggedParts
+from headrace.distributed.offsets_reader import OffsetsReader
+from headrace.distributed.ragged import is_nested, nested_from_ragged, take_apart
 
 _LAYOUT = "\0layout"
 """Beside the columns; no column has such a name."""
@@ -24,7 +25,7 @@ def share_rows(read: Callable[[], TensorDict], *, src: int, group: dist.ProcessG
     rows, places, held = received.pop(_LAYOUT)
     offsets = [torch.from_numpy(o) for o in held]
     for name, (place, ragged_dim) in places.items():
-        received[name] = RaggedParts(received[name], offsets[place], ragged_dim, None)
+        received[name] = nested_from_ragged(received[name], offsets[place], ragged_dim)
     return wire_tensordict(received, rows)
 
 
@@ -33,10 +34,12 @@ def flat_rows(wire: TensorDict) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     offsets: list[torch.Tensor] = []
     places: dict[str, tuple[int, int]] = {}
-    for name, leaf in read_wire(wire).items():
+    leaves = read_wire(wire)
+    read = OffsetsReader(leaves.values())
+    for name, leaf in leaves.items():
         columns[name] = leaf
-        if isinstance(leaf, RaggedParts):
-            columns[name], mine, ragged_dim, _ = leaf
+        if isinstance(leaf, torch.Tensor) and is_nested(leaf):
+            columns[name], mine, ragged_dim, _ = take_apart(leaf, read)
             equal = (i for i, held in enumerate(offsets) if held is mine or torch.equal(held, mine))
             place = next(equal, len(offsets))
             offsets += [mine] if place == len(offsets) else []

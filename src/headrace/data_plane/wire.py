@@ -19,9 +19,8 @@ from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged import (
-    RaggedParts,
     RowLayout,
-    is_nested,
+    as_jagged,
     nested_from_ragged,
     offsets_from_lengths,
     take_apart,
@@ -29,23 +28,19 @@ from headrace.distributed.ragged import (
 from headrace.distributed.ragged_cpu import PadValue
 from headrace.errors import SchemaError
 
-Leaf = torch.Tensor | RaggedParts | ObjectArray
-"""One column told apart: dense (N, ...), ragged rows, or objects (N,)."""
+Leaf = torch.Tensor | ObjectArray
+"""One column told apart: dense (N, ...), jagged rows, or objects (N,)."""
 
 
 def read_wire(wire: TensorDict) -> dict[str, Leaf | PackedTensor]:
     """Return each column of a wire TensorDict (a dict will do) as its leaf.
 
-    Media without rows are a PackedTensor, since no row says what the column is. Offsets on a device are brought to
-    the CPU in one copy for all columns.
+    Media without rows are a PackedTensor, since no row says what the column is.
     """
     rows = wire.batch_size[0] if isinstance(wire, TensorDictBase) and wire.batch_size else 0
     columns = {str(name): wire.get(name) for name in list(wire.keys())}
-    read = OffsetsReader(columns.values())
     return {
-        name: (take_apart(column, read) if is_nested(column) else column)
-        if isinstance(column, torch.Tensor)
-        else _read_objects(name, column, rows)
+        name: as_jagged(column) if isinstance(column, torch.Tensor) else _read_objects(name, column, rows)
         for name, column in columns.items()
     }
 
@@ -73,13 +68,7 @@ def _read_objects(name: str, value: Any, rows: int) -> ObjectArray | PackedTenso
 
 def wire_tensordict(columns: Mapping[str, Leaf | PackedTensor], rows: int) -> TensorDict:
     """Return columns that are known to have `rows` rows as a TensorDict, batch_size [rows]."""
-    wire: dict[str, Any] = {}
-    for name, leaf in columns.items():
-        if isinstance(leaf, RaggedParts):
-            offsets = leaf.offsets if leaf.device_offsets is None else leaf.device_offsets
-            wire[name] = nested_from_ragged(leaf.values, offsets, leaf.ragged_dim, leaf.offsets)
-        else:
-            wire[name] = leaf
+    wire: dict[str, Any] = dict(columns)
     if not all(isinstance(column, torch.Tensor) for column in wire.values()):
         return TensorDict(wire, batch_size=[rows])
     # The public constructor asks every jagged tensor for its shape: 30 us each.
@@ -108,8 +97,6 @@ def leaf_rows(leaf: Leaf) -> int:
     """Return how many rows a column has, which may be a nested tensor; -1: it is a single number."""
     if isinstance(leaf, NestedTensor):
         return int(leaf._size[0])  # `shape` takes sixty times as long
-    if isinstance(leaf, RaggedParts):
-        return leaf.offsets.shape[0] - 1
     if isinstance(leaf, torch.Tensor) and leaf.is_nested:
         return leaf.size(0)
     return leaf.shape[0] if leaf.ndim else -1
@@ -124,7 +111,8 @@ def check_declared(name: str, leaf: Leaf, per_token: Collection[str] = ()) -> No
         raise SchemaError(f"column '{name}' is an array of objects; it is declared as {spec.kind.value}")
     if spec is None and name not in per_token:
         return
-    values, ragged_dim = (leaf.values, leaf.ragged_dim) if isinstance(leaf, RaggedParts) else (leaf, 0)
+    jagged: Any = leaf
+    values, ragged_dim = (jagged._values, jagged._ragged_idx) if isinstance(leaf, NestedTensor) else (leaf, 0)
     dims = values.dim() + bool(ragged_dim)
     if spec is not None and values.dtype not in spec.accepts:
         raise spec.refusal(values.dtype)
@@ -161,18 +149,16 @@ def stack_or_nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     shape = tensors[0].shape
     if any(row.shape != shape for row in tensors):
         return nest(tensors)
-    joined = joined_rows(tensors if shape else [row.reshape(1) for row in tensors])
-    return joined.values.view(len(tensors), *shape)
+    values, _ = _joined_rows(tensors if shape else [row.reshape(1) for row in tensors])
+    return values.view(len(tensors), *shape)
 
 
 def nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return rows (L_i, ...) as jagged (N, j, ...), also when their lengths are equal; at least one row."""
-    values, offsets, *_ = joined_rows(tensors)
-    return nested_from_ragged(values, offsets)
+    return nested_from_ragged(*_joined_rows(tensors))
 
 
-def joined_rows(tensors: Sequence[torch.Tensor]) -> RaggedParts:
-    """Do what `nest` does, without the nested tensor."""
+def _joined_rows(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     first = tensors[0]
     # Attribute by attribute: a set of tuples takes three times as long.
     kinds = {row.dtype for row in tensors}, {row.device for row in tensors}, {row.dim() for row in tensors}
@@ -189,7 +175,7 @@ def joined_rows(tensors: Sequence[torch.Tensor]) -> RaggedParts:
     if not first.dim():
         raise SchemaError("rows are single numbers; expected rows of shape (L, ...)")
     lengths = torch.tensor([row.shape[0] for row in tensors], dtype=torch.int64)
-    return RaggedParts(torch.cat(list(tensors)), offsets_from_lengths(lengths), 1, None)
+    return torch.cat(list(tensors)), offsets_from_lengths(lengths)
 
 
 class RowPacker:
@@ -227,28 +213,27 @@ class RowPacker:
             raise SchemaError(f"column '{name}' {got}; expected {self.rows} rows, one per sample")
         if name not in FIELDS and name not in self._per_token:
             return column
-        leaf = column
-        if isinstance(leaf, torch.Tensor) and is_nested(leaf):
-            leaf = take_apart(leaf, self.read)
+        leaf = as_jagged(column) if isinstance(column, torch.Tensor) else column
         check_declared(name, leaf, self._per_token)
         if isinstance(leaf, np.ndarray):
             return leaf
         if name in PER_TOKEN_FIELDS or name in self._per_token:
-            packed = self._pack_per_token(name, leaf)
-            # Another nested tensor around the same would take as long as all that is done here.
-            return column if leaf is not column and _holds(column, packed) else packed
-        return leaf.reshape(self.rows) if isinstance(leaf, torch.Tensor) else column
+            return self._pack_per_token(name, leaf)
+        return leaf.reshape(self.rows)
 
-    def _pack_per_token(self, name: str, leaf: torch.Tensor | RaggedParts) -> Leaf:
+    def _pack_per_token(self, name: str, leaf: torch.Tensor) -> torch.Tensor:
         layout = self._layout
-        if isinstance(leaf, RaggedParts):
-            values, offsets = leaf.values, leaf.offsets
-            if not layout.fits(offsets, leaf.device_offsets):
+        if isinstance(leaf, NestedTensor):
+            values, offsets, _, on_device = take_apart(leaf, self.read)
+            if not layout.fits(offsets, on_device):
                 row = int((offsets.diff() != self.lengths).nonzero()[0])
                 raise SchemaError(
                     f"column '{name}' has {int(offsets.diff()[row])} tokens in row {row}; its sequence length is "
                     f"{int(self.lengths[row])}"
                 )
+            # Another nested tensor around the same would take as long as all that is done here.
+            if leaf._values is values and leaf._offsets is layout.offsets_on(values.device):
+                return leaf
         elif leaf.dim() == 1:
             return leaf
         else:
@@ -263,17 +248,7 @@ class RowPacker:
                 layout = self._layout = layout.with_width(width)
             values = layout.strip(leaf)
             layout.fits(layout.offsets)  # they are in use: those of a later column do not take their place
-        return RaggedParts(
-            values, layout.offsets, 1, None if values.is_cpu else layout.offsets_on(values.device)
-        )
-
-
-def _holds(column: Leaf, packed: Leaf) -> bool:
-    """Return whether a column is a nested tensor around the same values and offsets objects as `packed`."""
-    if not isinstance(column, NestedTensor) or not isinstance(packed, RaggedParts):
-        return False
-    offsets = packed.offsets if packed.device_offsets is None else packed.device_offsets
-    return column._values is packed.values and column._offsets is offsets
+        return nested_from_ragged(values, layout.offsets_on(values.device), host_offsets=layout.offsets)
 
 
 def materialize(
@@ -296,7 +271,9 @@ def materialize(
         raise SchemaError(f"layout='{layout}'; expected 'padded' or 'jagged'")
     batch: dict[str, Any] = {}
     layouts: list[RowLayout] = []
-    for name, leaf in read_wire(td).items():
+    leaves = read_wire(td)
+    read = OffsetsReader(leaves.values())
+    for name, leaf in leaves.items():
         batch[name] = leaf
         if isinstance(leaf, np.ndarray):
             if len(leaf) and all(isinstance(value, PackedTensor) for value in leaf):
@@ -304,47 +281,54 @@ def materialize(
         elif isinstance(leaf, PackedTensor):
             continue
         elif name in FIELDS and FIELDS[name].kind is Kind.PER_SAMPLE:
-            batch[name] = _one_per_sample(name, leaf)
+            batch[name] = _one_per_sample(name, leaf, read)
         elif layout == "padded":
+            pad_value = (pad_value_dict or {}).get(name, 0)
             try:
-                batch[name] = _pad(name, leaf, (pad_value_dict or {}).get(name, 0), pad_to_seqlen, layouts)
+                batch[name] = _pad(name, leaf, pad_value, pad_to_seqlen, layouts, read)
             except SchemaError as error:
                 raise SchemaError(f"column '{name}': {error}") from error
-        elif isinstance(leaf, RaggedParts):
-            batch[name] = td.get(name)
     return BatchedDataDict(batch)
 
 
-def _one_per_sample(name: str, leaf: torch.Tensor | RaggedParts) -> torch.Tensor:
-    if not isinstance(leaf, RaggedParts):
+def _one_per_sample(name: str, leaf: torch.Tensor, read: OffsetsReader) -> torch.Tensor:
+    if not isinstance(leaf, NestedTensor):
         check_declared(name, leaf)
         return leaf.reshape(len(leaf))
     # Some backends carry (N,) as rows of length 1.
-    lengths = leaf.offsets.diff()
+    values, offsets, *_ = take_apart(leaf, read)
+    lengths = offsets.diff()
     wrong = (lengths != 1).nonzero()
     if len(wrong):
         row = int(wrong[0])
         raise SchemaError(
             f"column '{name}' has {int(lengths[row])} values in row {row}; it is declared per sample"
         )
-    return leaf.values.reshape(len(lengths))
+    return values.reshape(len(lengths))
 
 
 def _pad(
-    name: str, leaf: torch.Tensor | RaggedParts, pad_value: PadValue, target: int, layouts: list[RowLayout]
+    name: str,
+    leaf: torch.Tensor,
+    pad_value: PadValue,
+    target: int,
+    layouts: list[RowLayout],
+    read: OffsetsReader,
 ) -> torch.Tensor:
     """Pad a column to `target` at least; equal offsets are looked at once, in `layouts`."""
-    if not isinstance(leaf, RaggedParts):
-        if name not in PER_TOKEN_FIELDS or leaf.dim() < 2 or leaf.shape[1] >= target:
-            return leaf
+    on_device: torch.Tensor | None = None
+    if isinstance(leaf, NestedTensor):
+        values, offsets, ragged_dim, on_device = take_apart(leaf, read)
+    elif name not in PER_TOKEN_FIELDS or leaf.dim() < 2 or leaf.shape[1] >= target:
+        return leaf
+    else:
         lengths = torch.full((leaf.shape[0],), leaf.shape[1], dtype=torch.int64)
-        leaf = RaggedParts(leaf.flatten(0, 1), offsets_from_lengths(lengths), 1, None)
-    offsets, on_device = leaf.offsets, leaf.device_offsets
+        values, offsets, ragged_dim = leaf.flatten(0, 1), offsets_from_lengths(lengths), 1
     layout = next((known for known in layouts if known.fits(offsets, on_device)), None)
     if layout is None:
         lengths = offsets.diff()
         layout = RowLayout(lengths, max(int(lengths.numpy().max(initial=0)), target))
         layout.fits(offsets, on_device)
         layouts.append(layout)
-    padded = layout.pad(leaf.values, pad_value)
-    return padded if leaf.ragged_dim == 1 else padded.movedim(1, leaf.ragged_dim)
+    padded = layout.pad(values, pad_value)
+    return padded if ragged_dim == 1 else padded.movedim(1, ragged_dim)

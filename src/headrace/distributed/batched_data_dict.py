@@ -320,11 +320,7 @@ class BatchedDataDict(UserDict[str, Any]):
         return len(self._single_plan()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[Self]:
-        """Return the planned microbatches, each of which fits one packed row; dummies included.
-
-        Raises:
-            SchemaError: no plan, or one of several global batches (take one by `get_batch` first).
-        """
+        """Return the planned microbatches, each of which fits one packed row; dummies included."""
         pairs, lengths = self._single_plan()
         return (
             self.slice(start, stop) if start < stop else self.make_dummy(length)

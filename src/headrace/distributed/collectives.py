@@ -50,7 +50,8 @@ def broadcast_columns(read: Callable[[], Columns], *, src: int, group: dist.Proc
         SchemaError: on the leader, a column that cannot be sent; and whatever `read` raises.
         TransportError: on the siblings of a leader that failed, with its reason.
     """
-    device = _device_of(group)
+    on_cuda = "nccl" in str(dist.get_backend(group))
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     if dist.get_rank() == src:
         return _send(read, src, group, device)
     message: list[Any] = [None]
@@ -98,12 +99,6 @@ def _pickled(name: str, value: object) -> bytes:
         raise SchemaError(
             f"column '{name}' is a {type(value).__name__} that cannot be sent: {error}"
         ) from error
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    if "nccl" in str(dist.get_backend(group)):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _buffer(shapes: Shapes, device: torch.device) -> torch.Tensor:

@@ -27,16 +27,25 @@ def dummy_columns(
     Dense token columns are cut to `width` at most; weights are 0, the length is 1, media are None.
     """
     return {
-        name: _dummy_column(name, column, name in token_columns, name == lengths_column, width)
+        name: _dummy_column(name, column, width if name in token_columns else None, name == lengths_column)
         for name, column in template.items()
     }
 
 
-def _dummy_column(name: str, column: Any, per_token: bool, is_length: bool, width: int) -> Any:
+def _dummy_column(name: str, column: Any, width: int | None, is_length: bool) -> Any:
+    """Return one row; `width` None: the column is not one of tokens."""
     if isinstance(column, PackedTensor):
         return PackedTensor([None], column.dim_to_pack)
     if isinstance(column, torch.Tensor):
-        tensor = _nested_row(column) if column.is_nested else _dense_row(column, per_token, width)
+        if column.is_nested:
+            values, _, ragged_dim = ragged_from_nested(column)
+            token = values[:1] if values.shape[0] else values.new_zeros((1, *values.shape[1:]))
+            tensor = nested_from_ragged(token, torch.tensor([0, 1]), ragged_dim=ragged_dim)
+        elif column.shape[0]:
+            tensor = column[:1] if width is None else column[:1, :width]
+        else:
+            sizes = column.shape[1:] if width is None else (width, *column.shape[2:])
+            tensor = column.new_zeros((1, *sizes))
         if is_length:
             return torch.ones_like(tensor)
         return torch.zeros_like(tensor) if is_weight(name) else tensor
@@ -45,23 +54,9 @@ def _dummy_column(name: str, column: Any, per_token: bool, is_length: bool, widt
         row = [1]
     elif is_weight(name):
         row = [torch.zeros_like(row[0]) if isinstance(row[0], torch.Tensor) else 0]
-    return _array_row(row, column) if isinstance(column, np.ndarray) else row
-
-
-def _dense_row(column: torch.Tensor, per_token: bool, width: int) -> torch.Tensor:
-    if column.shape[0]:
-        return column[:1, :width] if per_token else column[:1]
-    sizes = column.shape[2:] if per_token else column.shape[1:]
-    return column.new_zeros((1, width, *sizes) if per_token else (1, *sizes))
-
-
-def _nested_row(column: torch.Tensor) -> torch.Tensor:
-    values, _, ragged_dim = ragged_from_nested(column)
-    token = values[:1] if values.shape[0] else values.new_zeros((1, *values.shape[1:]))
-    return nested_from_ragged(token, torch.tensor([0, 1]), ragged_dim=ragged_dim)
-
-
-def _array_row(row: list[Any], like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    if like.dtype == object:
+    if not isinstance(column, np.ndarray):
+        return row
+    if column.dtype == object:
         return object_array(row)
-    return np.zeros_like(like, shape=(1, *like.shape[1:])) if row[0] is None else np.asarray(row, like.dtype)
+    empty = np.zeros_like(column, shape=(1, *column.shape[1:]))
+    return empty if row[0] is None else np.asarray(row, column.dtype)

@@ -152,9 +152,10 @@ def plan_microbatches(
             "dynamic_batching_args and sequence_packing_args cannot be passed together; drop one of them"
         )
     if sequence_packing_args is not None:
-        args, plan_batch = _read_packing(sequence_packing_args), _pack
+        args, plan_batch = _read("sequence_packing_args", sequence_packing_args, SequencePackingArgs), _pack
     elif dynamic_batching_args is not None:
-        args, plan_batch = _read_dynamic(dynamic_batching_args), _batch_by_length
+        args = _read("dynamic_batching_args", dynamic_batching_args, DynamicBatchingArgs)
+        plan_batch = _batch_by_length
     else:
         args, plan_batch = _Arguments("contiguous", 0, 1, allow_uneven=allow_uneven_shards), _slice
     if args.budget:
@@ -329,37 +330,24 @@ def _assemble(lengths: IntArray, ranks: int, shares: Sequence[_Shares], args: _A
     )
 
 
-def _read_packing(given: Mapping[str, Any]) -> _Arguments:
-    name = "sequence_packing_args"
-    _check_keys(name, given, SequencePackingArgs)
+def _read(name: str, given: Mapping[str, Any], declared: type) -> _Arguments:
+    """Check the arguments `name` for packing or dynamic batching, whose keys are those of `declared`."""
+    known = declared.__annotations__
+    if unknown := sorted(set(given) - set(known)):
+        raise ConfigError(f"{name} has unknown keys {', '.join(unknown)}; known are {', '.join(known)}")
+    budget = _positive(name, given, "max_tokens_per_microbatch")
+    ratio = given.get("attention_ratio", DEFAULT_ATTENTION_RATIO)
+    if not isinstance(ratio, int | float) or not 0 <= ratio < 1:
+        raise ConfigError(f"{name}.attention_ratio={ratio}; expected a number from 0 to 1")
+    if declared is DynamicBatchingArgs:
+        multiple = _positive(name, given, "sequence_length_round", 1)
+        return _Arguments("dynamic", budget, multiple, float(ratio))
     order, algorithm = given.get("microbatch_order", "planned"), str(given.get("algorithm", ""))
     check_algorithm(algorithm)
     if order not in MICROBATCH_ORDERS:
         raise ConfigError(f"{name}.microbatch_order='{order}'; choose one of {', '.join(MICROBATCH_ORDERS)}")
-    return _Arguments(
-        "packed",
-        _positive(name, given, "max_tokens_per_microbatch"),
-        _positive(name, given, "sequence_length_pad_multiple", 1),
-        _ratio(name, given),
-        algorithm,
-        order == "longest_first",
-    )
-
-
-def _read_dynamic(given: Mapping[str, Any]) -> _Arguments:
-    name = "dynamic_batching_args"
-    _check_keys(name, given, DynamicBatchingArgs)
-    budget = _positive(name, given, "max_tokens_per_microbatch")
-    multiple = _positive(name, given, "sequence_length_round", 1)
-    return _Arguments("dynamic", budget, multiple, _ratio(name, given))
-
-
-def _check_keys(name: str, args: Mapping[str, Any], declared: type) -> None:
-    unknown = sorted(set(args) - set(declared.__annotations__))
-    if unknown:
-        raise ConfigError(
-            f"{name} has unknown keys {', '.join(unknown)}; known are {', '.join(declared.__annotations__)}"
-        )
+    multiple = _positive(name, given, "sequence_length_pad_multiple", 1)
+    return _Arguments("packed", budget, multiple, float(ratio), algorithm, order == "longest_first")
 
 
 def _positive(name: str, args: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -367,10 +355,3 @@ def _positive(name: str, args: Mapping[str, Any], key: str, default: int | None 
     if value is None:
         raise ConfigError(f"{name} has no '{key}'; set it")
     return whole_number(f"{name}.{key}", value, 1, ConfigError)
-
-
-def _ratio(name: str, args: Mapping[str, Any]) -> float:
-    ratio = args.get("attention_ratio", DEFAULT_ATTENTION_RATIO)
-    if not isinstance(ratio, int | float) or not 0 <= ratio < 1:
-        raise ConfigError(f"{name}.attention_ratio={ratio}; expected a number from 0 to 1")
-    return float(ratio)

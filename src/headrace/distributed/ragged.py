@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from math import copysign, prod
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -317,14 +317,11 @@ def nested_from_ragged(
     return nested
 
 
-class RaggedParts(NamedTuple):
-    """A nested tensor taken apart; see `ragged_from_nested` for the first three."""
-
-    values: torch.Tensor
-    offsets: torch.Tensor
-    ragged_dim: int
-    device_offsets: torch.Tensor | None
-    """The same offsets on the device of `values`, where that is not the CPU and they were there."""
+def as_jagged(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a nested tensor of torch's older layout as a jagged one; any other tensor as it is."""
+    if isinstance(tensor, NestedTensor) or not tensor.is_nested:
+        return tensor
+    return nested_from_ragged(*ragged_from_nested(tensor))
 
 
 def ragged_from_nested(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -335,12 +332,17 @@ def ragged_from_nested(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return take_apart(nested, OffsetsReader((nested,)))[:3]
 
 
-def take_apart(nested: torch.Tensor, read: OffsetsReader) -> RaggedParts:
-    """Do what `ragged_from_nested` does, with offsets read for all columns of a call at once."""
+def take_apart(
+    nested: torch.Tensor, read: OffsetsReader
+) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None]:
+    """Do what `ragged_from_nested` does, with offsets read for all columns of a call at once.
+
+    The last part is the same offsets on the device of the values, where that is not the CPU and they were there.
+    """
     if not isinstance(nested, NestedTensor):
         parts = nested.unbind()
         sizes = torch.tensor([p.shape[0] for p in parts], dtype=torch.int64)
-        return RaggedParts(torch.cat(parts), offsets_from_lengths(sizes), 1, None)
+        return torch.cat(parts), offsets_from_lengths(sizes), 1, None
     jagged: Any = nested
     ragged_dim: int = jagged._ragged_idx
     # `values()` is `_values` as autograd sees it, and takes four hundred times as long.
@@ -356,11 +358,11 @@ def take_apart(nested: torch.Tensor, read: OffsetsReader) -> RaggedParts:
             read.whole = offsets, total
     if lengths is None and read.whole[0] is offsets and read.whole[1] == total:
         shared = None if held.is_cpu or held.dtype != torch.int64 else held
-        return RaggedParts(values, offsets, ragged_dim, shared)
+        return values, offsets, ragged_dim, shared
     # torch takes any offsets, and copies by address would follow them out of the values: this checks them.
     sizes = offsets.diff() if lengths is None else read(lengths)
     gathered = gather_spans(values, offsets[: len(sizes)], sizes)
-    return RaggedParts(gathered, offsets_from_lengths(sizes), ragged_dim, None)
+    return gathered, offsets_from_lengths(sizes), ragged_dim, None
 
 
 def _fresh(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

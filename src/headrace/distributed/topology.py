@@ -70,11 +70,5 @@ def build_topology(device_type: str, *, context: int = 1, tensor: int = 1) -> To
     axes = init_device_mesh(device_type, (data, context, tensor), mesh_dim_names=(DATA, CONTEXT, TENSOR))
     replicas = init_device_mesh(device_type, (data, context * tensor), mesh_dim_names=(DATA, "replica"))
     weights: Any = init_device_mesh(device_type, (data * context, tensor), mesh_dim_names=("weights", TENSOR))
-    return Topology(
-        layout,
-        axes.get_group(DATA),
-        axes.get_group(CONTEXT),
-        axes.get_group(TENSOR),
-        replicas.get_group("replica"),
-        weights,
-    )
+    own = [axes.get_group(name) for name in (DATA, CONTEXT, TENSOR)]
+    return Topology(layout, own[0], own[1], own[2], replicas.get_group("replica"), weights)

@@ -6,6 +6,7 @@ import math
 import pkgutil
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -200,15 +201,7 @@ def project_runtime_env() -> dict[str, Any]:
     ]
     pinned = []
     for name in dict.fromkeys(names):
-        version = _installed(name)
-        if version is not None:
-            pinned.append(f"{name}=={version}")
+        with suppress(importlib.metadata.PackageNotFoundError):
+            # Without a local label such as +cpu, which indexes do not serve.
+            pinned.append(f"{name}=={importlib.metadata.version(name).split('+')[0]}")
     return {"py_modules": [str(Path(headrace.__file__).parent)], "pip": pinned}
-
-
-def _installed(name: str) -> str | None:
-    try:
-        # Without a local label such as +cpu, which indexes do not serve.
-        return importlib.metadata.version(name).split("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        return None

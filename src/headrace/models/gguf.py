@@ -53,11 +53,7 @@ def convert_gguf_package(package: str, cache_dir: str | Path) -> Path:
 
 
 def find_gguf(package: str) -> Path:
-    """Return the one .gguf file in an installed package's folder, without importing the package.
-
-    Raises:
-        ConfigError: the package is not installed, or holds no or several .gguf files.
-    """
+    """Return the one .gguf file in an installed package's folder, without importing the package."""
     name = _import_name(package)
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:

@@ -56,11 +56,7 @@ def model_directory(cfg: ModelConfig, *, weights: bool = True) -> Path | None:
 
 
 def tokenizer_directory(cfg: PolicyConfig) -> tuple[str, Path]:
-    """Return the directory of the tokenizer, and the recipe's key that names it.
-
-    Raises:
-        ConfigError: as `model_directory`, or no key names one.
-    """
+    """Return the directory of the tokenizer, and the recipe's key that names it."""
     own = cfg.tokenizer
     if own.path is not None:
         code = cfg.model.trust_remote_code

@@ -18,7 +18,7 @@ from headrace.models.automodel.lora import add_adapter, target_layers
 from headrace.models.automodel.masters import hold_in_half, product_weights, train_in_half
 from headrace.models.automodel.optimizer_8bit import state_bytes
 from headrace.models.automodel.quantized_base import quantized_bytes
-from headrace.models.automodel.scoring import Scoring, TokenScorer, model_head, takes_fused_head
+from headrace.models.automodel.scoring import Scoring, TokenScorer, model_head, takes_fused_head, trunk
 from headrace.models.automodel.setup import COMPUTE_DTYPES, build_skeleton, enable_activation_checkpointing
 from headrace.models.generation.weights import cast_parameters
 from headrace.models.memory_trace import PLANNED, FusedHead, LiveBytes
@@ -56,11 +56,7 @@ class MemoryPlan:
 
 
 def plan_memory(recipe: RecipeConfig, tokenizer: Any = None) -> MemoryPlan:
-    """Return what a GPU holds that runs a worker of the policy and, where they share one, the generator.
-
-    Raises:
-        ConfigError: a model that cannot be built as the recipe says.
-    """
+    """Return what a GPU holds that runs a worker of the policy and, where they share one, the generator."""
     cfg, plan = recipe.policy, MemoryPlan()
     policy, generator = _policy(cfg, tokenizer), _generator(recipe, tokenizer)
     ranks = cfg.workers if cfg.workers > 1 else 1
@@ -246,7 +242,7 @@ def _microbatch(model: Any, scoring: Scoring, shape: tuple[int, int], *, half: b
     ids = torch.zeros(shape, dtype=torch.int64)
     with torch.set_grad_enabled(learns):
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            hidden = _trunk(model)(
+            hidden = trunk(model)(
                 input_ids=ids, position_ids=torch.zeros_like(ids), attention_mask=None, use_cache=False
             ).last_hidden_state
             tokens = torch.zeros(ids.numel(), dtype=torch.int64)
@@ -254,10 +250,6 @@ def _microbatch(model: Any, scoring: Scoring, shape: tuple[int, int], *, half: b
         del hidden
         if learns:
             logprobs.sum().backward()  # type: ignore[no-untyped-call]
-
-
-def _trunk(model: Any) -> Any:
-    return model.base_model if model.base_model is not model else model.model
 
 
 def _head(model: Any, scoring: Scoring, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -291,7 +283,7 @@ def _decoding(recipe: RecipeConfig, generator: Any) -> tuple[int, int]:
         model = _fake(generator)
         counter.live = counter.peak = 0
         ids = torch.zeros(prompts, dtype=torch.int64)
-        _trunk(model)(input_ids=ids, position_ids=torch.zeros_like(ids), attention_mask=None, use_cache=False)
+        trunk(model)(input_ids=ids, position_ids=torch.zeros_like(ids), attention_mask=None, use_cache=False)
         logits = torch.empty(rows, config.vocab_size, dtype=dtype)
         scores = filter_logits(logits, temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
         gather_logprobs(scores, sample_at(scores, torch.empty(rows, dtype=torch.float64)))

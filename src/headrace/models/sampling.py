@@ -51,9 +51,6 @@ def selected_logprobs(
     A given token always counts as kept, and the others are normalised beside it. So a token that was sampled
     inside the nucleus, and that rounding (another kernel, another dtype, a tie) puts just outside it here,
     has a finite logprob: the one it would have if the cut let it in. Gradients flow to the kept logits only.
-
-    Raises:
-        ConfigError: as `filter_logits`.
     """
     scaled = _scale(logits, temperature)
     kept = _kept(scaled, top_k, top_p, unknown_ids)

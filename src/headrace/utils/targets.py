@@ -62,11 +62,7 @@ def load_callable(text: str, key: str) -> Callable[..., Any]:
 
 
 def name_of(value: Any, key: str) -> str:
-    """Return the text that names a function, class or object: of any process where there is one, else of this one.
-
-    Raises:
-        ConfigError: text that names nothing.
-    """
+    """Return the text that names a function, class or object: of any process where there is one, else of this one."""
     if isinstance(value, str):
         load_target(value, key)
         return value

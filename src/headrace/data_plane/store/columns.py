@@ -20,12 +20,15 @@ from headrace.data_plane.schema import INPUT_LENGTHS, PER_TOKEN_FIELDS
 from headrace.data_plane.wire import Leaf, check_declared, leaf_rows, read_wire
 from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
+from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged import (
-    RaggedParts,
     gather_dense,
     gather_rows,
+    is_nested,
+    nested_from_ragged,
     offsets_from_lengths,
     own_copy,
+    take_apart,
 )
 from headrace.distributed.ragged_cpu import byte_view
 from headrace.distributed.ragged_kernel import load_kernel
@@ -151,7 +154,7 @@ class Chunk:
         if self.offsets is None:
             return self.values
         if self.form.dtype is not None:
-            return RaggedParts(self.values, own_offsets(self.offsets, known), self.form.ragged_dim, None)
+            return nested_from_ragged(self.values, own_offsets(self.offsets, known), self.form.ragged_dim)
         if self.form.kind == "media" and not self.rows:
             return PackedTensor([], self.form.ragged_dim)
         data = self.values.numpy().data
@@ -226,10 +229,12 @@ def own_offsets(offsets: torch.Tensor, known: Known) -> torch.Tensor:
     return known[-1][1]
 
 
-def chunk_of_leaf(name: str, leaf: Leaf, sample_ids: Sequence[str], known: Known) -> Chunk:
-    """Return a column as a chunk that shares its values' memory, with offsets of its own."""
-    if isinstance(leaf, RaggedParts):
-        values, offsets, ragged_dim, _ = leaf
+def chunk_of_leaf(
+    name: str, leaf: Leaf, sample_ids: Sequence[str], known: Known, read: OffsetsReader | None = None
+) -> Chunk:
+    """Return a column as a chunk that shares its values' memory, with offsets of its own, brought here by `read`."""
+    if isinstance(leaf, torch.Tensor) and is_nested(leaf):
+        values, offsets, ragged_dim, _ = take_apart(leaf, read or OffsetsReader((leaf,)))
         form = Form("ragged", values.dtype, tuple(values.shape[1:]), ragged_dim)
         return Chunk(form, values, own_offsets(offsets, known))
     if isinstance(leaf, torch.Tensor):
@@ -285,14 +290,16 @@ def checked_put(
     own_tags = None if tags is None else checked_tags(tags, len(ids))
     known: Known = []
     chunks: dict[str, Chunk] = {}
-    for name, column in (read_wire(fields) if fields is not None else {}).items():
+    columns = read_wire(fields) if fields is not None else {}
+    read = OffsetsReader(columns.values())
+    for name, column in columns.items():
         leaf = object_array([]) if isinstance(column, PackedTensor) else column
         count = leaf_rows(leaf)
         if count != len(ids):
             got = "is a single number" if count < 0 else f"has {count} rows"
             raise SchemaError(f"column '{name}' {got}; expected {len(ids)} rows, one per sample id")
         check_declared(name, leaf)
-        chunks[name] = chunk_of_leaf(name, leaf, ids, known)
+        chunks[name] = chunk_of_leaf(name, leaf, ids, known, read)
     return Put(partition_id, ids, own_tags, said_lengths(chunks)), chunks
 
 

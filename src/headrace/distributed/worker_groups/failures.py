@@ -59,9 +59,6 @@ def raise_failures(
     """Raise what explains `failures`: a lost process, else an error that no other rank caused.
 
     The message names the rank, or `alone` where a group of one has a name; the cause is the traceback there.
-
-    Raises:
-        HeadraceError: the worker's own class where it is one of `headrace.errors`.
     """
     first = min(failures, key=lambda f: (not f.is_lost, f.is_echo))
     others = sorted(f.rank for f in failures if f is not first)

@@ -29,10 +29,6 @@ class RayWorkerGroup(RemoteWorkerGroup):
     Consecutive ranks share a node. The actors belong to the driver's Ray job and end with it, on the running Ray
     cluster, or on one started here; `room` are the keywords of RayVirtualCluster. `alone` is what messages call a group
     of one.
-
-    Raises:
-        HeadraceError: a worker cannot be built; its own class where it is one of `headrace.errors`. Also what
-            RayVirtualCluster raises.
     """
 
     def __init__(

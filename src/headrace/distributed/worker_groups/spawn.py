@@ -35,9 +35,6 @@ class SpawnWorkerGroup(RemoteWorkerGroup):
     """One process per rank of `layout`, with torch.distributed initialised between them.
 
     Ctrl-C reaches the driver only. The workers end with the driver, however it ends.
-
-    Raises:
-        HeadraceError: a worker cannot be built; its own class where it is one of `headrace.errors`.
     """
 
     def __init__(

@@ -196,7 +196,9 @@ class _Packer:
             return ["objects", list(array.shape), self.pack(array.ravel().tolist())]
         if array.dtype.hasobject:
             raise TypeError(f"an array of dtype {array.dtype} cannot be sent to a worker")
-        self.buffers.append(np.frombuffer(array.tobytes() if array.ndim == 0 else _flat(array), np.uint8))
+        # A copy where there are no dimensions, which have no other view as bytes.
+        flat = array.tobytes() if array.ndim == 0 else np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self.buffers.append(np.frombuffer(flat, np.uint8))
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         return [kind, len(self.buffers) - 1, array.dtype.str, list(array.shape)]
 
@@ -303,10 +305,6 @@ def _is_data(kind: Any) -> bool:
     if not isinstance(kind, type):
         return False
     return kind.__module__.startswith("headrace.") or kind in _REGISTERED
-
-
-def _flat(array: npt.NDArray[Any]) -> Any:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _writable(buffer: Bytes) -> Bytes:

@@ -7,7 +7,7 @@ the square of a sequence, not of the row. No mask of T x T is made. Padded batch
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -41,9 +41,6 @@ def choose_attention(device: torch.device, dtype: torch.dtype, packed: bool, wan
 
     `wanted` is kept, but for "sdpa" on packed rows: that is flash-attention where it is installed and can
     run, else `PACKED_ATTENTION`.
-
-    Raises:
-        ConfigError: flash-attention is wanted where it cannot run.
     """
     flash_runs = device.type == "cuda" and dtype in _HALF and find_spec("flash_attn") is not None
     if wanted == "flash_attention_2" and not flash_runs:
@@ -59,11 +56,7 @@ def choose_attention(device: torch.device, dtype: torch.dtype, packed: bool, wan
 def packed_mask(
     batch_size: int, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any
 ) -> torch.Tensor | None:
-    """Return transformers' mask for a padded batch (told by its 2-D mask), and None for a packed row.
-
-    Raises:
-        ConfigError: a packed row of a model whose mask is not a causal one, with or without a window.
-    """
+    """Return transformers' mask for a padded batch (told by its 2-D mask), and None for a packed row."""
     if attention_mask is not None:
         kwargs["allow_is_causal_skip"] = False
         mask: torch.Tensor = sdpa_mask(
@@ -162,7 +155,7 @@ def _varlen(
         value = F.pad(value, (0, head_dim - value_dim))
     options: dict[str, Any] = {}
     group = query.shape[1] // key.shape[1]
-    if group > 1 and _knows_gqa(varlen_attn):
+    if group > 1 and varlen_knows_gqa():
         options["enable_gqa"] = True
     elif group > 1:
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
@@ -183,18 +176,14 @@ def _varlen(
     return out[..., :value_dim]
 
 
+@cache
 def varlen_knows_gqa() -> bool:
     """Return whether this torch's `varlen_attn` takes fewer key-value heads than query heads."""
     try:
         from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - not in every torch build
     except ImportError:
         return False
-    return _knows_gqa(varlen_attn)
-
-
-@cache
-def _knows_gqa(attention: Callable[..., Any]) -> bool:
-    return "enable_gqa" in signature(attention).parameters
+    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def _by_length(

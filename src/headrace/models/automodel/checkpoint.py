@@ -11,7 +11,8 @@ Several ranks write, in place of `optimizer.safetensors`, what torch.distributed
     sharded/                 weights and AdamW's state by parameter name; loads at any number of ranks, one included
 
 `sharded/.metadata` is torch's own pickled index; everything else is plain tensors and JSON. Hyperparameters come from
-the recipe, not from here.
+the recipe, not from here. What cannot be written is a WriteError; what is missing, damaged or of another model or
+adapter is a ConfigError.
 """
 
 import json
@@ -75,9 +76,6 @@ def save_model(
     """Write `directory` as a Hugging Face model directory, with float32 safetensors and the tokenizer.
 
     Of a sharded model one process calls this, with its whole `weights`; all are in host memory at once.
-
-    Raises:
-        WriteError: a full disk, or no permission.
     """
     whole = None
     if weights is not None:
@@ -100,9 +98,6 @@ def load_weights(
     """Copy the weights of a Hugging Face model directory into `model`, or into its `masters`, bit for bit.
 
     Of a `sharded` model rank 0 reads them, and every rank gets its part; all ranks call this together.
-
-    Raises:
-        ConfigError: nothing there that can be read, or weights of another shape or architecture.
     """
     if sharded is None:
         _read_weights(directory, model, model.load_state_dict if masters is None else masters.take)
@@ -143,9 +138,6 @@ def save_checkpoint(
     """Write everything into `directory`, made if absent; with `optimizer` None its state is left out.
 
     `masters` are the float32 weights, where the model does not hold them itself.
-
-    Raises:
-        WriteError: a full disk, or no permission.
     """
     save_model(directory / MODEL, model, tokenizer, None if masters is None else masters.weights().items())
     if optimizer is not None:
@@ -164,11 +156,7 @@ def save_adapter_checkpoint(
     state: TrainerState,
     device: torch.device,
 ) -> None:
-    """Write adapter, its optimizer state, counters and RNG; of several ranks, all call this together.
-
-    Raises:
-        WriteError: a full disk, or no permission.
-    """
+    """Write adapter, its optimizer state, counters and RNG; of several ranks, all call this together."""
     weights = dict(adapter.weights())
     slots = {} if optimizer is None else _slots(model, optimizer)
     tensors = {
@@ -183,33 +171,30 @@ def save_adapter_checkpoint(
     save_counters(directory, state)
 
 
-def load_adapter_checkpoint(
-    directory: Path, adapter: Adapter, model: Any, optimizer: torch.optim.Optimizer
-) -> TrainerState:
-    """Restore what `save_adapter_checkpoint` wrote, at any number of ranks.
-
-    Raises:
-        ConfigError: a file that is missing or damaged, or that belongs to another adapter.
-    """
-    adapter.load(directory / ADAPTER)
-    return _load_rest(directory, model, optimizer)
-
-
 def save_counters(directory: Path, state: TrainerState) -> None:
     """Write the counters and this process's RNG."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
     with Saving(directory):
-        save_file(_rng_states(), directory / _RNG)
+        save_file(states, directory / _RNG)
         (directory / _STATE).write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
 
 
 def load_counters(directory: Path) -> TrainerState:
-    """Restore this process's RNG, and return the counters.
-
-    Raises:
-        ConfigError: a file that is missing or damaged.
-    """
-    state = _read_state(directory / _STATE)
-    _restore_rng(_read(directory / _RNG), directory / _RNG)
+    """Restore this process's RNG, and return the counters."""
+    file, rng = directory / _STATE, directory / _RNG
+    try:
+        state = TrainerState(**read_json(file, remedy="use another checkpoint"))
+    except (OSError, TypeError, ValidationError) as error:
+        raise _damaged(file, " ".join(str(error).split())[:200]) from error
+    states = _read(rng)
+    try:
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise _damaged(rng, f"no state of torch's generator ({error})") from error
     return state
 
 
@@ -224,15 +209,13 @@ def load_checkpoint(
 
     `optimizer` must be fresh and built for `model`; it stays so, with a warning, if none was saved. Of a `sharded`
     model every rank restores its part.
-
-    Raises:
-        ConfigError: a file that is missing or damaged, or that belongs to another model.
     """
     load_weights(directory / MODEL, model, sharded, masters)
-    return _load_rest(directory, model, optimizer)
+    return load_rest(directory, model, optimizer)
 
 
-def _load_rest(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -> TrainerState:
+def load_rest(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -> TrainerState:
+    """Restore all but the weights, as `load_checkpoint` does."""
     state = load_counters(directory)
     file = directory / _OPTIMIZER
     if file.is_file():
@@ -243,22 +226,14 @@ def _load_rest(directory: Path, model: Any, optimizer: torch.optim.Optimizer) ->
 
 
 def save_shards(directory: Path, model: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Write this rank's part into `directory`/sharded; every rank calls this together.
-
-    Raises:
-        WriteError: a full disk, or no permission.
-    """
+    """Write this rank's part into `directory`/sharded; every rank calls this together."""
     state = _tensors(model, optimizer)
     with Saving(directory / SHARDED):
         save(state, checkpoint_id=directory / SHARDED, no_dist=not dist.is_initialized())
 
 
 def load_shards(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Read this rank's part in place; `optimizer` must be fresh, and stays so, with a warning, if none was saved.
-
-    Raises:
-        ConfigError: files that are missing or damaged, or of another model.
-    """
+    """Read this rank's part in place; `optimizer` must be fresh, and stays so, with a warning, if none was saved."""
     source = directory / SHARDED
     try:
         saved = FileSystemReader(source).read_metadata().state_dict_metadata
@@ -379,36 +354,12 @@ def _own_value(value: torch.Tensor | Quantized, parameter: torch.Tensor) -> torc
     return part_like(whole, parameter) if isinstance(parameter, DTensor) else whole
 
 
-def _rng_states() -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _restore_rng(states: Mapping[str, torch.Tensor], source: Path) -> None:
-    try:
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise _damaged(source, f"no state of torch's generator ({error})") from error
-
-
 def _read(path: Path) -> dict[str, torch.Tensor]:
     try:
         tensors: dict[str, torch.Tensor] = load_file(path)
         return tensors
     except (OSError, SafetensorError) as error:
         raise _damaged(path, str(error)) from error
-
-
-def _read_state(path: Path) -> TrainerState:
-    remedy = "use another checkpoint"
-    try:
-        return TrainerState(**read_json(path, remedy=remedy))
-    except (OSError, TypeError, ValidationError) as error:
-        raise _damaged(path, " ".join(str(error).split())[:200]) from error
 
 
 def _damaged(path: Path, reason: str) -> ConfigError:

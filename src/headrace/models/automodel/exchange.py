@@ -48,12 +48,7 @@ def swap_heads_and_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def check_heads(heads: int, key_value_heads: int, ranks: int) -> None:
-    """Check that context ranks can share out the heads that a rank attends with.
-
-    Raises:
-        ConfigError: query heads that `ranks` does not divide, or key-value heads of which neither number divides the
-            other.
-    """
+    """Check that context ranks can share out the heads that a rank attends with."""
     rule = ""
     if heads % ranks:
         rule = f"{heads} query heads: it must divide them"

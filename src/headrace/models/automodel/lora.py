@@ -36,11 +36,7 @@ _NAMES_SHOWN = 20
 
 
 def import_peft() -> Any:
-    """Return peft.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return peft."""
     try:
         import peft  # noqa: PLC0415  (optional, and slow to load)
     except ImportError as error:
@@ -51,11 +47,7 @@ def import_peft() -> Any:
 
 
 def add_adapter(model: Any, cfg: LoraConfig, *, seed: int) -> None:
-    """Freeze the model and give it an adapter, drawn from the run's seed alike on every device and in every process.
-
-    Raises:
-        ConfigError: peft is not installed, or a target that is no linear layer of the model.
-    """
+    """Freeze the model and give it an adapter, drawn from the run's seed alike on every device and in every process."""
     peft = import_peft()
     names = [name for name, _ in target_layers(model, cfg)]
     config = peft.LoraConfig(
@@ -149,11 +141,7 @@ class Adapter:
 
     @torch.no_grad()
     def load(self, source: Path) -> None:
-        """Copy the weights of an adapter directory into the adapter.
-
-        Raises:
-            ConfigError: nothing there that can be read, or an adapter of another kind.
-        """
+        """Copy the weights of an adapter directory into the adapter."""
         weights = read_adapter(source, self._cfg)
         own = {_outer_name(name): weight for name, weight in self._own()}
         wrong = [n for n in own.keys() | weights.keys() if _shape(own.get(n)) != _shape(weights.get(n))]
@@ -168,11 +156,7 @@ class Adapter:
             local_part(weight).copy_(own_part(whole, weight) if isinstance(weight, DTensor) else whole)
 
     def write(self, directory: Path, weights: Mapping[str, torch.Tensor]) -> None:
-        """Have rank 0 write `weights`, whole and under outer names, as an adapter directory that peft reads.
-
-        Raises:
-            WriteError: a full disk, or no permission.
-        """
+        """Have rank 0 write `weights`, whole and under outer names, as an adapter directory that peft reads."""
         if dist.is_initialized() and dist.get_rank() > 0:
             return
         config = import_peft().LoraConfig(

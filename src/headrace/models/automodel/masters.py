@@ -89,7 +89,6 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update masters and weights."""
         for weight, master in self.masters.pairs():
             if weight.grad is None:
                 continue
@@ -100,6 +99,5 @@ class HostAdamW(torch.optim.AdamW):
             weight.copy_(master)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients on the device."""
         for weight, _ in self.masters.pairs():
             weight.grad = None

@@ -20,11 +20,7 @@ CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
 @torch.no_grad()
 def check_runs(model: Any, dtype: torch.dtype, key: str) -> None:
-    """Run two tokens through a model that the config under `key` describes: sizes that do not fit show there only.
-
-    Raises:
-        ConfigError: it fails.
-    """
+    """Run two tokens through a model that the config under `key` describes: sizes that do not fit show there only."""
     device = model.device
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
     try:

@@ -80,16 +80,10 @@ def align_microbatch(microbatch: ProcessedMicrobatch, *, num_experts: int) -> Al
     if inputs.has_flash_attention:
         row, place = ragged_indices(offsets_from_lengths(rows.lengths))
         at = (row * data[INPUT_IDS].shape[1] + place).to(rows.ids.device)
-        rows = rows.each(lambda column: _lengthened(column.index_select(0, at), len(tokens)))
+        rest = len(tokens) - len(at)
+        rows = rows.each(lambda x: torch.cat([x.index_select(0, at), x.new_zeros(rest, *x.shape[1:])]))
     ids = align_padded(rows.ids.unsqueeze(0), rows.counted.unsqueeze(0), num_experts=num_experts).ids
     return replace(rows, ids=ids, tokens=tokens)
-
-
-def _lengthened(column: torch.Tensor, total: int) -> torch.Tensor:
-    """Return `column` with zeros behind it, (total, ...)."""
-    out = column.new_zeros(total, *column.shape[1:])
-    out[: len(column)] = column
-    return out
 
 
 def _padded_rows(data: BatchedDataDict, lengths: torch.Tensor | None = None) -> AlignedMicrobatch:
@@ -188,7 +182,7 @@ class RouteReplayer:
         if TRAIN not in self._stats:
             return
         stats = replace(self._stats[TRAIN], rows=())
-        parts = _of_all_ranks((stats.router_fault(), stats))
+        parts = _gathered((stats.router_fault(), stats))
         if (fault := next((fault for fault, _ in parts if fault), None)) is not None:
             raise ReplayError(f"stage '{TRAIN}': {fault}. No weight has changed by it")
         if not self._compared:
@@ -209,7 +203,7 @@ class RouteReplayer:
         self._settle()
         taken, self._stats, self._stage = self._stats, {}, None
         if self._context is not None:
-            parts = self._of_context(taken)
+            parts = _gathered(taken, self._context)
             taken = {stage: _join([part[stage] for part in parts]) for stage in taken}
         for stage, stats in taken.items():
             if stats.misfit(self._floor) is not None:
@@ -245,25 +239,20 @@ class RouteReplayer:
         """Add what is kept to find a cause, of all ranks of `context`, which call this together."""
         kept, earlier = (tuple(rows.cpu() for rows in part) for part in (self._kept, self._earlier))
         own = ReplayStats(rows=kept, earlier=earlier)
-        found = own if self._context is None else _join(self._of_context(own))
+        found = own if self._context is None else _join(_gathered(own, self._context))
         return replace(stats, rows=stats.rows or found.rows, earlier=found.earlier)
-
-    def _of_context(self, value: T) -> list[T]:
-        values = [value] * self._part[1]
-        dist.all_gather_object(values, value, group=self._context)
-        return values
 
     def _add(self, stats: ReplayStats) -> None:
         assert self._stage is not None
         self._stats[self._stage] = self._stats.get(self._stage, ReplayStats()) + stats
 
 
-def _of_all_ranks(value: T) -> list[T]:
-    """Return something small of each rank of the run, on every one of them."""
+def _gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return something small of each rank of a group, or of the run, on every one of them."""
     if not dist.is_initialized():
         return [value]
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

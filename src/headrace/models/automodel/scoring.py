@@ -302,10 +302,13 @@ def _run(model: Any, kwargs: dict[str, Any], *, whole: bool) -> torch.Tensor:
     if whole:
         logits: torch.Tensor = model(**kwargs, use_cache=False).logits
         return logits
-    # The base that some name is the whole model.
-    trunk = model.base_model if model.base_model is not model else model.model
-    hidden: torch.Tensor = trunk(**kwargs, use_cache=False).last_hidden_state
+    hidden: torch.Tensor = trunk(model)(**kwargs, use_cache=False).last_hidden_state
     return hidden
+
+
+def trunk(model: Any) -> Any:
+    # The base that some name is the whole model.
+    return model.base_model if model.base_model is not model else model.model
 
 
 def fused_matrix(head: OutputHead | None, scoring: Scoring) -> torch.Tensor | None:

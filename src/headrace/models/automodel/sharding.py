@@ -103,11 +103,7 @@ class ShardedModel:
             yield name, whole_tensor(tensor.detach(), self._device)
 
     def check_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Hold whole weights, given under their names, to the model's; no collective.
-
-        Raises:
-            ConfigError: a weight that is not given, or of another shape.
-        """
+        """Hold whole weights, given under their names, to the model's; no collective."""
         for name, target in named_tensors(self.model):
             given = weights.get(name)
             if given is None or given.shape != target.shape:
@@ -148,11 +144,7 @@ def named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def shard_model(model: Any, topology: Topology, cfg: PolicyConfig, device: torch.device) -> ShardedModel:
-    """Split a skeleton over all ranks; its weights are then on `device`, or the CPU, and have no values yet.
-
-    Raises:
-        ConfigError: a model that cannot be split as `policy.parallel` says.
-    """
+    """Split a skeleton over all ranks; its weights are then on `device`, or the CPU, and have no values yet."""
     partial: set[str] = set()
     if topology.layout.tensor > 1:
         mesh = topology.weights[TENSOR]

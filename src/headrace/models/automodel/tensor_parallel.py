@@ -65,9 +65,6 @@ def split_matrices(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool) -> 
 
     The model's forward then takes and gives what it did before, but that with `sequence_parallel` the last
     hidden states are this rank's part of the tokens.
-
-    Raises:
-        ConfigError: a model that cannot be split like this, or sizes that the ranks do not divide.
     """
     plan = resolve_plan(model, sequence_parallel=sequence_parallel)
     check_sizes(model, plan, mesh.size())
@@ -137,11 +134,7 @@ def _transformers_plan(config: Any) -> dict[str, str]:
 
 
 def check_sizes(model: Any, plan: dict[str, str], ranks: int) -> None:
-    """Check that the ranks divide heads, intermediate sizes and experts.
-
-    Raises:
-        ConfigError: a size that is no multiple of `ranks`.
-    """
+    """Check that the ranks divide heads, intermediate sizes and experts."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     sizes = {

@@ -46,11 +46,7 @@ class SGLangServer:
         return None if self._process is None else self._process.pid
 
     def attach(self, url: str) -> None:
-        """Use the server at `url`.
-
-        Raises:
-            ConfigError: no such address, or nothing answers there.
-        """
+        """Use the server at `url`."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
@@ -63,11 +59,7 @@ class SGLangServer:
             raise ConfigError(str(error)) from error
 
     def start(self, arguments: Mapping[str, Any], folder: Path) -> None:
-        """Start a server on a free port of this host; its output goes to a file in `folder`.
-
-        Raises:
-            ConfigError: the server ends before it answers.
-        """
+        """Start a server on a free port of this host; its output goes to a file in `folder`."""
         port = _free_port()
         self.url, self._log = f"http://127.0.0.1:{port}", folder / "server.log"
         python = self._cfg.python or sys.executable

@@ -216,9 +216,6 @@ class MegatronRouterReplay:
             never_reached=(0,) * len(routers),
         )
 
-    receipt = stats
-    """The documented name of an earlier version."""
-
     def _of(self, chunk: int | None) -> dict[int, GapReplay]:
         if chunk is None:
             return self._routers

@@ -116,11 +116,7 @@ def start_on_ray(
     alone: str | None = None,
     **room: Any,
 ) -> WorkerGroup:
-    """Start a group of Ray actors; see `RayWorkerGroup`.
-
-    Raises:
-        ConfigError: Ray is not installed, or its cluster has no room of that kind.
-    """
+    """Start a group of Ray actors; see `RayWorkerGroup`."""
     try:
         from headrace.distributed.worker_groups.ray_group import (  # noqa: PLC0415  (loads Ray)
             RayWorkerGroup,

@@ -14,14 +14,9 @@ from headrace.models.router_replay.modules import install
 from headrace.models.router_replay.routes import Routes
 from headrace.models.router_replay.stats import ReplayStats, route_agreement
 
-Agreement = Receipt = ReplayStats
-"""Names of earlier versions."""
-
 __all__ = [
-    "Agreement",
     "AlignedRoutes",
     "LayerMap",
-    "Receipt",
     "ReplayStats",
     "RouteDifference",
     "RouterReplay",

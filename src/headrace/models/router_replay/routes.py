@@ -100,9 +100,6 @@ class Routes:
         """What became of the rows, over all calls; reading it waits for the device."""
         return sum((call.stats() for call in self._calls), ReplayStats())
 
-    receipt = stats
-    """The documented name of an earlier version."""
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def open(self, routers: Sequence[RouterSpec], tokens: int, device: torch.device) -> "RoutedCall":
         """Begin a forward of `tokens` tokens; the model calls this."""

@@ -238,7 +238,9 @@ def route_agreement(left: torch.Tensor, right: torch.Tensor, mask: torch.Tensor 
     compared = ~(missing_rows(left) | missing_rows(right))  # (T, layers)
     if mask is not None:
         compared &= mask.bool().unsqueeze(1)
-    common = torch.stack([_common(left[:, i], right[:, i]) for i in range(left.shape[1])], dim=1)
+    wide, other = left.to(torch.int32).unsqueeze(3), right.to(torch.int32).unsqueeze(2)
+    # How many experts two choices share, layer by layer: all at once would take k times the memory of the routes.
+    common = torch.stack([(wide[:, i] == other[:, i]).any(2).sum(1) for i in range(left.shape[1])], dim=1)
     exact = (common == top_k) & compared
     iou = (common / (2 * top_k - common)) * compared
     return ReplayStats(
@@ -248,9 +250,3 @@ def route_agreement(left: torch.Tensor, right: torch.Tensor, mask: torch.Tensor 
         tokens_compared=int(compared.any(1).sum()),
         tokens_differing=int((compared & ~exact).any(1).sum()),
     )
-
-
-def _common(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return how many experts two (T, k) choices share."""
-    wide, other = left.to(torch.int32), right.to(torch.int32)
-    return (wide.unsqueeze(2) == other.unsqueeze(1)).any(2).sum(1)

@@ -17,7 +17,7 @@ from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD, UNFILTERED_LOGPROBS
 from headrace.data_plane.worker_mixin import TQWorkerMixin
 from headrace.distributed.batched_data_dict import BatchedDataDict
-from headrace.distributed.topology import Topology, build_topology
+from headrace.distributed.topology import RankLayout, Topology, build_topology
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.automodel import checkpoint, flops
 from headrace.models.automodel.build import ModelBuilder
@@ -57,6 +57,8 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         self._pad_token_id = int(tokenizer.pad_token_id)
         self.device = resolve_device(cfg)
         self.topology = topology or _topology(cfg, self.device)
+        layout = RankLayout(1) if self.topology is None else self.topology.layout
+        self.dp_size, self._replica_size = layout.data, layout.replica_size
         built = ModelBuilder(
             cfg,
             Scoring(generation.temperature, generation.top_k, generation.top_p, cfg.logprob_chunk_tokens),
@@ -98,17 +100,9 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         self.scheduler = build_scheduler(self.optimizer, scheduler)
 
     @property
-    def dp_size(self) -> int:
-        return 1 if self.topology is None else self.topology.layout.data
-
-    @property
     def dp_group(self) -> dist.ProcessGroup | None:
         """The ranks that stand where this one does in their replicas; None for one process."""
         return None if self.topology is None else self.topology.data
-
-    @property
-    def _replica_size(self) -> int:
-        return 1 if self.topology is None else self.topology.layout.replica_size
 
     @property
     def _sharded(self) -> ShardedModel | None:
@@ -249,11 +243,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         return BatchedDataDict(dict(zip(("logprobs", UNFILTERED_LOGPROBS), scored)))
 
     def get_reference_policy_logprobs(self, data: Batch, micro_batch_size: int | None = None) -> Batch:
-        """Return {"reference_logprobs": (N, S) float32 on CPU} of the frozen reference, without top-k and top-p.
-
-        Raises:
-            ConfigError: the worker was built without a reference.
-        """
+        """Return {"reference_logprobs": (N, S) float32 on CPU} of the frozen reference, without top-k and top-p."""
         if self._reference is None:
             raise ConfigError(
                 "the policy has no reference; it is built where loss.kl_coefficient or "
@@ -401,14 +391,12 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         """Restore what `save_checkpoint` wrote at any number of ranks; at the same number, bit for bit.
 
         Hyperparameters stay the recipe's.
-
-        Raises:
-            ConfigError: files that are missing, damaged, or of another model.
         """
         self._check_kind(directory)
         self.optimizer = build_optimizer(self.model, self._optimizer_cfg, self._masters)
         if self._adapter is not None:
-            state = checkpoint.load_adapter_checkpoint(directory, self._adapter, self.model, self.optimizer)
+            self._adapter.load(directory / ADAPTER)
+            state = checkpoint.load_rest(directory, self.model, self.optimizer)
         elif (directory / checkpoint.SHARDED).is_dir():
             checkpoint.load_shards(directory, self.model, self.optimizer)
             state = checkpoint.load_counters(directory)
