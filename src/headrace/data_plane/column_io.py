@@ -24,16 +24,16 @@ from headrace.data_plane.store.columns import checked_tags
 from headrace.data_plane.wire import (
     Leaf,
     RowPacker,
+    joined_rows,
     leaf_rows,
     materialize,
-    nest,
     stack_or_nest,
     wire_tensordict,
 )
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
-from headrace.distributed.ragged import is_nested, ragged_from_nested, wants_grad
+from headrace.distributed.ragged import is_nested, nested_from_ragged, ragged_from_nested, wants_grad
 from headrace.distributed.ragged_cpu import PadValue
 from headrace.errors import SchemaError
 from headrace.utils.arguments import texts, whole_number
@@ -246,8 +246,10 @@ def _from_rows(name: str, rows: Sequence[Any]) -> Leaf:
     else:
         return object_array(rows)
     try:
-        joined = nest(tensors) if any(row.dim() for row in tensors) else stack_or_nest(tensors)
-        return joined.detach() if wants_grad(joined) else joined
+        if not any(row.dim() for row in tensors):
+            return stack_or_nest(tensors).detach()
+        values, offsets = joined_rows(tensors)
+        return nested_from_ragged(values.detach(), offsets)
     except SchemaError as error:
         raise SchemaError(f"column '{name}': {error}") from error
 

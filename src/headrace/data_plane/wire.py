@@ -20,9 +20,9 @@ from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged import (
     RowLayout,
-    as_jagged,
     nested_from_ragged,
     offsets_from_lengths,
+    ragged_from_nested,
     take_apart,
 )
 from headrace.distributed.ragged_cpu import PadValue
@@ -40,13 +40,20 @@ def read_wire(wire: TensorDict) -> dict[str, Leaf | PackedTensor]:
     rows = wire.batch_size[0] if isinstance(wire, TensorDictBase) and wire.batch_size else 0
     columns = {str(name): wire.get(name) for name in list(wire.keys())}
     return {
-        name: as_jagged(column) if isinstance(column, torch.Tensor) else _read_objects(name, column, rows)
+        name: column
+        if isinstance(column, torch.Tensor) and (isinstance(column, NestedTensor) or not column.is_nested)
+        else _read_other(name, column, rows)
         for name, column in columns.items()
     }
 
 
-def _read_objects(name: str, value: Any, rows: int) -> ObjectArray | PackedTensor:
-    """Return a column of objects; `rows` is how many a NonTensorData without batch dimensions stands for."""
+def _read_other(name: str, value: Any, rows: int) -> Leaf | PackedTensor:
+    """Return a column of objects, or nested rows of torch's older layout as jagged ones.
+
+    `rows` is how many a NonTensorData without batch dimensions stands for.
+    """
+    if isinstance(value, torch.Tensor):
+        return nested_from_ragged(*ragged_from_nested(value))
     if isinstance(value, NonTensorData):
         rows = value.batch_size[0] if value.batch_dims else rows
         value = value.data
@@ -149,16 +156,17 @@ def stack_or_nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     shape = tensors[0].shape
     if any(row.shape != shape for row in tensors):
         return nest(tensors)
-    values, _ = _joined_rows(tensors if shape else [row.reshape(1) for row in tensors])
+    values, _ = joined_rows(tensors if shape else [row.reshape(1) for row in tensors])
     return values.view(len(tensors), *shape)
 
 
 def nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return rows (L_i, ...) as jagged (N, j, ...), also when their lengths are equal; at least one row."""
-    return nested_from_ragged(*_joined_rows(tensors))
+    return nested_from_ragged(*joined_rows(tensors))
 
 
-def _joined_rows(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def joined_rows(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the values and offsets of what `nest` gives."""
     first = tensors[0]
     # Attribute by attribute: a set of tuples takes three times as long.
     kinds = {row.dtype for row in tensors}, {row.device for row in tensors}, {row.dim() for row in tensors}
@@ -213,7 +221,9 @@ class RowPacker:
             raise SchemaError(f"column '{name}' {got}; expected {self.rows} rows, one per sample")
         if name not in FIELDS and name not in self._per_token:
             return column
-        leaf = as_jagged(column) if isinstance(column, torch.Tensor) else column
+        leaf = column
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, NestedTensor) and leaf.is_nested:
+            leaf = nested_from_ragged(*ragged_from_nested(leaf))
         check_declared(name, leaf, self._per_token)
         if isinstance(leaf, np.ndarray):
             return leaf

@@ -317,13 +317,6 @@ def nested_from_ragged(
     return nested
 
 
-def as_jagged(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a nested tensor of torch's older layout as a jagged one; any other tensor as it is."""
-    if isinstance(tensor, NestedTensor) or not tensor.is_nested:
-        return tensor
-    return nested_from_ragged(*ragged_from_nested(tensor))
-
-
 def ragged_from_nested(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return (values, offsets, ragged dimension) of a nested tensor; offsets start at 0 and lie on the CPU.
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from headrace.data_plane.object_codec import copied_tag, decode_column, encode_column
 from headrace.data_plane.schema import INPUT_LENGTHS, PER_TOKEN_FIELDS
@@ -24,7 +25,6 @@ from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged import (
     gather_dense,
     gather_rows,
-    is_nested,
     nested_from_ragged,
     offsets_from_lengths,
     own_copy,
@@ -233,7 +233,7 @@ def chunk_of_leaf(
     name: str, leaf: Leaf, sample_ids: Sequence[str], known: Known, read: OffsetsReader | None = None
 ) -> Chunk:
     """Return a column as a chunk that shares its values' memory, with offsets of its own, brought here by `read`."""
-    if isinstance(leaf, torch.Tensor) and is_nested(leaf):
+    if isinstance(leaf, NestedTensor):
         values, offsets, ragged_dim, _ = take_apart(leaf, read or OffsetsReader((leaf,)))
         form = Form("ragged", values.dtype, tuple(values.shape[1:]), ragged_dim)
         return Chunk(form, values, own_offsets(offsets, known))
