@@ -142,12 +142,10 @@ def _plan_memory(config: str, overrides: Sequence[str], gpu_gib: float | None) -
     if gpu_gib is None:
         return
     needed = _needed_gib(plan.peak)
+    verdict = "fits" if needed <= gpu_gib else "does not fit"
+    print_line(console, f"{verdict} a GPU of {gpu_gib:g} GiB: it takes {needed:.1f}, with CUDA's own share")
     if needed <= gpu_gib:
-        print_line(console, f"fits a GPU of {gpu_gib:g} GiB: it takes {needed:.1f}, with CUDA's own share")
         return
-    print_line(
-        console, f"does not fit a GPU of {gpu_gib:g} GiB: it takes {needed:.1f}, with CUDA's own share"
-    )
     for changes, size in _that_fit(config, overrides, gpu_gib):
         print_line(console, f"fits with {' '.join(changes)}: {size:.1f}")
     raise typer.Exit(1)

@@ -57,7 +57,7 @@ NAMES = {
     "models.policy.lm_policy": ("headrace.models.policy.lm_policy", ["Policy"]),
     "models.policy.tq_policy": ("headrace.compat.tq_policy", ["TQPolicy"]),
     "utils.routed_experts_codec": ("headrace.compat.routed_experts_codec", []),
-    "utils.timer": ("headrace.utils.timer", ["Timer"]),
+    "utils.timer": ("headrace.compat.timer", ["Timer"]),
 }
 
 

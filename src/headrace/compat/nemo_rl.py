@@ -30,7 +30,7 @@ ALIASES = {
     "models.automodel": "headrace.models.automodel",
     "models.huggingface.common": "headrace.compat.packing",
     "models.policy.lm_policy": "headrace.models.policy.lm_policy",
-    "utils.timer": "headrace.utils.timer",
+    "utils.timer": "headrace.compat.timer",
 }
 """Path under `nemo_rl` to headrace module; a package brings its submodules along."""
 

@@ -1,6 +1,7 @@
 """Columns in and out of the store, held to their declarations on the way."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -157,14 +158,7 @@ def _check_route_ids(wire: TensorDict, meta: KVBatchMeta, shape: RouteShape | No
     if shape is None:
         layers, top_k = values.shape[1:]
         shape = RouteShape(layers, top_k, most_experts(values.dtype, top_k))
-    check_routes(
-        values,
-        num_experts=shape.num_experts,
-        num_layers=shape.num_layers,
-        top_k=shape.top_k,
-        lengths=meta.sequence_lengths,
-        sample_ids=meta.sample_ids,
-    )
+    check_routes(values, **asdict(shape), lengths=meta.sequence_lengths, sample_ids=meta.sample_ids)
 
 
 def pack_columns(

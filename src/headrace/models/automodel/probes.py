@@ -69,12 +69,8 @@ def check_causal(model: Any) -> None:
     first, second = scores.log_softmax(-1)
     gap = (first - second).abs().max()
     if gap > (_BFLOAT16 if half else _FLOAT32) * (scores.max() - scores.min()):
-        known = getattr(model.config, "is_decoder", None) is False
-        remedy = (
-            "set policy.model.config.is_decoder=true, or use a causal model"
-            if known
-            else "use a causal model"
-        )
+        is_encoder = getattr(model.config, "is_decoder", None) is False
+        remedy = "set policy.model.config.is_decoder=true, or " * is_encoder + "use a causal model"
         raise ConfigError(
             f"policy.model: {type(model).__name__} is not causal: a later token moves the logprob of an earlier one by "
             f"{float(gap):.1e}; {remedy}"
@@ -84,8 +80,5 @@ def check_causal(model: Any) -> None:
 def first_line(error: BaseException) -> str:
     """Return an error's message on one line, with its class where the message alone says little."""
     text = " ".join(str(error).split())[:300]
-    return (
-        text
-        if isinstance(error, OSError | RuntimeError | ValueError) and text
-        else f"{type(error).__name__}: {text}"
-    )
+    says_enough = text and isinstance(error, OSError | RuntimeError | ValueError)
+    return text if says_enough else f"{type(error).__name__}: {text}"

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +114,8 @@ def load_model(
     options = _model_options(cfg, directory, device, tokenizer)
     with _building(options, cfg.model.config), torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "model"))
-        model = (
-            load_pretrained(directory, **options)
-            if directory
-            else AutoModelForCausalLM.from_config(**options)
-        )
+        build = partial(load_pretrained, directory) if directory else AutoModelForCausalLM.from_config
+        model = build(**options)
     model = model.eval().to(device)
     key = "policy.model.config" if directory is None else f"policy.model.path={directory}"
     check_runs(model, COMPUTE_DTYPES[cfg.precision], key)

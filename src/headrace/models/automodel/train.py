@@ -45,11 +45,7 @@ class TrainStep:
     @property
     def loss(self) -> torch.Tensor:
         """This rank's fraction of the loss so far, 0-D float32."""
-        return (
-            torch.stack(self.losses).sum()
-            if self.losses
-            else torch.zeros_like(self.global_valid_toks).float()
-        )
+        return torch.stack(self.losses or [torch.zeros_like(self.global_valid_toks).float()]).sum()
 
     def result(self, grad_norm: float = 0.0, outcome: Outcome = "evaluated") -> StepResult:
         """Return the sums over microbatches, with how the step ended. Waits for the device once."""
@@ -116,20 +112,17 @@ def run_microbatches(
             loss.backward()  # type: ignore[no-untyped-call]
         step.losses.append(loss.detach().float())
         step.metrics.append({n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in metrics.items()})
-        step.columns.append({**_telling(data), _LOGPROBS: scores.logprobs.detach()})
+        telling = {
+            name: column
+            for name, column in data.items()
+            if name in (SAMPLE_ID, TOKEN_MASK)
+            or (isinstance(column, torch.Tensor) and column.is_floating_point() and column.dim() <= 2)
+        }
+        step.columns.append({**telling, _LOGPROBS: scores.logprobs.detach()})
         if scores.entropy is not None and TOKEN_MASK in data:
             weights = data[TOKEN_MASK].float() * data[SAMPLE_MASK].float()[:, None]  # (b, S)
             total = (scores.entropy[:, 1:] * weights[:, 1:]).sum()
             step.entropies.append(total / step.global_valid_toks.clamp(min=1))
-
-
-def _telling(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: column
-        for name, column in data.items()
-        if name in (SAMPLE_ID, TOKEN_MASK)
-        or (isinstance(column, torch.Tensor) and column.is_floating_point() and column.dim() <= 2)
-    }
 
 
 def apply_gradients(
