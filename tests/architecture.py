@@ -119,7 +119,6 @@ ONLY_IN = {
 # Factories that load something slow or optional: (file, module imported inside a function).
 LOCAL_IMPORTS = {
     ("__init__.py", "?"),
-    ("cli.py", "headrace.algorithms"),
     ("dashboard_commands.py", "headrace.dashboard"),
     ("data_commands.py", "headrace.experience"),
     ("data_commands.py", "headrace.models.automodel.setup"),

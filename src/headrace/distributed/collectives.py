@@ -73,7 +73,9 @@ def _send(
     try:
         columns = read()
         # Wide numbers first, so that each column begins at a multiple of its own.
-        dense = sorted((c for c in columns.items() if _is_dense(c[1])), key=lambda c: -c[1].element_size())
+        tensors = [c for c in columns.items() if isinstance(c[1], torch.Tensor)]
+        strided = [c for c in tensors if c[1].layout == torch.strided and not c[1].is_nested]
+        dense = sorted(strided, key=lambda c: -c[1].element_size())
         shapes = {name: (column.dtype, tuple(column.shape)) for name, column in dense}
         flat = _buffer(shapes, device)
         for name, view in _views(flat, shapes).items():
@@ -86,10 +88,6 @@ def _send(
         dist.broadcast_object_list([told], src=src, group=group)
     dist.broadcast(flat, src=src, group=group)
     return dict(columns)
-
-
-def _is_dense(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
 
 
 def _pickled(name: str, value: object) -> bytes:

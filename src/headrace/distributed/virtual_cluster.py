@@ -6,7 +6,7 @@ import math
 import pkgutil
 import re
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,8 @@ class RayVirtualCluster:
         self.workers_per_node = workers // num_nodes
         self._owns_ray, starts_ray = connect(num_cpus=num_cpus)
         self.placement_group: Any = None
-        ready = False
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.shutdown)
             if cpus_per_worker is None:
                 cpus_per_worker = _cpu_fraction(self.workers_per_node, num_nodes, gpus_per_node, autoscales)
             self.cpus_per_worker = cpus_per_worker
@@ -77,10 +77,7 @@ class RayVirtualCluster:
             # Processes of a cluster started here run this interpreter.
             self.runtime_env = None if starts_ray else _needed_runtime_env(startup_timeout_s)
             self._reserve(num_nodes, gpus_per_node, startup_timeout_s)
-            ready = True
-        finally:
-            if not ready:
-                self.shutdown()
+            undo.pop_all()
 
     def _reserve(self, num_nodes: int, gpus_per_node: int, startup_timeout_s: float) -> None:
         per_worker = {"CPU": self.cpus_per_worker, "GPU": float(gpus_per_node > 0)}

@@ -171,7 +171,9 @@ def process_microbatch(
     _check_combination(media, enable_seq_packing, cfg, cp_size)
     if enable_seq_packing:
         multiple = int(setting(cfg, "make_sequence_length_divisible_by", 1))
-        return _pack(input_ids, mb[INPUT_LENGTHS], _filling_id(tokenizer), multiple)
+        ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+        filling_id = next((value for value in ids if isinstance(value, int)), 0)
+        return _pack(input_ids, mb[INPUT_LENGTHS], filling_id, multiple)
     inputs = _pad(input_ids, mb[INPUT_LENGTHS])
     if media:
         # The model derives positions from where the media stand.
@@ -272,11 +274,6 @@ def _check_combination(media: Mapping[str, Any], packing: bool, cfg: Config, cp_
             f"the batch has media ({', '.join(sorted(media))}) and {active[0]} is on: the positions of media are "
             "set per padded row; switch it off for multimodal batches"
         )
-
-
-def _filling_id(tokenizer: Any) -> int:
-    ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-    return next((value for value in ids if isinstance(value, int)), 0)
 
 
 def _all_reduce(values: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torch.Tensor:

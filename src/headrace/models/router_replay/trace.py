@@ -222,17 +222,13 @@ def _check_store(trace: RouteTrace, stored: Sequence[_Sample]) -> None:
         found = int(bound_digests(sample.given, tokens, torch.arange(len(tokens)), salt).sum())
         if found == expected:
             continue
-        twin = next((s for s in stored if s is not sample and _same_rows(s.given, sample.given)), None)
+        shared = ((s, min(len(s.given), len(sample.given))) for s in stored if s is not sample)
+        twin = next((s for s, n in shared if n and torch.equal(s.given[:n], sample.given[:n])), None)
         cause = f"; its rows are those of sample '{twin.name}' (stale rows)" if twin is not None else ""
         raise ReplayError(
             f"step {trace.step}, store, sample '{sample.name}': the routes are not those that the rollout recorded "
             f"(transport): digest {as_word(found):016x}, expected {as_word(expected):016x}{cause}"
         )
-
-
-def _same_rows(left: torch.Tensor, right: torch.Tensor) -> bool:
-    size = min(len(left), len(right))
-    return size > 0 and torch.equal(left[:size], right[:size])
 
 
 def _origins(where: str, stored: Sequence[_Sample], ran: Sequence[_Sample]) -> list[_Sample]:
