@@ -210,6 +210,9 @@ class PolicyConfig(Section):
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     activation_checkpointing: bool = False
     """Keep only the inputs of each layer, and compute the rest again in the backward pass: less memory, more time."""
+    compile: bool = False
+    """Compile the decoder layers for scoring and training, so that norms, rotary embeddings and casts are no kernels of
+    their own. One worker; the first microbatches take a minute more. Log-probabilities change in their last digits."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose [tokens, vocabulary] float32 scores are in memory at once.
 
@@ -258,6 +261,8 @@ class PolicyConfig(Section):
                 f"parallel.cpu_offload=true and lora.rank={self.lora.rank}: one worker offloads weights that "
                 "train, and an adapter has few; switch it off"
             )
+        if self.compile and self.workers > 1:
+            yield f"compile=true with workers={self.workers}: split layers are not compiled; set one of them back"
         yield from self._low_bit_faults()
         if self.train_global_batch_size % self.replicas:
             yield (

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from headrace.config import OptimizerConfig, SchedulerConfig
 from headrace.distributed.batched_data_dict import BatchedDataDict
@@ -58,6 +59,20 @@ def _weights(worker: Any) -> dict[str, torch.Tensor]:
 
 
 # Training.
+
+
+@pytest.mark.slow  # a C++ compiler at work
+def test_compiled_layers_train_and_score_like_others() -> None:
+    torch._dynamo.reset()
+    both = [_worker("llama", with_reference=True, compile=on, **PACKED) for on in (False, True)]
+    for seed in range(2):  # the second batch has other lengths of packed rows
+        eager, compiled = (one.train(_shard("packed", seed=seed)[0], PolicyGradient()) for one in both)
+        for name in ("loss", "grad_norm"):
+            torch.testing.assert_close(compiled[name], eager[name], rtol=1e-3, atol=1e-5)
+    for method in ("get_logprobs", "get_reference_policy_logprobs"):
+        scores = [next(iter(getattr(one, method)(_shard("packed")[0]).values())) for one in both]
+        torch.testing.assert_close(*scores, rtol=0, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] > 0
 
 
 @pytest.mark.parametrize("kind", ["packed", "dynamic"])

@@ -79,6 +79,7 @@ def packed_mask(
     return None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads boundaries, by which a graph would be specialised
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -33,6 +33,7 @@ from headrace.models.automodel.scoring import Scoring, TokenScorer
 from headrace.models.automodel.setup import (
     COMPUTE_DTYPES,
     build_skeleton,
+    compile_layers,
     enable_activation_checkpointing,
     load_model,
 )
@@ -101,6 +102,9 @@ class ModelBuilder:
             replay, reference = self._finish(model, with_reference)
             if self._cfg.optimizer.stochastic_rounding:
                 train_in_half(model)
+            if self._cfg.compile:
+                for each in {id(m): m for m in (model, reference) if m is not None}.values():
+                    compile_layers(each)
             frozen = None if reference is None else self._scorer(reference, self._scoring.unfiltered())
             return BuiltModels(self._scorer(model, self._scoring), frozen, replay, masters)
         return self._build_split(self._topology, with_reference)

@@ -290,6 +290,13 @@ def enable_activation_checkpointing(model: Any) -> None:
             module.training = True
 
 
+def compile_layers(model: Any) -> None:
+    """Have the decoder layers run compiled. They share their code; lengths may vary."""
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(dynamic=True)
+
+
 def _read_config(cfg: ModelConfig, directory: Path) -> Any:
     key = f"policy.model.path={cfg.path or directory}"
     try:
