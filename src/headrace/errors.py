@@ -40,8 +40,10 @@ class TransportError(DataPlaneError):
     """The store did not answer in time, or the connection to it is lost."""
 
 
-class SampleNotFound(DataPlaneError):
+class SampleNotFound(DataPlaneError, KeyError):
     """A sample id that the partition does not hold, or a column that a sample does not have yet."""
+
+    __str__ = Exception.__str__  # a KeyError shows its text in quotes
 
 
 class ClaimTimeout(DataPlaneError):

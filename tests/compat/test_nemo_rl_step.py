@@ -8,14 +8,16 @@ from typing import Any
 import nemo_rl_step
 import pytest
 import torch
-from nemo_rl.data_plane import KVBatchMeta, kv_first_write
+from nemo_rl.data_plane import KVBatchMeta, build_data_plane_client, kv_first_write
 from nemo_rl.data_plane.schema import DP_TRAIN_FIELDS
+from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.tq_policy import TQPolicy
 from nemo_rl.utils.timer import Timer
 from nemo_rl_names import calls
 
 from headrace.errors import DataPlaneError
+from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from ray_session import SIMPLE, fresh_store
 from reference_training import PolicyGradient
 from tiny_models import tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
@@ -208,3 +210,36 @@ def test_a_step_that_has_not_the_rows_it_was_begun_for_is_refused_and_closed(mak
     policy.begin_train_step(PolicyGradient())
     policy.train_microbatches_from_meta(meta.slice(0, 4))
     assert policy.finish_train_step()["updates"] == 1
+
+
+class Worker(TQWorkerMixin, AutomodelPolicyWorker):
+    """headrace's own worker with NeMo-RL's step in pieces."""
+
+
+def test_headraces_own_worker_takes_a_step_in_pieces() -> None:
+    config = {**fresh_store(STORES["local"]), "enabled": True}
+    client = build_data_plane_client(config)
+    meta = kv_first_write(tiny_batch(LENGTHS), sample_ids=IDS, dp_client=client, partition_id="p")
+    made = {"tokenizer": tiny_tokenizer(), "seed": 0}
+    whole, split = (Worker(tiny_policy_config("llama"), tiny_generation_config(), **made) for _ in range(2))
+    for worker in (whole, split):
+        worker.setup_data_plane(config)
+    one = whole.train_presharded(meta, PolicyGradient(), gbs=8, mbs=4)
+    split.begin_train_step_presharded(PolicyGradient(), mbs=4)
+    split.train_microbatch_presharded(meta.slice(0, 4))
+    split.train_microbatch_presharded(meta.slice(4, 8))
+    parts = split.finish_train_step_presharded()
+    assert torch.equal(parts["loss"], one["loss"])
+    for (name, mine), (_, theirs) in zip(split.named_weights(), whole.named_weights()):
+        assert torch.equal(mine, theirs), name
+    client.close()
+
+
+@pytest.mark.parametrize("order", ["largest_first", "longest_first"])
+def test_the_microbatch_order_of_a_policy_goes_by_both_spellings(order: str) -> None:
+    section = tiny_policy_config("llama").model_dump(exclude_unset=True)
+    section["sequence_packing"] = {"enabled": True, "microbatch_order": order}
+    config = {**fresh_store(STORES["local"]), "enabled": True}
+    policy = TQPolicy(section, tiny_generation_config(), tokenizer=tiny_tokenizer(), seed=0, dp_cfg=config)
+    assert policy.cfg.sequence_packing.microbatch_order == "longest_first"
+    policy.shutdown()

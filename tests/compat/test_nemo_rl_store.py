@@ -1,6 +1,8 @@
 """The store as a caller of NeMo-RL uses it: started without `bootstrap`, watched by a callback, written and read."""
 
 import logging
+from dataclasses import make_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from nemo_rl.data_plane.observability import DataPlaneStats, MetricsDataPlaneCli
 from nemo_rl.data_plane.preshard import shard_meta_for_dp
 from nemo_rl.data_plane.worker_mixin import TQWorkerMixin
 from nemo_rl_names import calls
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from headrace.errors import ConfigError, DataPlaneError
@@ -108,6 +111,32 @@ def remember(event: Any) -> None:
     SEEN.append(event)
 
 
+@pytest.mark.parametrize("form", [SimpleNamespace, "data class", OmegaConf.create])
+def test_a_config_may_have_attributes_in_place_of_keys(form: Any) -> None:
+    SEEN.clear()
+    observability = {"enabled": True, "callback": "test_nemo_rl_store:remember"}
+    config = fresh_store(LOCAL)
+    if form is OmegaConf.create:
+        made = OmegaConf.create({**config, "observability": observability})
+    elif form is SimpleNamespace:
+        made = SimpleNamespace(**config, observability=SimpleNamespace(**observability))
+    else:
+        names = [*config, "observability"]
+        made = make_dataclass("Config", names)(*config.values(), observability)
+    client = build_data_plane_client(made)
+    client.put_samples(["a"], "p", fields=columns(1, x=torch.zeros(1)))
+    client.close()
+    assert [event["op"] for event in SEEN] == ["put"]
+
+
+def test_a_logger_may_take_the_events_of_a_client(caplog: pytest.LogCaptureFixture) -> None:
+    client = MetricsDataPlaneClient(NoOpDataPlaneClient(), on_event=logging.getLogger("mine"))
+    with caplog.at_level(logging.INFO):
+        client.put_samples(["a"], "p", fields=columns(1, x=torch.zeros(1)))
+    client.close()
+    assert [(r.name, r.getMessage()[:22]) for r in caplog.records] == [("mine", "put p: 1 keys, 4 bytes")]
+
+
 def test_a_callback_that_cannot_be_called_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data_plane\.observability\.callback is a int"):
         build_data_plane_client({**LOCAL, "observability": {"enabled": True, "callback": 3}})
@@ -184,8 +213,10 @@ def test_every_operation_is_an_event_and_the_snapshot_adds_them_up() -> None:
 def test_a_failed_operation_is_an_event_but_no_total_and_still_raised() -> None:
     events: list[Any] = []
     client = MetricsDataPlaneClient(NoOpDataPlaneClient(), events.append)
-    with pytest.raises(DataPlaneError):
+    with pytest.raises(KeyError) as caught:
         client.get_samples(["a"], "nowhere", ["x"])
+    assert isinstance(caught.value, DataPlaneError)
+    assert str(caught.value).startswith("unknown partition 'nowhere'")
     assert [(e["op"], e["status"]) for e in events] == [("get", "error")]
     assert client.snapshot()["total_ops"] == 0
     client.close()

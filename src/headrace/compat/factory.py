@@ -1,12 +1,13 @@
 """Stores from configs of a NeMo-RL recipe: without `bootstrap` the store is started, and events go to a callback."""
 
-import logging
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from pydantic import BaseModel
 
-from headrace.compat.observability import EventCallback, MetricsDataPlaneClient, log_event, record_with
+from headrace.compat.observability import EventCallback, Logger, MetricsDataPlaneClient, log_event
 from headrace.data_plane import factory
 from headrace.data_plane.interfaces import DataPlaneClient
 from headrace.errors import ConfigError
@@ -30,22 +31,14 @@ def build_data_plane_client(cfg: Any, *, bootstrap: bool = True) -> DataPlaneCli
     return client if observe is None else MetricsDataPlaneClient(client, observe)
 
 
-def headrace_config(cfg: Any) -> tuple[dict[str, Any], EventCallback | None]:
+def headrace_config(cfg: Any) -> tuple[dict[str, Any], EventCallback | Logger | None]:
     """Return headrace's config of the store without observability, and who is to get its events; None: nobody.
 
     Raises:
-        ConfigError: something that is no mapping, or a key that has no counterpart.
+        ConfigError: something without keys, or a key that has no counterpart.
     """
-    if isinstance(cfg, BaseModel):
-        cfg = cfg.model_dump(exclude_unset=True)
-    if not isinstance(cfg, Mapping):
-        raise ConfigError(
-            f"data_plane is {cfg!r}; expected a mapping such as {{'enabled': True, 'impl': 'local'}}"
-        )
-    plain = dict(cfg)
-    observability = plain.pop("observability", None) or {}
-    if isinstance(observability, BaseModel):
-        observability = observability.model_dump()
+    plain = _keys(cfg)
+    observability = _keys(plain.pop("observability", None) or {})
     if (address := plain.pop("controller_address", None)) is not None:
         raise ConfigError(
             f"data_plane.controller_address={address}: stores are found by their name; remove the key, and set "
@@ -58,22 +51,33 @@ def headrace_config(cfg: Any) -> tuple[dict[str, Any], EventCallback | None]:
     return plain, event_callback(observability.get("callback"))
 
 
-def event_callback(callback: Any) -> EventCallback:
-    """Return the function that gets events: `callback` itself, a logger's record, or what a text names.
+def _keys(section: Any) -> dict[str, Any]:
+    """Return the keys of a mapping, a model, a data class or a namespace."""
+    if isinstance(section, BaseModel):
+        return {name: getattr(section, name) for name in section.model_fields_set}
+    if isinstance(section, SimpleNamespace) or is_dataclass(section):
+        return dict(vars(section))
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f"data_plane is {section!r}; expected a mapping such as {{'enabled': True, 'impl': 'local'}}"
+        )
+    return dict(section)
+
+
+def event_callback(callback: Any) -> EventCallback | Logger:
+    """Return who gets events: `callback` itself, what a text names, or headrace's log.
 
     Raises:
-        ConfigError: something else.
+        ConfigError: neither a function, nor a logger, nor such a text.
     """
     if callback is None:
         return log_event
-    if isinstance(callback, logging.Logger | logging.LoggerAdapter):
-        return record_with(callback)
     if isinstance(callback, str):
         named: Callable[..., Any] = load_callable(callback, CALLBACK_KEY)
         return named
-    if not callable(callback):
+    if not callable(callback) and not isinstance(callback, Logger):
         raise ConfigError(
             f"{CALLBACK_KEY} is a {type(callback).__name__}; expected a function, a logger, or text module:name"
         )
-    function: EventCallback = callback
-    return function
+    listener: EventCallback | Logger = callback
+    return listener

@@ -49,6 +49,7 @@ class DataPlaneEvent(TypedDict):
 
 
 EventCallback = Callable[[DataPlaneEvent], None]
+Logger = logging.Logger | logging.LoggerAdapter  # type: ignore[type-arg]
 
 
 @dataclass
@@ -69,7 +70,7 @@ def log_event(event: DataPlaneEvent) -> None:
     record_with(_log)(event)
 
 
-def record_with(logger: "logging.Logger | logging.LoggerAdapter[Any]") -> EventCallback:
+def record_with(logger: Logger) -> EventCallback:
     """Return a function that logs events with `logger` at level INFO."""
 
     def record(event: DataPlaneEvent) -> None:
@@ -81,15 +82,15 @@ def record_with(logger: "logging.Logger | logging.LoggerAdapter[Any]") -> EventC
 
 
 class MetricsDataPlaneClient(observability.MetricsDataPlaneClient):
-    """Passes every call on to `inner`, gives `on_event` one mapping for each, and keeps totals.
+    """Passes every call on to `inner`, gives `on_event` (a function or a logger) a mapping for each, and keeps totals.
 
     A column that is written again replaces its bytes. A key's bytes are its share of the put, the first key's share
     with what does not divide.
     """
 
-    def __init__(self, inner: DataPlaneClient, on_event: EventCallback | None = None) -> None:
+    def __init__(self, inner: DataPlaneClient, on_event: EventCallback | Logger | None = None) -> None:
         super().__init__(inner, self._translate)
-        self._tell = on_event
+        self._tell: EventCallback | None = record_with(on_event) if isinstance(on_event, Logger) else on_event
         self._stats = DataPlaneStats()
         self._outstanding: dict[str, dict[str, dict[str, int]]] = {}  # partition, key, column
         self._last = threading.local()

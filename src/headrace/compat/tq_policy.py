@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.compat.batched_data_dict import BatchedDataDict
+from headrace.compat.batched_data_dict import BatchedDataDict, headrace_packing_args
 from headrace.compat.column_io import plain_media
 from headrace.compat.factory import headrace_config
 from headrace.compat.observability import MetricsDataPlaneClient
@@ -30,7 +30,8 @@ class TQPolicy(tq_policy.TQPolicy):
         plain, observe = headrace_config(dp_cfg)
         self._step: tuple[Any, int | None, int | None] | None = None
         self._pieces: list[KVBatchMeta] = []
-        super().__init__(*args, dp_cfg=plain, tq_partition_id=tq_partition_id, **kwargs)
+        sections = [_with_headraces_orders(section) for section in args]
+        super().__init__(*sections, dp_cfg=plain, tq_partition_id=tq_partition_id, **kwargs)
         if observe is not None:
             self.dp_client = MetricsDataPlaneClient(self.dp_client, observe)
 
@@ -107,3 +108,10 @@ class TQPolicy(tq_policy.TQPolicy):
         if self._step is None:
             raise DataPlaneError("no train step is open; call begin_train_step(loss_fn) first")
         return self._step
+
+
+def _with_headraces_orders(section: Any) -> Any:
+    """Return a policy section, if it is a mapping, with its microbatch order by headrace's name."""
+    if not isinstance(section, Mapping) or "sequence_packing" not in section:
+        return section
+    return {**section, "sequence_packing": headrace_packing_args(section["sequence_packing"])}

@@ -20,15 +20,16 @@ class TQWorkerMixin(worker_mixin.TQWorkerMixin):
     fetched and trained on when the step is finished, so the result is that of one call.
     """
 
-    _step: tuple[Any, int | None, int | None] | None = None
-    _pieces: tuple[KVBatchMeta, ...] = ()
+    # Names that a worker of a caller's own is not likely to have.
+    _nemo_step: tuple[Any, int | None, int | None] | None = None
+    _nemo_pieces: tuple[KVBatchMeta, ...] = ()
 
     def setup_data_plane(self, cfg: Mapping[str, Any] | Any, columns: Sequence[FieldSpec] = ()) -> None:
         declare(*columns)
         self._dp_client = build_data_plane_client(cfg, bootstrap=False)
 
     @property
-    def _takes_pieces(self) -> bool:
+    def _nemo_in_pieces(self) -> bool:
         return hasattr(self, "train_microbatch")
 
     def begin_train_step_presharded(
@@ -39,18 +40,18 @@ class TQWorkerMixin(worker_mixin.TQWorkerMixin):
         Raises:
             DataPlaneError: one is open already.
         """
-        if self._step is not None:
+        if self._nemo_step is not None:
             raise DataPlaneError("a train step is open already; finish or abort it first")
-        self._step, self._pieces = (loss_fn, gbs, mbs), ()
-        if self._takes_pieces:
+        self._nemo_step, self._nemo_pieces = (loss_fn, gbs, mbs), ()
+        if self._nemo_in_pieces:
             self.begin_train_step(loss_fn=loss_fn, gbs=gbs, mbs=mbs)  # type: ignore[attr-defined]
 
     def train_microbatch_presharded(self, meta: KVBatchMeta) -> Any:
         """Add this rank's rows to the open step; returns what the worker's `train_microbatch` returns."""
-        self._open_step()
-        if self._takes_pieces:
+        self._nemo_opened()
+        if self._nemo_in_pieces:
             return self.train_microbatch(self._fetch(meta))  # type: ignore[attr-defined]
-        self._pieces = (*self._pieces, meta)
+        self._nemo_pieces = (*self._nemo_pieces, meta)
         return None
 
     def finish_train_step_presharded(self) -> dict[str, Any]:
@@ -62,10 +63,10 @@ class TQWorkerMixin(worker_mixin.TQWorkerMixin):
         Raises:
             DataPlaneError: no step is open, or it has no rows.
         """
-        loss_fn, gbs, mbs = self._open_step()
-        pieces = self._pieces
+        loss_fn, gbs, mbs = self._nemo_opened()
+        pieces = self._nemo_pieces
         try:
-            if self._takes_pieces:
+            if self._nemo_in_pieces:
                 return dict(self.finish_train_step())  # type: ignore[attr-defined]
             if not pieces:
                 raise DataPlaneError(
@@ -75,15 +76,15 @@ class TQWorkerMixin(worker_mixin.TQWorkerMixin):
             every = gbs or rows.size * getattr(self, "dp_size", 1)
             return self.train_presharded(rows, loss_fn, gbs=every, mbs=mbs)
         finally:
-            self._step, self._pieces = None, ()
+            self._nemo_step, self._nemo_pieces = None, ()
 
     def abort_train_step_presharded(self) -> None:
         """Drop the open step; without one, do nothing."""
-        if self._step is not None and self._takes_pieces:
+        if self._nemo_step is not None and self._nemo_in_pieces:
             self.abort_train_step()  # type: ignore[attr-defined]
-        self._step, self._pieces = None, ()
+        self._nemo_step, self._nemo_pieces = None, ()
 
-    def _open_step(self) -> tuple[Any, int | None, int | None]:
-        if self._step is None:
+    def _nemo_opened(self) -> tuple[Any, int | None, int | None]:
+        if self._nemo_step is None:
             raise DataPlaneError("no train step is open; call begin_train_step_presharded first")
-        return self._step
+        return self._nemo_step
