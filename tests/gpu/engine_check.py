@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,7 @@ from run import where
 from headrace.config import GenerationConfig
 from headrace.models.generation.build import build_generator
 from headrace.models.generation.interfaces import SamplingParams
+from headrace.models.router_replay import Routes, install
 from headrace.models.tokenizers import build_character_tokenizer
 
 GIB = 1 << 30
@@ -48,6 +50,9 @@ MODELS: dict[str, dict[str, Any]] = {
              "num_attention_heads": 16, **QWEN},
     "tiny": {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
              "num_attention_heads": 2, **QWEN, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 500},
+    "tiny_moe": {"model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+                 "num_attention_heads": 2, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+                 "norm_topk_prob": True, **QWEN, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 500},
     "moe": {"model_type": "qwen3_moe", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6,
             "num_attention_heads": 16, "moe_intermediate_size": 768, "num_experts": 32, "num_experts_per_tok": 4,
             "norm_topk_prob": True, **QWEN},
@@ -74,16 +79,31 @@ def prompts_of(name: str, count: int, length: int = 24) -> list[list[int]]:
 
 
 @torch.no_grad()
-def gaps(model: Any, prompts: list[list[int]], output: Any) -> dict[str, float]:
-    """Compare the engine's logprobs with those of a forward pass over prompt and completion."""
-    found = []
-    for prompt, new, logprobs in zip(prompts, output.token_ids, output.logprobs):
+def gaps(model: Any, prompts: list[list[int]], output: Any, *, replay: bool = False) -> dict[str, float]:
+    """Compare the engine's logprobs with those of a forward pass over prompt and completion.
+
+    With `replay` that has the engine's routes, otherwise its own, and where the engine gave some, `equal_choices` is the share of a token's experts in a layer, as sets, that are the
+    trainer's own.
+    """
+    found, equal = [], []
+    for row, (prompt, new, logprobs) in enumerate(zip(prompts, output.token_ids, output.logprobs)):
         ids = torch.tensor([prompt + new], device=DEVICE)
-        scores = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        routes, given = None, None
+        if output.routes is not None:
+            given = F.pad(output.routes[row].long(), (0, 0, 0, 0, 0, 1), value=-1).to(
+                DEVICE
+            )  # no row of the last token
+            routes = Routes.replay(given) if replay else Routes.record()
+        logits = model(ids, **({} if routes is None else {"routes": routes})).logits
+        scores = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         truth = scores.gather(-1, ids[0, len(prompt) :, None])[:, 0]
         found.append((truth - torch.tensor(logprobs, device=DEVICE)).abs())
+        if routes is not None and given is not None and not replay:
+            own = routes.ids.long().sort(-1)[0]
+            equal.append((own == given.sort(-1)[0])[:-1].all(-1).float().mean())
     every = torch.cat(found)
-    return {"mean": float(every.mean()), "max": float(every.max()), "tokens": len(every)}
+    shares = {"equal_choices": float(torch.stack(equal).mean())} if equal else {}
+    return {"mean": float(every.mean()), "max": float(every.max()), "tokens": len(every), **shares}
 
 
 def copy_gb_per_s(nbytes: int = GIB) -> float:
@@ -122,7 +142,7 @@ def timed(call: Any, *args: Any) -> float:
 def check(name: str, args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = tokenizer_of_size(MODELS[name]["vocab_size"])
     cfg = GenerationConfig(
-        backend="vllm",
+        backend=args.backend,
         precision="bfloat16",
         max_new_tokens=512,
         placement=args.placement,
@@ -136,7 +156,7 @@ def check(name: str, args: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {"model": name, "copy_gb_per_s": copy_gb_per_s()}
     torch.cuda.empty_cache()
     start = time.perf_counter()
-    generator = build_generator(cfg, model_of(name, 0), tokenizer, record_routes=name == "moe")
+    generator = build_generator(cfg, model_of(name, 0), tokenizer, record_routes="moe" in name)
     report["start_s"] = time.perf_counter() - start
     greedy = SamplingParams(64, greedy=True)
     few, versions = prompts_of(name, 8), []
@@ -147,7 +167,11 @@ def check(name: str, args: argparse.Namespace) -> dict[str, Any]:
             seconds = timed(generator.update_weights, policy.state_dict().items(), version)
         output = generator.generate(few, greedy, seed=0)
         half = policy.to(torch.bfloat16)
+        if output.routes is not None:
+            install(half)
         entry: dict[str, Any] = {"version": version, "gap": gaps(half, few, output)}
+        if output.routes is not None:
+            entry["replayed_gap"] = gaps(half, few, output, replay=True)
         if version:
             assert stale is not None
             entry |= {"update_s": seconds, "stale_gap": gaps(half, few, stale), **_weights(output.metrics)}
@@ -159,7 +183,8 @@ def check(name: str, args: argparse.Namespace) -> dict[str, Any]:
         del policy, half
         torch.cuda.empty_cache()
     report["versions"] = versions
-    report["ok"] = all(v["gap"]["mean"] < LARGEST_MEAN_GAP for v in versions) and all(
+    # Where a route differs, so does what follows: routes are held to their replay.
+    report["ok"] = all(v.get("replayed_gap", v["gap"])["mean"] < LARGEST_MEAN_GAP for v in versions) and all(
         v["gap"]["mean"] < LARGEST_STALE_SHARE * v["stale_gap"]["mean"] for v in versions[1:]
     )
     report["updates"] = updates(generator, name, few)
@@ -231,6 +256,9 @@ def sleep(generator: Any, prompts: list[list[int]], greedy: SamplingParams, leve
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["0.6b"])
+    parser.add_argument(
+        "--backend", choices=["vllm", "hf"], default="vllm", help="hf tries the script without vLLM"
+    )
     parser.add_argument("--placement", choices=["beside", "in_place"], default="beside")
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--python", help="interpreter of the engines")
