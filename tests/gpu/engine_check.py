@@ -82,17 +82,16 @@ def prompts_of(name: str, count: int, length: int = 24) -> list[list[int]]:
 def gaps(model: Any, prompts: list[list[int]], output: Any, *, replay: bool = False) -> dict[str, float]:
     """Compare the engine's logprobs with those of a forward pass over prompt and completion.
 
-    With `replay` that has the engine's routes, otherwise its own, and where the engine gave some, `equal_choices` is the share of a token's experts in a layer, as sets, that are the
-    trainer's own.
+    With `replay` that pass has the engine's routes. Otherwise it has its own ones; where the engine gave some,
+    `equal_choices` is how often a token's experts in a layer are the same, as sets.
     """
     found, equal = [], []
     for row, (prompt, new, logprobs) in enumerate(zip(prompts, output.token_ids, output.logprobs)):
         ids = torch.tensor([prompt + new], device=DEVICE)
         routes, given = None, None
         if output.routes is not None:
-            given = F.pad(output.routes[row].long(), (0, 0, 0, 0, 0, 1), value=-1).to(
-                DEVICE
-            )  # no row of the last token
+            # The last token has no row.
+            given = F.pad(output.routes[row].long(), (0, 0, 0, 0, 0, 1), value=-1).to(DEVICE)
             routes = Routes.replay(given) if replay else Routes.record()
         logits = model(ids, **({} if routes is None else {"routes": routes})).logits
         scores = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
