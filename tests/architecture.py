@@ -12,6 +12,7 @@ LAYERS = {
     "headrace": 0,  # __version__, and names that are loaded when they are used
     "headrace.errors": 0,
     "headrace.config": 0,
+    "headrace.config_async": 0,
     "headrace.config_data": 0,
     "headrace.config_env": 0,
     "headrace.config_generation": 0,
@@ -180,6 +181,7 @@ BROAD_EXCEPTS = {
     ("environments/reward_calls.py", "_call"),
     ("environments/reward_calls.py", "_call_batch"),
     ("environments/reward_calls.py", "one"),
+    ("utils/background.py", "run"),
     ("utils/targets.py", "_import"),
     ("utils/targets.py", "user_code"),
     ("trackers/base.py", "_tell"),

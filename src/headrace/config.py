@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from headrace.config_data import DataConfig as DataConfig  # others look for these names here
+from headrace.config_async import AsyncConfig as AsyncConfig  # others look for these names here
+from headrace.config_async import async_faults
+from headrace.config_data import DataConfig as DataConfig
 from headrace.config_data import SourceConfig as SourceConfig
 from headrace.config_data import TrainSourceConfig as TrainSourceConfig
 from headrace.config_data import ValidationSourceConfig as ValidationSourceConfig
@@ -262,6 +264,14 @@ class RecipeConfig(Section):
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     logging: LoggingConfig = LoggingConfig()
     cluster: ClusterConfig = ClusterConfig()
+    # A keyword of Python, so that it cannot be written as the others are; `asynchrony` reads it.
+    __annotations__["async"] = AsyncConfig
+    locals()["async"] = AsyncConfig()
+
+    @property
+    def asynchrony(self) -> AsyncConfig:
+        section: AsyncConfig = getattr(self, "async")
+        return section
 
     @property
     def samples_per_step(self) -> int:
@@ -297,6 +307,7 @@ class RecipeConfig(Section):
         yield from self._length_faults()
         yield from self._data_faults()
         yield from self._generation_faults()
+        yield from async_faults(self)
         yield from refused_idle_keys(self)
 
     def _batch_faults(self) -> Iterator[str]:

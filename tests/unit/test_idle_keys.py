@@ -28,6 +28,7 @@ DYNAMIC = "policy.dynamic_batching.enabled=true policy.train_micro_batch_size=8"
 REMOTE = "data_plane.impl=transfer_queue"
 MOONCAKE = f"{REMOTE} data_plane.backend=mooncake_cpu"
 DATASET = "env.kind=dataset env.path=x.csv"
+ASYNC = "async.enabled=true loss.importance_correction=tis"
 NO_VALIDATION = "validation.period=0 validation.at_start=false validation.at_end=false"
 
 # The key that is set; where it has no effect; where it has one.
@@ -119,6 +120,19 @@ SAID = {
     "loss.dual_clip=3.0": ("loss.force_on_policy_ratio=true", ""),
     "loss.importance_low=0.1": ("", "loss.importance_correction=icepop"),
     "loss.importance_high=9.0": ("", "loss.importance_correction=tis"),
+    "async.max_lag=0": ("", ASYNC),
+    "async.sampler=a:b": ("", ASYNC),
+    "async.collectors=2": ("", ASYNC),
+    "async.prompts_per_call=2": ("", ASYNC),
+    "async.room=9": ("", ASYNC),
+    "async.on_update=resume": ("", ASYNC),
+    "async.max_failures=9": ("", ASYNC),
+    "async.lease_s=9.0": ("", ASYNC),
+    "async.validation=beside": ("", ASYNC),
+    "async.micro_steps=2": ("", ASYNC),
+    "async.on_stale=drop": (f"{ASYNC} async.sampler=a:b", ASYNC),
+    "async.order=freshest": (ASYNC, f"{ASYNC} async.on_stale=drop"),
+    "async.piece_tokens=9": (ASYNC, f"{ASYNC} async.on_update=resume"),
     "logging.wandb.project=x": ("", "logging.trackers=[wandb]"),
     "logging.wandb.name=x": ("", "logging.trackers=[wandb]"),
     "logging.wandb.entity=x": ("", "logging.trackers=[wandb]"),

@@ -23,7 +23,7 @@ from headrace.errors import (
 from headrace.experience.flatten import PER_SAMPLE_KEYS, flatten, per_sample_values
 from headrace.experience.metrics import rollout_metrics
 from headrace.experience.rollouts import RolloutSettings, run_rollouts
-from headrace.experience.sync_rollout_actor import TAGS, SyncRolloutActor
+from headrace.experience.sync_rollout_actor import MADE_AT, TAGS, SyncRolloutActor
 from headrace.experience.types import Message, Prompt
 from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
 from reference_experience import BigramGenerator, GuessingGame, character_tokenizer
@@ -128,7 +128,7 @@ def test_tags_are_on_the_meta_and_agree_with_the_carry(store: CountingStore) -> 
     )
     assert meta.tags is not None
     for i, tag in enumerate(meta.tags):
-        assert set(tag) == set(TAGS)
+        assert set(tag) == {*TAGS, MADE_AT}
         assert tag["reward"] == carry["reward"][i].item()
         assert tag["truncated"] is bool(carry["truncated"][i])
         assert (tag["uid"], tag["group_index"]) == (carry["uid"][i], i % 3)

@@ -7,8 +7,8 @@ bit for bit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,9 @@ from headrace.utils.run_state import Metrics
 from headrace.utils.seeding import derive_seed
 from headrace.utils.timer import Timer
 
+Stage = Callable[[str], AbstractContextManager[None]]
+"""Opens a stage of a step, by its name."""
+
 
 class StepInterrupted(HeadraceError):
     """The user asked to stop, and the step ended at a point where no weight has changed."""
@@ -84,6 +87,8 @@ class Session:
     environment: Environment
     prompts: PromptLoader
     loss_fn: LossFn
+    others: Sequence[WorkerGroup] = ()
+    """Further groups of one `SyncRolloutActor` each, in an asynchronous run."""
     on_stage: Callable[[int, str], None] = lambda step, stage: None
     should_stop: Callable[[], bool] = lambda: False
     trace_dir: Path | None = None
@@ -101,7 +106,8 @@ class Session:
         return metrics
 
     def close(self) -> None:
-        self.rollouts.shutdown()
+        for group in (self.rollouts, *self.others):
+            group.shutdown()
         self.policy.shutdown()
 
 
@@ -115,44 +121,85 @@ def run_step(session: Session, step: int, timer: Timer) -> StepResult:
         ReplayError: router replay without effect, with rows used twice or changed on the way, or over its budget.
     """
     recipe, policy = session.recipe, session.policy
-    stage = partial(_stage, session, step, timer, session.prompts.position)
+    stage = partial(open_stage, session, step, timer, position=session.prompts.position)
     with policy.step_rows(_expected_rows(recipe), recipe.grpo.num_generations_per_prompt):
         with stage("rollout"):
             collected = collect(session, step)
-        table, rows = collected.table, policy.padded(collected.rows)
-        replay = _watch_replay(session, step, rows, table)
-        recorded = replay.budget()
-        if needs_prev_logprobs(recipe):
-            with stage("prev_logprobs"):
-                # The KL of the reward is of both policies without the generation's filters.
-                filters = recipe.generation.filters and recipe.grpo.reward.kl_coefficient > 0
-                policy.prev_logprobs(rows, unfiltered=filters)
+        return learn(session, step, collected, stage)
+
+
+def learn(session: Session, step: int, collected: "Collected", stage: Stage) -> StepResult:
+    """Score a step's rows, train on them and clear them; the same for rows that were made at any time."""
+    recipe, policy = session.recipe, session.policy
+    rows = policy.padded(collected.rows)
+    replay = _watch_replay(session, step, rows, collected.table)
+    weights = collected.weights * replay.budget()
+    part = prepare(session, replace(collected, rows=rows, weights=weights), stage, replay)
+    with stage("train"):
+        # Without a sample that counts, an update would only apply momentum and weight decay.
+        trained = policy.train(rows, loss_of(session)) if part.scored.sample_mask.any() else None
+        if trained is not None:
+            check_finite(trained, recipe.loss.on_non_finite, f"step {step}")
+            replay.check(policy.take_replay_stats(), "train")
+    return finish(session, [part], trained, {**collected.metrics, **part.scored.metrics}, replay.metrics)
+
+
+@dataclass
+class Part:
+    """Rows of a step that are ready to train on; `stats` are what the workers told of each."""
+
+    rows: Any
+    table: RolloutTable
+    weights: torch.Tensor
+    stats: Mapping[str, torch.Tensor]
+    scored: "Scored"
+
+
+def prepare(
+    session: Session, collected: "Collected", stage: Stage, replay: ReplayWatch | None = None
+) -> Part:
+    """Add previous and reference logprobs and advantages to rows."""
+    recipe, policy, rows = session.recipe, session.policy, collected.rows
+    if needs_prev_logprobs(recipe):
+        with stage("prev_logprobs"):
+            # The KL of the reward is of both policies without the generation's filters.
+            filters = recipe.generation.filters and recipe.grpo.reward.kl_coefficient > 0
+            policy.prev_logprobs(rows, unfiltered=filters)
+            if replay is not None:
                 replay.check(policy.take_replay_stats(), "prev_logprobs")
-        if recipe.needs_reference:
-            with stage("reference_logprobs"):
-                policy.reference_logprobs(rows)
-        with stage("advantages"):
-            scored = score(recipe, table, _stats(recipe, policy, rows), collected.weights * recorded)
-            name = MEAN_ADVANTAGES if recipe.has_token_kl else "advantages"
-            policy.write_columns(rows, {name: scored.advantages, "sample_mask": scored.sample_mask})
-            if recipe.has_token_kl:
-                kl_kind = recipe.grpo.reward.kl_kind
-                make = partial(token_advantages, kl_kind=kl_kind, kl_scale=scored.kl_scale)
-                policy.derive_columns(rows, make, (MEAN_ADVANTAGES, *stats_columns(reference=True)))
-        with stage("train"):
-            # Without a sample that counts, an update would only apply momentum and weight decay.
-            trained = policy.train(rows, _loss(session)) if scored.sample_mask.any() else None
-            if trained is not None:
-                check_finite(trained, recipe.loss.on_non_finite, f"step {step}")
-                replay.check(policy.take_replay_stats(), "train")
-        samples = _samples(session, rows, table, scored)
-        session.before_clearing(rows)
-        policy.finish_step(rows)
+    if recipe.needs_reference:
+        with stage("reference_logprobs"):
+            policy.reference_logprobs(rows)
+    with stage("advantages"):
+        stats = _stats(recipe, policy, rows)
+        scored = score(recipe, collected.table, stats, collected.weights)
+        name = MEAN_ADVANTAGES if recipe.has_token_kl else "advantages"
+        policy.write_columns(rows, {name: scored.advantages, "sample_mask": scored.sample_mask})
+        if recipe.has_token_kl:
+            kl_kind = recipe.grpo.reward.kl_kind
+            make = partial(token_advantages, kl_kind=kl_kind, kl_scale=scored.kl_scale)
+            policy.derive_columns(rows, make, (MEAN_ADVANTAGES, *stats_columns(reference=True)))
+    return Part(rows, collected.table, collected.weights, stats, scored)
+
+
+def finish(
+    session: Session,
+    parts: Sequence[Part],
+    trained: Mapping[str, Any] | None,
+    metrics: Mapping[str, float],
+    replayed: Mapping[str, float],
+) -> StepResult:
+    """Clear the rows of a step that has trained on them, and report it."""
+    recipe, policy = session.recipe, session.policy
+    samples = _samples(session, parts[0].rows, parts[0].table, parts[0].scored)
+    for part in parts:
+        session.before_clearing(part.rows)
+        policy.finish_step(part.rows)
     traffic = policy.traffic(session.rollouts)
     updates = update_metrics(trained, recipe.samples_per_step // recipe.policy.train_global_batch_size)
-    metrics = {**collected.metrics, **scored.metrics, **updates, **replay.metrics}
-    tokens = int(table.total_tokens.sum())
-    return StepResult({**metrics, **traffic.metrics()}, tokens, dict(traffic.by_column), samples)
+    told = {**metrics, **updates, **replayed, **traffic.metrics()}
+    tokens = sum(int(part.table.total_tokens.sum()) for part in parts)
+    return StepResult(told, tokens, dict(traffic.by_column), samples)
 
 
 def _watch_replay(session: Session, step: int, rows: Any, table: RolloutTable) -> ReplayWatch:
@@ -177,16 +224,19 @@ def needs_prev_logprobs(recipe: RecipeConfig) -> bool:
     )
 
 
-def _loss(session: Session) -> LossFn:
+def loss_of(session: Session) -> LossFn:
     # Without previous logprobs, the training forward says how far the generator is from the trainer.
     return session.loss_fn if needs_prev_logprobs(session.recipe) else MismatchLoss(session.loss_fn)
 
 
 @contextmanager
-def _stage(session: Session, step: int, timer: Timer, position: int, name: str) -> Iterator[None]:
-    """Announce, time, and offer a safe point to stop before a stage."""
+def open_stage(
+    session: Session, step: int, timer: Timer, name: str, *, position: int | None = None
+) -> Iterator[None]:
+    """Announce, time, and offer a safe point to stop before a stage; a stop puts the prompts back to `position`."""
     if session.should_stop():
-        session.prompts.position = position
+        if position is not None:
+            session.prompts.position = position
         raise StepInterrupted(f"stopped before stage '{name}' of step {step}")
     session.on_stage(step, name)
     with timer.time(name):

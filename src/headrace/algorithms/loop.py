@@ -1,7 +1,7 @@
 """The outer loop: steps, validation, checkpoints and safe stops, the same for every kind of step."""
 
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from headrace.algorithms.grpo import Session, StepInterrupted, StepResult, run_step
@@ -44,8 +44,8 @@ class Loop:
         Either way the newest checkpoint (if enabled) is of the last whole step.
         """
         total = self.recipe.grpo.max_num_steps
-        with nullcontext() if self.guard is None else self.guard.around(self.progress.step):
-            update_weights(self.session)
+        with self._guarded(self.progress.step):
+            self._update_weights(self.progress.step)
         if self.progress.step == 0 and self.recipe.validation.at_start and not self.session.should_stop():
             self._validate(Timer())
             self.progress.first_validation = dict(self.progress.last_validation)
@@ -61,15 +61,15 @@ class Loop:
 
     def _one_step(self, step: int, total: int) -> None:
         timer = Timer()
-        with self.guard.around(step) if self.guard and self.guard.due(step) else nullcontext():
+        with self._guarded(step):
             started = time.perf_counter()
-            result = run_step(self.session, step, timer)
+            result = self._run_step(step, timer)
             with timer.time(UPDATE_WEIGHTS):
-                update_weights(self.session)
+                self._update_weights(step)
             result.metrics[UPDATE_BYTES] = float(self.session.policy.sent_bytes)
             self.progress.train_seconds += time.perf_counter() - started
         self.progress.step = step
-        self.progress.prompt_position = self.session.prompts.position
+        self._note_prompts()
         if self._validation_due(step, total):
             self._validate(timer)
         # First the record, then the checkpoint: a crash between the two costs no line of the metrics.
@@ -77,6 +77,29 @@ class Loop:
         self._watch_idleness(result.metrics, step, total)
         if self._save_due(step, total):
             self.save()
+
+    # What another kind of step does otherwise.
+
+    def _run_step(self, step: int, timer: Timer) -> StepResult:
+        return run_step(self.session, step, timer)
+
+    def _update_weights(self, step: int) -> None:
+        """Give the generator the weights that so many steps have made."""
+        update_weights(self.session)
+
+    def _guarded(self, step: int) -> AbstractContextManager[None]:
+        """Return a context around an update of the weights, which the guard watches where it is due."""
+        return self.guard.around(step) if self.guard and self._guard_due(step) else nullcontext()
+
+    def _note_prompts(self) -> None:
+        """Note in the progress where the prompts of the next step begin."""
+        self.progress.prompt_position = self.session.prompts.position
+
+    def _measure(self) -> Metrics:
+        return self.session.validate()
+
+    def _guard_due(self, step: int) -> bool:
+        return self.guard is not None and (step == self.progress.step or self.guard.due(step))
 
     def _report(self, result: StepResult, step: int, total: int, timer: Timer) -> None:
         if result.samples:
@@ -111,11 +134,14 @@ class Loop:
     def _validate(self, timer: Timer) -> None:
         self.observer.on_stage(self.progress.step, VALIDATION)
         with timer.time(VALIDATION):
-            metrics = self.session.validate()
-        self.observer.on_validation(self.progress.step, metrics)
+            metrics = self._measure()
+        self._take_validation(self.progress.step, metrics)
+
+    def _take_validation(self, step: int, metrics: Metrics) -> None:
+        self.observer.on_validation(step, metrics)
         self._require_ranking(metrics)
         self.progress.last_validation = metrics
-        self.progress.last_validation_step = self.progress.step
+        self.progress.last_validation_step = step
 
     def _require_ranking(self, metrics: Metrics) -> None:
         """Refuse a ranking of checkpoints by what the environment does not give."""

@@ -328,6 +328,9 @@ class PolicyGradientLoss:
     def __init__(self, cfg: LossConfig, *, filtered: bool = False) -> None:
         self.cfg = cfg
         self.loss_type = LossType.TOKEN_LEVEL if cfg.aggregation == "token_mean" else LossType.SEQUENCE_LEVEL
+        self.per_sequence_metrics = frozenset({"masked_sequence_fraction"})
+        if self.loss_type is LossType.SEQUENCE_LEVEL:
+            self.per_sequence_metrics |= {"policy_loss", "kl"}
         columns = {*MASKS, "advantages", "generation_logprobs"}
         if not cfg.force_on_policy_ratio:
             columns.add("prev_logprobs")

@@ -68,6 +68,11 @@ class MismatchGuard:
         yield
         self._check(step)
 
+    def compare(self, step: int) -> None:
+        """Compare both sides now, without what they said before an update; raises as `around`."""
+        self._before, self._seconds = None, 0.0
+        self._check(step)
+
     def _ask(self) -> None:
         started = time.perf_counter()
         greedy = self._probe([], sampled=False).greedy

@@ -24,6 +24,7 @@ BEST_BY = (GREEDY_ACCURACY, GREEDY_REWARD)
 
 STAGES = (
     "rollout",
+    "wait",
     "prev_logprobs",
     "reference_logprobs",
     "advantages",
@@ -32,7 +33,7 @@ STAGES = (
     "validation",
     "checkpoint",
 )
-"""The stages of a step, in the order in which they run."""
+"""The stages of a step, in the order in which they run; an asynchronous one waits in place of its rollout."""
 
 
 @dataclass(frozen=True)

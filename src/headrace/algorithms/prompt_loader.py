@@ -1,6 +1,6 @@
 """The order in which prompts are used: shuffled anew each epoch, resumable by position."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -35,9 +35,13 @@ class PromptLoader:
 
     def take(self, count: int) -> list[Prompt | str]:
         """Return the next `count` prompts and move on."""
-        taken = [self._at(self.position + i) for i in range(count)]
+        taken = self.at(range(self.position, self.position + count))
         self.position += count
         return taken
+
+    def at(self, positions: Iterable[int]) -> list[Prompt | str]:
+        """Return the prompts at places of the stream."""
+        return [self._at(position) for position in positions]
 
     def _at(self, position: int) -> Prompt | str:
         epoch, index = divmod(position, len(self._prompts))

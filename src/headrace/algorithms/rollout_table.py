@@ -7,7 +7,18 @@ from typing import Any
 
 import torch
 
+from headrace.data_plane.interfaces import KVBatchMeta
+from headrace.data_plane.schema import SAMPLE_ID
 from headrace.experience.metrics import rollout_metrics
+
+_DTYPES = {
+    "reward": torch.float32,
+    "truncated": torch.bool,
+    "routes_missing": torch.float32,
+    **dict.fromkeys(
+        ("response_tokens", "longest_turn_tokens", "total_tokens", "routes_digest", "turns"), torch.int64
+    ),
+}
 
 
 @dataclass
@@ -47,6 +58,17 @@ class RolloutTable:
     @staticmethod
     def from_values(values: Mapping[str, Any]) -> "RolloutTable":
         return RolloutTable(*[values[name] for name in RolloutTable.sources()])
+
+    @staticmethod
+    def from_rows(rows: KVBatchMeta) -> "RolloutTable":
+        """Return the table of rows whose tags have all `sources` (their ids are the rows' own)."""
+        tags = rows.tags or []
+        values: dict[str, Any] = {
+            name: [tag[name] for tag in tags] for name in RolloutTable.sources() if name != SAMPLE_ID
+        }
+        for name, dtype in _DTYPES.items():
+            values[name] = torch.tensor(values[name], dtype=dtype)
+        return RolloutTable.from_values({**values, SAMPLE_ID: list(rows.sample_ids)})
 
     def select(self, indices: Sequence[int]) -> "RolloutTable":
         """Return the samples at `indices`, in that order."""

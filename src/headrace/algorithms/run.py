@@ -10,7 +10,9 @@ from typing import Any, Protocol
 import torch
 from transformers.utils import logging as hf_logging
 
+from headrace.algorithms.async_utils.actors import build_actors
 from headrace.algorithms.grpo import Session
+from headrace.algorithms.grpo_async import AsyncLoop
 from headrace.algorithms.loop import Loop, save_checkpoint, update_weights
 from headrace.algorithms.mismatch_guard import MismatchGuard
 from headrace.algorithms.observer import BEST_BY, RunObserver
@@ -23,6 +25,7 @@ from headrace.config import DataPlaneConfig, ObservabilityConfig, RecipeConfig
 from headrace.data_plane.schema import added_fields
 from headrace.distributed.topology import lay_out_ranks
 from headrace.distributed.worker_groups import LocalWorkerGroup, WorkerGroup, WorkerSpec
+from headrace.environments.interfaces import Environment
 from headrace.errors import ConfigError
 from headrace.experience.metrics import GREEDY_ACCURACY, GREEDY_REWARD, SAMPLED_ACCURACY, SAMPLED_REWARD
 from headrace.experience.prompt_room import FittingPrompts, prompts_that_fit
@@ -79,13 +82,23 @@ def build_session(recipe: RecipeConfig) -> Session:
     policy = _build_policy(recipe, tokenizer, in_actor)
     with ExitStack() as undo:
         undo.callback(policy.shutdown)
-        if in_actor and isinstance(policy, TQPolicy):
-            rollouts = _start_rollout_actor(recipe, policy.dp_cfg)
-        else:
-            store = policy.dp_client if isinstance(policy, TQPolicy) else None
-            rollouts = LocalWorkerGroup(SyncRolloutActor.from_recipe(recipe, tokenizer, environment, store))
+        rollouts, *others = _build_rollouts(recipe, policy, tokenizer, environment, in_actor)
         undo.pop_all()
-    return Session(recipe, policy, rollouts, environment, prompts, build_loss(recipe))
+    return Session(recipe, policy, rollouts, environment, prompts, build_loss(recipe), others)
+
+
+def _build_rollouts(
+    recipe: RecipeConfig, policy: Policy, tokenizer: Any, environment: Environment, in_actor: bool
+) -> list[WorkerGroup]:
+    """Return a group of one rollout actor; in an asynchronous run, one for each collector."""
+    if not isinstance(policy, TQPolicy):
+        return [LocalWorkerGroup(SyncRolloutActor.from_recipe(recipe, tokenizer, environment))]
+    if in_actor:
+        return [_start_rollout_actor(recipe, policy.dp_cfg)]
+    if recipe.asynchrony.enabled:
+        actors = build_actors(recipe, tokenizer, environment, policy.dp_client)
+        return [LocalWorkerGroup(actor) for actor in actors]
+    return [LocalWorkerGroup(SyncRolloutActor.from_recipe(recipe, tokenizer, environment, policy.dp_client))]
 
 
 def _start_rollout_actor(recipe: RecipeConfig, dp_cfg: DataPlaneConfig | Mapping[str, Any]) -> WorkerGroup:
@@ -217,7 +230,8 @@ def start_loop(
     """
     session.on_stage, session.should_stop, session.trace_dir = observer.on_stage, stopper.is_set, trace_dir
     progress, prompts = progress or Progress.at_start(), prompts_state(session.environment)
-    return Loop(session, observer, progress, prompts, checkpoints, _build_guard(session))
+    kind = AsyncLoop if session.recipe.asynchrony.enabled else Loop
+    return kind(session, observer, progress, prompts, checkpoints, _build_guard(session))
 
 
 def _build_guard(session: Session) -> MismatchGuard | None:
@@ -279,7 +293,7 @@ def _describe(session: Session) -> dict[str, str]:
     train, held_out = (len(session.environment.prompts(split)) for split in ("train", "validation"))
     about = {
         "model": f"{parameters / 1e6:.1f} M parameters, {recipe.policy.precision}",
-        "loop": f"GRPO, {store}",
+        "loop": f"{'asynchronous ' if recipe.asynchrony.enabled else ''}GRPO, {store}",
         "batch": f"{recipe.grpo.num_prompts_per_step} prompts x {recipe.grpo.num_generations_per_prompt} samples",
         "prompts": f"{train:,} to train on, {held_out:,} held out",
         "seed": str(recipe.seed),

@@ -39,6 +39,7 @@ ROUTED_EXPERTS_FIELD = "routed_experts"
 ROUTE_SALTS = "route_salts"
 PREV_UNFILTERED_LOGPROBS = "prev_unfiltered_logprobs"
 MEAN_ADVANTAGES = "mean_advantages"
+TOKEN_WEIGHT_VERSION = "token_weight_version"
 
 UNFILTERED_LOGPROBS = "unfiltered_logprobs"
 """Not stored: what a forward gives beside its logprobs, those at the same temperature without top-k and top-p."""
@@ -148,6 +149,16 @@ _TABLE = (
         frozenset({torch.uint8, torch.int16, torch.uint16}),
         consumers=frozenset({Stage.PREV_LOGPROBS, Stage.TRAIN}),
         trailing_dims=2,
+        optional=True,
+    ),
+    # Version of the weights that drew the token, -1 where none did; where weights may change inside a sample.
+    FieldSpec(
+        TOKEN_WEIGHT_VERSION,
+        Kind.PER_TOKEN,
+        torch.int32,
+        _INTEGERS,
+        pad=-1,
+        consumers=frozenset({Stage.LOG}),
         optional=True,
     ),
     FieldSpec("message_log", Kind.OBJECT, consumers=frozenset({Stage.LOG}), optional=True),

@@ -10,7 +10,13 @@ import numpy as np
 import torch
 
 from headrace.data_plane.routes_codec import RouteShape
-from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD, SAMPLE_MASK
+from headrace.data_plane.schema import (
+    INPUT_IDS,
+    INPUT_LENGTHS,
+    ROUTED_EXPERTS_FIELD,
+    SAMPLE_MASK,
+    TOKEN_WEIGHT_VERSION,
+)
 from headrace.distributed.columns import object_array
 from headrace.distributed.ragged import nested_from_ragged, offsets_from_lengths
 from headrace.errors import SchemaError
@@ -35,6 +41,7 @@ _FACTS: dict[str, tuple[torch.dtype | None, Callable[[Rollout], Any]]] = {
     "total_tokens": (torch.int64, lambda rollout: len(rollout.token_ids)),
     "turns": (torch.int64, attrgetter("turns")),
     "weight_version": (torch.int64, attrgetter("weight_version")),
+    "weight_version_min": (torch.int64, attrgetter("weight_version_min")),
 }
 """What the driver is told of a sample: the dtype of its (N,) tensor (None: a list of N), and the value."""
 
@@ -49,7 +56,8 @@ def flatten(
 
     `input_ids` int64, `token_mask` uint8 and `generation_logprobs` float32 per token, jagged (N, j); `input_lengths`
     int64, `sample_mask` float32 (ones) and the objects `message_log` (a list of `{"role", "content"}`) per sample. A
-    sample without response tokens is legal. With `route_shape`, also `routed_experts` (tokens, layers, k) per token;
+    sample without response tokens is legal. Where weights may change inside a sample, also `token_weight_version` int32
+    per token. With `route_shape`, also `routed_experts` (tokens, layers, k) per token;
     with `asked` the columns that a loss of the user's own asks for (`own_columns`).
 
     Raises:
@@ -66,6 +74,9 @@ def flatten(
         "generation_logprobs": _concatenate((r.logprobs for r in rollouts), np.float32, total),
     }
     _check_finite(per_token["generation_logprobs"], offsets, rollouts)
+    if any(r.token_versions for r in rollouts):
+        versions = ([*r.token_versions, *[-1] * (len(r.token_ids) - len(r.token_versions))] for r in rollouts)
+        per_token[TOKEN_WEIGHT_VERSION] = _concatenate(versions, np.int32, total)
     if route_shape is not None:
         per_token[ROUTED_EXPERTS_FIELD] = routes_column(rollouts, route_shape)
     return {

@@ -156,7 +156,7 @@ def _open_samples(
         ids = render_with_room(tokenizer, prompt, settings.max_total_tokens)
         for index in range(group_size):
             rollout = Rollout(f"{uid}_g{index}", prompt, index, messages=list(prompt.messages))
-            rollout.weight_version = weight_version
+            rollout.weight_version = rollout.weight_version_min = weight_version
             rollout.append(ids)
             rollouts.append(rollout)
     return rollouts
@@ -230,12 +230,24 @@ def _append_completions(
         rollout.append(output.token_ids[i], output.logprobs[i])
         rollout.truncated = bool(output.truncated[i])
         rollout.turns += 1
+        if output.weight_versions is not None:
+            _append_versions(rollout, output.weight_versions[i])
         if output.routes:
             append_routes(rollout, output.routes[i])
     check_sampled(tokenizer, output.token_ids, [rollout.sample_id for rollout in active])
     stops = (*sampling.stop_token_ids, *output.stop_token_ids)
     for rollout, text in zip(active, decode_completions(tokenizer, output.token_ids, stops)):
         rollout.messages.append(Message("assistant", text))
+
+
+def _append_versions(rollout: Rollout, versions: Sequence[int]) -> None:
+    """Note the versions of the tokens that were just drawn; those before them that have none yet were not drawn."""
+    missing = len(rollout.token_ids) - len(rollout.token_versions) - len(versions)
+    is_first = not any(version >= 0 for version in rollout.token_versions)
+    rollout.token_versions += [*[-1] * missing, *versions]
+    if versions:
+        rollout.weight_version = versions[-1]
+        rollout.weight_version_min = versions[0] if is_first else rollout.weight_version_min
 
 
 def _append_observations(

@@ -4,6 +4,7 @@ A worker group runs it, in the driver's process or as an actor of its own. One c
 metadata comes back.
 """
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -39,8 +40,10 @@ from headrace.models.generation.weights import WeightStream
 from headrace.utils.seeding import derive_seed
 from headrace.utils.targets import extend_import_path
 
-TAGS = ("reward", "uid", "group_index", "weight_version", "truncated")
+TAGS = ("reward", "uid", "group_index", "weight_version", "weight_version_min", "truncated")
 """Per-sample values that are stamped on the meta, for filters."""
+MADE_AT = "made_at_s"
+"""A tag beside them: when the rows were written, in seconds since 1970."""
 
 DriverCarry = dict[str, torch.Tensor | list[Any]]
 
@@ -93,6 +96,7 @@ class SyncRolloutActor:
         tokenizer: ChatTokenizer | None = None,
         environment: Environment | None = None,
         dp_client: DataPlaneClient | None = None,
+        generator: Generator | None = None,
     ) -> "SyncRolloutActor":
         """Build all that is not given from a recipe.
 
@@ -104,10 +108,11 @@ class SyncRolloutActor:
         extend_import_path(recipe.code_path or ())
         tokenizer = tokenizer or load_tokenizer(recipe.policy)
         environment = environment or prompts_that_fit(recipe, tokenizer)
-        model = load_model(recipe.policy, seed=recipe.seed)
-        round_base(model, recipe.policy.lora, COMPUTE_DTYPES[recipe.policy.precision])
         replays = recipe.policy.router_replay.enabled
-        generator = build_generator(recipe.generation, model, tokenizer, record_routes=replays)
+        if generator is None:
+            model = load_model(recipe.policy, seed=recipe.seed)
+            round_base(model, recipe.policy.lora, COMPUTE_DTYPES[recipe.policy.precision])
+            generator = build_generator(recipe.generation, model, tokenizer, record_routes=replays)
         if replays and generator.route_shape is None:
             raise ConfigError(
                 f"policy.router_replay.enabled=true, and generation.backend={recipe.generation.backend} records no "
@@ -141,53 +146,71 @@ class SyncRolloutActor:
         finish_generation: bool = True,
         task_to_env_override: Mapping[str, Environment] | None = None,
         carry_keys: Sequence[str] | None = None,
+        tag_keys: Sequence[str] = TAGS,
     ) -> tuple[KVBatchMeta, DriverCarry, dict[str, float], dict[str, float]]:
         """Roll out `group_size` samples per prompt and write them with one put, as the last thing it does.
 
         Args:
             input_batch: Prompts, or a mapping with `prompts` (or their uids in the training split) and, optionally,
-                `seed`, `tag` (goes into the sample ids) and `greedy`. Without a seed, one is derived from the actor's
-                seed and its count of calls.
+                `seed`, `tag` (goes into the sample ids), `greedy`, `tags` (further tags by name, one value for each
+                prompt) and `producer` (who writes; a call that is made again then writes no row twice). Without a
+                seed, one is derived from the actor's seed and its count of calls.
             partition_id: An open partition of the store.
             group_size: Samples per prompt.
             first_iter: Whether the call begins a step; False for a refill of the same step.
             finish_generation: Whether the generator may free its caches; False if a refill may follow.
             task_to_env_override: Environments that judge the prompts whose `info["task"]` is their key.
             carry_keys: Names of the values to return; None for all.
+            tag_keys: Names of the values that become tags.
 
         Returns:
-            The meta, tagged with `TAGS`; the values of `flatten.per_sample_values`; metrics of the rollout;
-            metrics of the generator. No tensor per token.
+            The meta, tagged with `tag_keys` and `MADE_AT`; the values of `flatten.per_sample_values`; metrics of the
+            rollout; metrics of the generator. No tensor per token.
 
         Raises:
-            ConfigError: a prompt without room for a completion, or an unknown key in `input_batch` or
-                `carry_keys`.
+            ConfigError: a prompt without room for a completion, or an unknown key in `input_batch`, `carry_keys` or
+                `tag_keys`.
             GenerationError, RewardError, SchemaError, DataPlaneError: see `run_rollouts`, `flatten` and the
                 put. After any error the store is as it was before.
         """
         if self._dp_client is None:
             raise DataPlaneError("the rollout actor has no store; call setup_data_plane(cfg) first")
-        _check_keys(carry_keys)
+        _check_keys("carry_keys", carry_keys or ())
+        _check_keys("tag_keys", tag_keys)
         self._steps += int(first_iter)
         self._rounds = 0 if first_iter else self._rounds + 1
         with ExitStack() as release_on_error:
             release_on_error.callback(self.generator.release)
-            rollouts, calls = self._roll_out(_request(input_batch), group_size, task_to_env_override)
+            request = _request(input_batch)
+            rollouts, calls = self._roll_out(request, group_size, task_to_env_override)
             if finish_generation:
                 release_on_error.close()
             values = per_sample_values(rollouts)
-            meta = kv_first_write(
-                flatten(rollouts, route_shape=self.generator.route_shape, asked=self.settings.columns),
-                sample_ids=[r.sample_id for r in rollouts],
-                dp_client=self._dp_client,
-                partition_id=partition_id,
-                task_name=self._task_name,
-                pad_to_multiple=self.settings.pad_to_multiple,
-                tags=_tags(values),
-                routes_checked=True,  # by flatten
-            )
+            tags = _tags(values, tag_keys, request.get("tags", {}), group_size)
+            meta = self._put(rollouts, tags, partition_id, request.get("producer"))
             release_on_error.pop_all()
         return meta, _carried(values, carry_keys), rollout_metrics(values), calls
+
+    def _put(
+        self,
+        rollouts: Sequence[Rollout],
+        tags: Sequence[Mapping[str, Any]],
+        partition_id: str,
+        producer: str | None,
+    ) -> KVBatchMeta:
+        assert self._dp_client is not None
+        return kv_first_write(
+            flatten(rollouts, route_shape=self.generator.route_shape, asked=self.settings.columns),
+            sample_ids=[r.sample_id for r in rollouts],
+            dp_client=self._dp_client,
+            partition_id=partition_id,
+            task_name=self._task_name,
+            pad_to_multiple=self.settings.pad_to_multiple,
+            tags=tags,
+            routes_checked=True,  # by flatten
+            producer=producer,
+            once=producer is not None,
+        )
 
     def rollout_in_memory(
         self, input_batch: Mapping[str, Any], *, group_size: int, carry_keys: Sequence[str] | None = None
@@ -299,7 +322,7 @@ class SyncRolloutActor:
 def _request(input_batch: Sequence[Prompt] | Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(input_batch, Mapping):
         return {"prompts": input_batch}
-    known = ("prompts", "seed", "tag", "greedy")
+    known = ("prompts", "seed", "tag", "greedy", "tags", "producer")
     unknown = [key for key in input_batch if key not in known]
     if unknown or "prompts" not in input_batch:
         fault = f"unknown key '{unknown[0]}'" if unknown else "missing key 'prompts'"
@@ -307,16 +330,20 @@ def _request(input_batch: Sequence[Prompt] | Mapping[str, Any]) -> Mapping[str, 
     return input_batch
 
 
-def _check_keys(carry_keys: Sequence[str] | None) -> None:
-    for key in carry_keys or ():
+def _check_keys(name: str, keys: Sequence[str]) -> None:
+    for key in keys:
         if key not in PER_SAMPLE_KEYS:
-            raise ConfigError(f"carry_keys: unknown key '{key}'; known: {', '.join(PER_SAMPLE_KEYS)}")
+            raise ConfigError(f"{name}: unknown key '{key}'; known: {', '.join(PER_SAMPLE_KEYS)}")
 
 
 def _carried(values: DriverCarry, keys: Sequence[str] | None) -> DriverCarry:
     return values if keys is None else {key: values[key] for key in keys}
 
 
-def _tags(values: DriverCarry) -> list[dict[str, Any]]:
-    columns = [v.tolist() if isinstance(v, torch.Tensor) else v for v in (values[name] for name in TAGS)]
-    return [dict(zip(TAGS, row)) for row in zip(*columns)]
+def _tags(
+    values: DriverCarry, keys: Sequence[str], by_prompt: Mapping[str, Sequence[Any]], group_size: int
+) -> list[dict[str, Any]]:
+    columns = [v.tolist() if isinstance(v, torch.Tensor) else v for v in (values[name] for name in keys)]
+    columns += [[value for value in given for _ in range(group_size)] for given in by_prompt.values()]
+    made_at = {MADE_AT: time.time()}
+    return [dict(zip((*keys, *by_prompt), row)) | made_at for row in zip(*columns, strict=True)]

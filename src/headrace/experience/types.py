@@ -42,6 +42,9 @@ class Rollout:
     it has none.
     `routes` (at most L, MoE layers, k) are the experts that the first tokens used, in the wire's dtype; the last
     sampled token has none. None without router replay.
+    `weight_version` is that of the weights that drew the last token, `weight_version_min` of those that drew the first.
+    `token_versions` (L, -1 where the mask is 0) has it for each token where weights may change inside a sample; else it
+    is empty.
     """
 
     sample_id: str
@@ -55,6 +58,8 @@ class Rollout:
     truncated: bool = True
     turns: int = 0
     weight_version: int = 0
+    weight_version_min: int = 0
+    token_versions: list[int] = field(default_factory=list)
     correct: bool | None = None
     answer: str | None = None
     routes: torch.Tensor | None = None

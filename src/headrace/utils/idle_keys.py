@@ -139,6 +139,8 @@ _OWN_SGLANG = _is("generation.backend", "sglang") & _is("generation.sglang.url",
 _GUARDED = _need(
     "generation", "generation.guard.enabled=true, or a generation.backend other than hf", lambda g: g.guarded
 )
+_ASYNC = _is("async.enabled", True)
+_ANY_READY = _is("async.on_stale", "drop") | _given("async.sampler")
 _TRACKERS = {
     "wandb": "project name entity group tags mode",
     "mlflow": "tracking_uri experiment name",
@@ -212,6 +214,14 @@ EFFECTS: tuple[Effect, ...] = (
     _when_enabled("checkpointing", "save_period keep_top_k metric higher_is_better save_optimizer"),
     _when((_LAUNCHED_BY_RAY & _STORE) | (_RAY_BY_STORE & _STORE), "cluster", "rollout"),
     _when(_RAY, "cluster", "startup_timeout_s autoscales num_nodes gpus_per_node rollout_gpus"),
+    _when(
+        _ASYNC,
+        "async",
+        "max_lag sampler collectors prompts_per_call room on_update max_failures lease_s micro_steps validation",
+    ),
+    _when(_ASYNC & _is("async.sampler", None), "async", "on_stale"),
+    _when(_ASYNC & _ANY_READY, "async", "order"),
+    _when(_ASYNC & _is("async.on_update", "resume"), "async", "piece_tokens"),
     Effect(("resume",), _CONTINUES),
     Effect(("allow_changes",), _CONTINUES & _is("resume", True)),
     *(_when(_tracked(name), f"logging.{name}", keys) for name, keys in _TRACKERS.items()),

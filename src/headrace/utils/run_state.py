@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pydantic import NonNegativeFloat, NonNegativeInt, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
 from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
@@ -47,6 +47,8 @@ class Progress(Saved):
     """Steps that learned nothing from their rewards."""
     idle_streak: NonNegativeInt = 0
     """How many of them came last, without another between."""
+    prompts_ahead: list[NonNegativeInt] = Field(default_factory=list)
+    """Positions after `prompt_position` whose groups were trained on or dropped (an asynchronous run)."""
 
     @classmethod
     def at_start(cls) -> Self:

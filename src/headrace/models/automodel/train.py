@@ -6,7 +6,7 @@ logprobs before and during training are of the same function.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from headrace.data_plane.schema import SAMPLE_ID, SAMPLE_MASK, TOKEN_MASK, UNFIL
 from headrace.models.automodel.data import ProcessedMicrobatch
 from headrace.models.automodel.scoring import TokenScorer
 from headrace.models.automodel.sharding import ShardedModel
-from headrace.models.interfaces import LossFn
+from headrace.models.interfaces import LossFn, LossType
 from headrace.models.policy.results import Outcome, StepResult, combine_metrics
 
 # As torch.nn.utils.clip_grads_with_norm_ has it.
@@ -41,6 +41,32 @@ class TrainStep:
     columns: list[dict[str, Any]] = field(default_factory=list)
     """Of each microbatch, what tells which row is at fault if one is."""
     tokens: int = 0
+    loss_type: LossType = LossType.TOKEN_LEVEL
+    per_sequence_metrics: Collection[str] = ()
+
+    def divide(
+        self, valid_seqs: torch.Tensor, valid_toks: torch.Tensor, parameters: Sequence[torch.nn.Parameter]
+    ) -> None:
+        """Divide what was summed over counts of 1 by the global batch's: losses, metrics and gradients, in place.
+
+        A loss is a sum over tokens or over sequences, as its `loss_type` says; its metrics are per token, but for its
+        `per_sequence_metrics`. Extremes (`_min`, `_max`) stay.
+        """
+        by_token, by_sequence = (1 / count.clamp(min=1) for count in (valid_toks, valid_seqs))
+        of_loss = by_token if self.loss_type is LossType.TOKEN_LEVEL else by_sequence
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(of_loss)
+        self.losses = [loss * of_loss for loss in self.losses]
+        self.entropies = [entropy * by_token for entropy in self.entropies]
+
+        def factor(name: str) -> torch.Tensor | float:
+            if name.endswith(("_min", "_max")):
+                return 1.0
+            return by_sequence if name in self.per_sequence_metrics else by_token
+
+        self.metrics = [{name: v * factor(name) for name, v in part.items()} for part in self.metrics]
+        self.global_valid_seqs, self.global_valid_toks = valid_seqs, valid_toks
 
     @property
     def loss(self) -> torch.Tensor:
@@ -98,6 +124,8 @@ def run_microbatches(
     Beside the loss's own metrics there is `entropy`, in nats per token, unless the loss has one itself.
     """
     unfiltered = UNFILTERED_LOGPROBS in getattr(loss_fn, "required_columns", ())
+    step.loss_type = loss_fn.loss_type
+    step.per_sequence_metrics = getattr(loss_fn, "per_sequence_metrics", ())
     for microbatch in microbatches:
         data = microbatch.data_dict
         with torch.set_grad_enabled(backward):

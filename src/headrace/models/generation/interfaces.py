@@ -53,7 +53,8 @@ class GenerationOutput:
     token or string ended the completion and True where the token limit cut it. `routes[i]` are the experts that
     prompt and completion used, (tokens - 1, MoE layers, k) in the wire's dtype: the last token was never computed.
     None from a generator that does not record, or was not asked to. `stop_token_ids` are all ids that end
-    completions: those of the params, and the model's own.
+    completions: those of the params, and the model's own. `weight_versions[i]` has the version of the weights that drew
+    each new token, where these may have changed during the call; None: they are all the generator's `weight_version`.
     """
 
     token_ids: list[list[int]]
@@ -62,6 +63,7 @@ class GenerationOutput:
     metrics: dict[str, float] = field(default_factory=dict)
     routes: list[torch.Tensor] | None = None
     stop_token_ids: tuple[int, ...] = ()
+    weight_versions: list[list[int]] | None = None
 
 
 class Generator(Protocol):

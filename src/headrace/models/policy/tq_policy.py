@@ -17,6 +17,7 @@ from headrace.data_plane.factory import build_data_plane_client
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.preshard import shard_meta_for_dp
 from headrace.data_plane.schema import (
+    CLAIM,
     DP_TRAIN_FIELDS,
     LP_SEED_FIELDS,
     PREV_UNFILTERED_LOGPROBS,
@@ -107,7 +108,12 @@ class TQPolicy(Policy):
         self.dp_client.clear_samples(sample_ids, partition_id)
 
     def finish_step(self, rows: KVBatchMeta) -> None:
-        self.discard_samples(rows.sample_ids, rows.partition_id)
+        """Clear the step's rows; leased ones only while the lease lasts.
+
+        Raises:
+            ClaimExpired: it has run out.
+        """
+        self.dp_client.clear_samples(rows.sample_ids, rows.partition_id, claim=rows.extra_info.get(CLAIM))
 
     def keep_rows(self, rows: KVBatchMeta, indices: Sequence[int]) -> KVBatchMeta:
         kept = rows.subset(indices)
@@ -260,12 +266,17 @@ class TQPolicy(Policy):
 
     # The same training step in pieces: the rows of a global batch may come in several parts.
 
-    def begin_train_step(self, meta: KVBatchMeta) -> None:
-        """Open a step over the global batch of `meta`: its valid sequences and tokens are counted."""
-        counts = self.reduce_rows(meta, valid_counts, LP_SEED_FIELDS)
-        seqs, toks = counts["seqs"].sum(), counts["toks"].sum()
+    def begin_train_step(self, meta: KVBatchMeta | None = None) -> None:
+        """Open a step over the global batch of `meta`: its valid sequences and tokens are counted.
+
+        None: its rows are not known yet; `finish_train_step` is told them.
+        """
         self._open_lengths = []
-        self.workers.run_all("begin_train_step", seqs, toks)
+        self.workers.run_all("begin_train_step", *([] if meta is None else self._valid(meta)))
+
+    def _valid(self, meta: KVBatchMeta) -> tuple[torch.Tensor, torch.Tensor]:
+        counts = self.reduce_rows(meta, valid_counts, LP_SEED_FIELDS)
+        return counts["seqs"].sum(), counts["toks"].sum()
 
     def train_microbatches_from_meta(
         self, meta: KVBatchMeta, loss_fn: LossFn, mbs: int | None = None
@@ -276,9 +287,14 @@ class TQPolicy(Policy):
         self.workers.run_sharded("train_microbatches_presharded", shards, loss_fn=loss_fn, mbs=mbs)
         self._open_lengths.extend(meta.sequence_lengths or [])
 
-    def finish_train_step(self) -> dict[str, Any]:
-        """Update the weights; returns what `train_from_meta` returns."""
-        results = [collect_steps([step]) for step in self.workers.run_all("finish_train_step")]
+    def finish_train_step(self, meta: KVBatchMeta | None = None) -> dict[str, Any]:
+        """Update the weights; returns what `train_from_meta` returns.
+
+        `meta` are all rows of the step, if `begin_train_step` was not told them: the gradient of their sum is divided
+        now, so that the last bits are others than those of a step that knew its rows.
+        """
+        counts = [] if meta is None else self._valid(meta)
+        results = [collect_steps([step]) for step in self.workers.run_all("finish_train_step", *counts)]
         return self._finish_train(results, self._open_lengths)
 
     def abort_train_step(self) -> None:

@@ -156,12 +156,18 @@ class AutomodelPolicyWorker(TQWorkerMixin):
     def train_presharded(self, meta: KVBatchMeta, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.train(self._fetch_named(meta), *args, **kwargs)
 
-    def begin_train_step(self, global_valid_seqs: torch.Tensor, global_valid_toks: torch.Tensor) -> None:
-        """Open a step over a global batch of this many valid sequences and tokens (0-D each)."""
+    def begin_train_step(
+        self, global_valid_seqs: torch.Tensor | None = None, global_valid_toks: torch.Tensor | None = None
+    ) -> None:
+        """Open a step over a global batch of this many valid sequences and tokens (0-D each).
+
+        None: `finish_train_step` is told them, once all rows have come.
+        """
         if self._step is not None:
             raise HeadraceError("a train step is open already; finish or abort it first")
         self.optimizer.zero_grad(set_to_none=True)
-        self._step = TrainStep(global_valid_seqs.to(self.device), global_valid_toks.to(self.device))
+        seqs, toks = (torch.ones(()) if n is None else n for n in (global_valid_seqs, global_valid_toks))
+        self._step = TrainStep(seqs.to(self.device), toks.to(self.device))
 
     def train_microbatches(
         self, data: Batch, loss_fn: LossFn, *, mbs: int | None = None, backward: bool = True
@@ -186,8 +192,12 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         with self._adapter.dropping() if drops and self._adapter else nullcontext():
             run_microbatches(self._scorer, microbatches, loss_fn, step, backward=backward)
 
-    def finish_train_step(self) -> StepResult:
+    def finish_train_step(
+        self, global_valid_seqs: torch.Tensor | None = None, global_valid_toks: torch.Tensor | None = None
+    ) -> StepResult:
         """Sum gradients over ranks, clip, update the weights, and close the step.
+
+        The counts are those that `begin_train_step` was not given.
 
         Raises:
             ReplayError: replayed experts that the routers would too seldom choose; no weight has changed.
@@ -196,6 +206,8 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         if self._scorer.replayer is not None:
             self._scorer.replayer.before_update()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if global_valid_seqs is not None and global_valid_toks is not None:
+            step.divide(global_valid_seqs.to(self.device), global_valid_toks.to(self.device), parameters)
         lr = float(self.scheduler.get_last_lr()[0])
         norm, outcome = apply_gradients(
             step,

@@ -1,0 +1,189 @@
+"""Hands out tickets: which prompts are answered next, and when; counts calls that fail.
+
+A ticket goes out once the sampler lets it begin and the store has room for its rows beside those that are being made.
+A call that fails keeps its room, and its ticket goes out again before all others, with the same ids and another seed.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from threading import Condition, Lock
+
+from headrace.algorithms.async_utils.staleness_sampler import StalenessSampler
+from headrace.algorithms.prompt_loader import PromptLoader
+from headrace.errors import ClaimTimeout, GenerationError, HeadraceError
+from headrace.experience.collector import Ticket
+from headrace.experience.metrics import combine_calls
+from headrace.utils.seeding import derive_seed
+
+_LOOK_S = 0.5
+"""How long a wait for the store's room lasts before it is looked whether a failed call is to be made again."""
+
+Room = Callable[[int, float], None]
+"""Waits until the store has room for so many rows; raises ClaimTimeout after so many seconds."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the stream of prompts is cut: into steps of `per_step` prompts, and calls of `per_call`.
+
+    The step `first_step` takes its prompts from `position` on. `trained` are later positions whose groups earlier steps
+    have used, `there` those whose groups are in the store already. After `last_step` no ticket is made for a later one.
+    """
+
+    per_step: int
+    per_call: int
+    group_size: int
+    seed: int
+    first_step: int
+    position: int
+    last_step: int | None
+    trained: frozenset[int] = frozenset()
+    there: frozenset[int] = frozenset()
+
+    def made_for(self, position: int) -> int:
+        return self.first_step + (position - self.position) // self.per_step
+
+    def positions(self, start: int) -> list[int]:
+        """Return the positions of the call that begins at `start` which are to be answered."""
+        gone = self.trained | self.there
+        return [at for at in range(start, start + self.per_call) if at not in gone]
+
+
+class Dispatcher:
+    """The tickets of a run, for any number of threads; what it knows of the weights is their version."""
+
+    def __init__(
+        self, plan: Plan, prompts: PromptLoader, sampler: StalenessSampler, room: Room, *, max_failures: int
+    ) -> None:
+        self._plan, self._prompts, self._sampler, self._room = plan, prompts, sampler, room
+        self._max_failures = max_failures
+        self._changed = Condition()
+        # One thread at a time looks for room, so that what it finds is still there when it takes it.
+        self._turn = Lock()
+        self._next, self._again = plan.position, deque[Ticket]()
+        self._version = plan.first_step - 2  # before the first weights nothing may begin
+        self._rows_in_making = 0
+        self._out = set(plan.there)
+        self._failures = 0
+        self._noted = {"waited_s": 0.0, "failed_calls": 0.0}
+        self._calls: list[Mapping[str, float]] = []
+        self._is_closed = False
+        self.error: BaseException | None = None
+
+    # For collectors.
+
+    def next(self) -> Ticket | None:
+        started = time.perf_counter()
+        with self._turn:
+            ticket = self._take()
+        with self._changed:
+            self._noted["waited_s"] += time.perf_counter() - started
+        return ticket
+
+    def done(self, ticket: Ticket, calls: Mapping[str, float]) -> None:
+        with self._changed:
+            self._rows_in_making -= self._rows(ticket)
+            self._calls.append(calls)
+
+    def failed(self, ticket: Ticket, error: HeadraceError) -> None:
+        with self._changed:
+            self._failures += 1
+            self._noted["failed_calls"] += 1
+            attempt = ticket.attempt + 1
+            self._again.append(
+                replace(ticket, attempt=attempt, seed=derive_seed(ticket.seed, "again", attempt))
+            )
+            self._changed.notify_all()
+        if self._failures > self._max_failures:
+            self.stop(
+                GenerationError(
+                    f"{self._failures} calls for samples failed within one step, and async.max_failures="
+                    f"{self._max_failures} may; the last one: {error}"
+                )
+            )
+
+    def stop(self, error: BaseException) -> None:
+        with self._changed:
+            self.error = self.error or error
+        self.close()
+
+    def _take(self) -> Ticket | None:
+        """Wait for the next ticket and the room of its rows."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._again or self._may_begin())
+                if self._is_closed:
+                    return None
+                if self._again:
+                    return self._again.popleft()
+                ticket = self._mint()
+                wanted = self._rows_in_making + self._rows(ticket)
+            try:
+                self._room(wanted, _LOOK_S)
+            except ClaimTimeout:
+                continue
+            with self._changed:
+                self._rows_in_making += self._rows(ticket)
+                self._out.update(ticket.positions)
+                self._next += self._plan.per_call
+            return ticket
+
+    def _may_begin(self) -> bool:
+        plan = self._plan
+        while not plan.positions(self._next):
+            self._next += plan.per_call
+        made_for = plan.made_for(self._next)
+        if self._version < plan.first_step - 1 or (plan.last_step is not None and made_for > plan.last_step):
+            return False
+        return self._sampler.may_begin(made_for, self._version)
+
+    def _mint(self) -> Ticket:
+        plan, positions = self._plan, self._plan.positions(self._next)
+        step, number = divmod(self._next // plan.per_call, plan.per_step // plan.per_call)
+        # As the synchronous loop has them, whose step is one call.
+        return Ticket(
+            plan.made_for(self._next),
+            tuple(positions),
+            self._prompts.at(positions),
+            derive_seed(plan.seed, "rollout", step + 1, number),
+            f"{step + 1}.{number}",
+        )
+
+    def _rows(self, ticket: Ticket) -> int:
+        return len(ticket.positions) * self._plan.group_size
+
+    # For the trainer.
+
+    def publish(self, version: int) -> None:
+        """There are weights of this version; calls may fail anew."""
+        with self._changed:
+            self._version, self._failures = version, 0
+            self._changed.notify_all()
+
+    def used(self, positions: Iterable[int]) -> None:
+        """These groups were trained on or dropped."""
+        with self._changed:
+            self._out.difference_update(positions)
+
+    def progress(self) -> tuple[int, list[int]]:
+        """Return the first position whose group has not been used, and the later ones whose groups have."""
+        with self._changed:
+            first = min(self._out, default=self._next)
+            return first, [at for at in range(first, self._next) if at not in self._out]
+
+    def close(self) -> None:
+        """Hand out no more tickets; may be called twice."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what the calls since the last time have come to, and how long collectors have waited for tickets."""
+        with self._changed:
+            calls, self._calls = self._calls, []
+            noted, self._noted = self._noted, dict.fromkeys(self._noted, 0.0)
+        waited, failed = noted["waited_s"], noted["failed_calls"]
+        made = combine_calls(calls) if calls else {}
+        return {**made, "async/collectors_wait_s": waited, "async/failed_calls": failed}

@@ -1,0 +1,130 @@
+"""The collectors of a run, with the tickets, the weights and the buffer that join them to the trainer."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from headrace.algorithms.async_utils.dispatcher import Dispatcher, Plan
+from headrace.algorithms.async_utils.replay_buffer import ReplayBuffer
+from headrace.algorithms.async_utils.staleness_sampler import InOrderSampler, build_sampler
+from headrace.algorithms.prompt_loader import PromptLoader
+from headrace.algorithms.rollout_table import RolloutTable
+from headrace.config import RecipeConfig
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
+from headrace.experience.collector import POSITION, Collector, Weights
+from headrace.experience.live_generator import LiveGenerator
+from headrace.experience.sync_rollout_actor import TAGS
+from headrace.utils.run_state import Progress
+
+_LOOK_S = 0.5
+"""How long a wait for groups lasts before it is looked whether the user wants to stop, or a collector has failed."""
+_GRACE_S = 10.0
+"""How long collectors may take to end a call when a run ends."""
+
+
+class Producers:
+    """Makes samples beside the trainer, from `start` to `close`; the trainer takes them step by step."""
+
+    def __init__(
+        self,
+        recipe: RecipeConfig,
+        client: DataPlaneClient,
+        partition_id: str,
+        prompts: PromptLoader,
+        rollouts: Sequence[WorkerGroup],
+        progress: Progress,
+    ) -> None:
+        """Open the partition; `rollouts` are groups of one `SyncRolloutActor`, each with a collector of its own."""
+        cfg, grpo = recipe.asynchrony, recipe.grpo
+        sampler = build_sampler(cfg)
+        self.buffer = ReplayBuffer(client, partition_id, sampler, recipe)
+        self.buffer.open()
+        plan = Plan(
+            per_step=grpo.num_prompts_per_step,
+            per_call=cfg.prompts_per_call or grpo.num_prompts_per_step // cfg.collectors,
+            group_size=grpo.num_generations_per_prompt,
+            seed=recipe.seed,
+            first_step=progress.step + 1,
+            position=progress.prompt_position,
+            last_step=grpo.max_num_steps if isinstance(sampler, InOrderSampler) else None,
+            trained=frozenset(progress.prompts_ahead),
+            there=frozenset(self.buffer.positions_there()),
+        )
+        self.tickets = Dispatcher(
+            plan, prompts, sampler, self.buffer.wait_for_room, max_failures=cfg.max_failures
+        )
+        self._weights: Weights | None = None
+        self._collectors = [
+            Collector(
+                f"collector-{index}",
+                group,
+                self.tickets,
+                lambda: self._weights,
+                partition_id=partition_id,
+                group_size=plan.group_size,
+                tag_keys=dict.fromkeys([*TAGS, *RolloutTable.sources()]),
+            )
+            for index, group in enumerate(rollouts)
+        ]
+        for collector in self._collectors:
+            if (generator := _live_generator(collector)) is not None:
+                generator.refresh = collector.take_weights
+
+    def start(self) -> None:
+        for collector in self._collectors:
+            collector.start()
+
+    def publish(self, version: int, items: Sequence[Any]) -> None:
+        """Let collectors have weights: what the policy's `weight_stream` yields, which nobody changes any more."""
+        self._weights = Weights(version, items)
+        self.tickets.publish(version)
+
+    def take(
+        self, step: int, groups: int, should_stop: Callable[[], bool] = lambda: False
+    ) -> KVBatchMeta | None:
+        """Wait for groups, and lease them to a step; drop what is too old for it. None: the user wants to stop.
+
+        Raises:
+            HeadraceError: no more can be made; what a collector raised.
+        """
+        while True:
+            self.tickets.used(self.buffer.drop_stale(step))
+            rows = self.buffer.take(step, groups, _LOOK_S)
+            if rows is not None:
+                return rows
+            if self.tickets.error is not None:
+                raise self.tickets.error
+            if should_stop():
+                return None
+
+    def used(self, taken: Sequence[KVBatchMeta]) -> None:
+        """Note that rows have been trained on."""
+        self.tickets.used(tag[POSITION] for rows in taken for tag in rows.tags or [])
+
+    @contextmanager
+    def quiet(self) -> Iterator[int]:
+        """Return a context in which the first rollout actor is the caller's, with the newest weights; their version."""
+        first = self._collectors[0]
+        generator = _live_generator(first)
+        with first.lock, nullcontext() if generator is None else generator.held():
+            yield first.take_weights()
+
+    def take_metrics(self) -> dict[str, float]:
+        return {**self.tickets.take_metrics(), **self.buffer.take_metrics()}
+
+    def close(self) -> None:
+        """End the collectors and clear the partition; a collector that is amid a call is given some seconds."""
+        self.tickets.close()
+        deadline = time.monotonic() + _GRACE_S
+        for collector in self._collectors:
+            collector.join(max(0.0, deadline - time.monotonic()))
+        self.buffer.close()
+
+
+def _live_generator(collector: Collector) -> LiveGenerator | None:
+    """Return the generator that a collector shares or that takes weights amid a call, if it has such a one."""
+    group = collector.rollouts
+    generator = group.worker.generator if isinstance(group, LocalWorkerGroup) else None
+    return generator if isinstance(generator, LiveGenerator) else None

@@ -1,0 +1,153 @@
+"""The groups that lie ready in the store, between collectors and trainer; here are their ids and tags alone."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+
+from headrace.algorithms.async_utils.staleness_sampler import OLDEST, StalenessSampler
+from headrace.config import RecipeConfig
+from headrace.data_plane.claim_terms import TagRule
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.schema import CLAIM, DP_TRAIN_FIELDS, ROLLOUT_FIELDS, ROUTED_EXPERTS_FIELD
+from headrace.errors import ClaimExpired, ClaimTimeout, HeadraceError
+from headrace.experience.collector import POSITION
+from headrace.experience.own_columns import columns_asked_for
+from headrace.experience.sync_rollout_actor import MADE_AT
+
+_TASK = "train"
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """How old a step's samples are, by the steps made since their first tokens, and by seconds since they were put."""
+
+    lags: Sequence[int]
+    ages_s: Sequence[float]
+
+    @classmethod
+    def of(cls, rows: KVBatchMeta, step: int) -> "Staleness":
+        now, tags = time.time(), rows.tags or []
+        return cls([step - 1 - tag[OLDEST] for tag in tags], [now - tag[MADE_AT] for tag in tags])
+
+    def metrics(self) -> dict[str, float]:
+        count = max(len(self.lags), 1)
+        return {
+            "async/lag_mean": sum(self.lags) / count,
+            "async/lag_max": float(max(self.lags, default=0)),
+            "async/age_mean_s": sum(self.ages_s) / count,
+        }
+
+
+class ReplayBuffer:
+    """One partition of the store for a whole run: collectors put groups, and steps take them under a lease."""
+
+    def __init__(
+        self, client: DataPlaneClient, partition_id: str, sampler: StalenessSampler, recipe: RecipeConfig
+    ) -> None:
+        cfg, grpo = recipe.asynchrony, recipe.grpo
+        self.partition_id, self._client, self._sampler = partition_id, client, sampler
+        self._group_size, self._order, self._lease_s = grpo.num_generations_per_prompt, cfg.order, cfg.lease_s
+        self.rows = self._group_size * (cfg.room or grpo.num_prompts_per_step * (cfg.max_lag + 1))
+        self._columns = [*ROLLOUT_FIELDS, "message_log", *columns_asked_for(recipe.loss)]
+        if recipe.policy.router_replay.enabled:
+            self._columns.append(ROUTED_EXPERTS_FIELD)
+        self._dropped = 0
+
+    def open(self) -> None:
+        """Open the partition, unless there is one: rows that were restored are trained on."""
+        if self.partition_id in self._client.partition_ids():
+            return
+        names = list(dict.fromkeys([*self._columns, *DP_TRAIN_FIELDS]))
+        self._client.register_partition(
+            self.partition_id, names, self.rows, [_TASK], grpo_group_size=self._group_size
+        )
+
+    def close(self) -> None:
+        with suppress(HeadraceError):  # a store that is lost would hide the error that ended the run
+            self._client.clear_samples(None, self.partition_id)
+
+    def wait_for_room(self, rows: int, timeout_s: float) -> None:
+        """Wait until so many rows more fit in.
+
+        Raises:
+            ClaimTimeout: not in time.
+        """
+        self._client.wait_for_room(self.partition_id, rows, timeout_s)
+
+    def take(self, step: int, groups: int, timeout_s: float) -> KVBatchMeta | None:
+        """Lease groups to a step, in the order of their prompts; None: too few came in time."""
+        rows = self._claim(groups, self._sampler.rules(step), timeout_s)
+        if rows is None or rows.tags is None:
+            return None
+        tags = rows.tags
+        return rows.subset(
+            sorted(range(rows.size), key=lambda i: (tags[i][POSITION], tags[i]["group_index"]))
+        )
+
+    def drop_stale(self, step: int) -> list[int]:
+        """Clear the groups that no step from this one on can train on; return their positions."""
+        rules, gone = self._sampler.stale(step), []
+        while rules and (rows := self._claim(1, rules)) is not None:
+            gone.append((rows.tags or [])[0][POSITION])
+            self._client.clear_samples(rows.sample_ids, self.partition_id, claim=rows.extra_info[CLAIM])
+        self._dropped += len(gone)
+        return gone
+
+    def renew(self, rows: KVBatchMeta) -> None:
+        """Count the lease anew.
+
+        Raises:
+            ClaimExpired: it has run out.
+        """
+        try:
+            self._client.renew_claim(rows, self._lease_s)
+        except ClaimExpired as error:
+            raise ClaimExpired(f"{error}; raise async.lease_s={self._lease_s:g}") from error
+
+    @contextmanager
+    def leased(self, taken: Sequence[KVBatchMeta]) -> Iterator[None]:
+        """Return a context in which a step works on rows; if it fails, those taken by then are given back."""
+        with ExitStack() as undo:
+            undo.callback(self._give_back, taken)
+            yield
+            undo.pop_all()
+
+    def _give_back(self, taken: Sequence[KVBatchMeta]) -> None:
+        for rows in taken:
+            with suppress(HeadraceError):  # the error that ended the step is the one to tell
+                self._client.release_claim(rows)
+
+    def positions_there(self) -> list[int]:
+        """Return the positions of the groups that the partition holds."""
+        report = self._client.partition_report(self.partition_id, limit=self.rows)
+        return sorted({row.tags[POSITION] for row in report.unconsumed if POSITION in row.tags})
+
+    def take_metrics(self) -> dict[str, float]:
+        dropped, self._dropped = self._dropped, 0
+        held = self._client.partition_report(self.partition_id, limit=0).rows // self._group_size
+        groups = self.rows // self._group_size
+        return {
+            "async/dropped_groups": float(dropped),
+            "async/ready_groups": float(held),
+            "async/room_groups": float(groups - held),
+        }
+
+    def _claim(
+        self, groups: int, rules: Sequence[TagRule], timeout_s: float | None = None
+    ) -> KVBatchMeta | None:
+        try:
+            return self._client.claim_meta(
+                self.partition_id,
+                _TASK,
+                self._columns,
+                groups * self._group_size,
+                blocking=timeout_s is not None,
+                timeout_s=timeout_s or 0.0,
+                lease_s=self._lease_s,
+                holder="trainer",
+                where=rules,
+                order=self._order,
+            )
+        except ClaimTimeout:
+            return None

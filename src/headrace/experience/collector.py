@@ -1,0 +1,135 @@
+"""A collector: a thread that takes tickets and has a rollout actor turn their prompts into rows of the store.
+
+Rows go from the actor to the store; the thread sees metadata only. The actor may be in this process or in another.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headrace.distributed.worker_groups import WorkerGroup
+from headrace.errors import ConfigError, HeadraceError
+from headrace.experience.types import Prompt
+from headrace.utils.background import in_background
+
+POSITION, MADE_FOR = "position", "made_for"
+"""Tags: a group's place in the stream of prompts, and the step that it was made for."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The prompts of one call, with all that decides what comes out beside the weights.
+
+    It is minted once: a call that failed is made again by the same ticket, so that the ids of its samples stay.
+    `positions` are the places of the prompts in the stream, `made_for` is the step that should train on them.
+    """
+
+    made_for: int
+    positions: tuple[int, ...]
+    prompts: Sequence[Prompt | str]
+    seed: int
+    tag: str
+    attempt: int = 0
+
+    def request(self, producer: str) -> dict[str, Any]:
+        """Return what `SyncRolloutActor.rollout_to_tq` takes."""
+        tags = {POSITION: list(self.positions), MADE_FOR: [self.made_for] * len(self.positions)}
+        prompts = list(self.prompts)
+        return {"prompts": prompts, "seed": self.seed, "tag": self.tag, "tags": tags, "producer": producer}
+
+
+class Tickets(Protocol):
+    """Where collectors get their work; all methods may be called from any thread."""
+
+    def next(self) -> Ticket | None:
+        """Wait for a ticket; None: there will be none any more."""
+        ...
+
+    def done(self, ticket: Ticket, calls: Mapping[str, float]) -> None:
+        """The ticket's rows are in the store; `calls` are the metrics of the generator's calls."""
+        ...
+
+    def failed(self, ticket: Ticket, error: HeadraceError) -> None:
+        """No row of the ticket is in the store."""
+        ...
+
+    def stop(self, error: BaseException) -> None:
+        """Nothing can be made any more."""
+        ...
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The policy's weights after `version` steps, as its `weight_stream` yields them; nobody changes them."""
+
+    version: int
+    items: Sequence[Any]
+
+
+class Collector:
+    """Makes samples until there are no more tickets.
+
+    Before each call the actor gets the newest weights, if it has older ones. `lock` is held during a call.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rollouts: WorkerGroup,
+        tickets: Tickets,
+        latest: Callable[[], Weights | None],
+        *,
+        partition_id: str,
+        group_size: int,
+        tag_keys: Iterable[str],
+    ) -> None:
+        self.rollouts, self.lock = rollouts, threading.Lock()
+        self._tickets, self._latest = tickets, latest
+        self._arguments = {
+            "partition_id": partition_id,
+            "group_size": group_size,
+            "carry_keys": [],
+            "tag_keys": list(tag_keys),
+        }
+        self._version = -1
+        self._name = name
+        self._running: Future[None] | None = None
+
+    def start(self) -> None:
+        self._running = in_background(self._run, self._name)
+        self._running.add_done_callback(self._tell)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end of the thread, or so long."""
+        if self._running is not None:
+            wait([self._running], timeout_s)
+
+    def take_weights(self) -> int:
+        """Give the actor the newest weights, and return their version; called with `lock` held."""
+        weights = self._latest()
+        if weights is not None and weights.version > self._version:
+            self.rollouts.take_stream(iter(weights.items), "update_weights", weights.version)
+            self._version = weights.version
+        return self._version
+
+    def _run(self) -> None:
+        while (ticket := self._tickets.next()) is not None:
+            self._make(ticket)
+
+    def _tell(self, running: "Future[None]") -> None:
+        if (error := running.exception()) is not None:
+            self._tickets.stop(error)
+
+    def _make(self, ticket: Ticket) -> None:
+        try:
+            with self.lock:
+                self.take_weights()
+                made = self.rollouts.run_all("rollout_to_tq", ticket.request(self._name), **self._arguments)
+        except ConfigError:
+            raise
+        except HeadraceError as error:
+            self._tickets.failed(ticket, error)
+        else:
+            self._tickets.done(ticket, made[0][3])

@@ -1,0 +1,98 @@
+"""A generator that several collectors share, and that can take new weights while it makes answers."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import RLock
+
+import torch
+
+from headrace.models.generation.interfaces import GenerationOutput, Generator, SamplingParams
+from headrace.utils.seeding import derive_seed
+
+
+class LiveGenerator:
+    """A Generator over another one, whose calls take turns.
+
+    With `piece_tokens`, answers are made in pieces of so many tokens. Between two pieces `refresh` may give new
+    weights; answers go on with them, and their tokens so far are computed anew. A stop string that lies across two
+    pieces is not seen. Without it, answers end with the weights that they began with.
+    """
+
+    def __init__(self, inner: Generator, piece_tokens: int | None = None) -> None:
+        self._inner, self._piece = inner, piece_tokens
+        self.weight_version, self.route_shape = inner.weight_version, inner.route_shape
+        self._lock = RLock()
+        self._is_held = False
+        self._has_weights = False
+        self.refresh: Callable[[], object] = lambda: None
+        """Called before a call and between pieces, if the weights may change; it may call `update_weights`."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
+    ) -> GenerationOutput:
+        with self._lock:
+            if self._piece is None or self._is_held:
+                output = self._inner.generate(prompts, params, seed=seed)
+                output.weight_versions = [[self.weight_version] * len(row) for row in output.token_ids]
+                return output
+            return self._in_pieces(prompts, params, seed, self._piece)
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load weights, unless another collector has brought them, or newer ones, already."""
+        with self._lock:
+            if not self._has_weights or version > self.weight_version:
+                self._inner.update_weights(named_tensors, version)
+                self._has_weights, self.weight_version = True, version
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Return a context in which this thread alone generates, with the weights that there are."""
+        with self._lock:
+            self._is_held = True
+            try:
+                yield
+            finally:
+                self._is_held = False
+
+    def release(self) -> None:
+        """Nothing: the next call comes soon."""
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+    def _in_pieces(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int, piece: int
+    ) -> GenerationOutput:
+        limits = [params.limit(len(prompt)) for prompt in prompts]
+        whole = GenerationOutput([[] for _ in prompts], [[] for _ in prompts], [True] * len(prompts))
+        versions: list[list[int]] = [[] for _ in prompts]
+        whole.weight_versions = versions
+        going, number = list(range(len(prompts))), 0
+        while going:
+            self.refresh()
+            part = self._inner.generate(
+                [[*prompts[i], *whole.token_ids[i]] for i in going],
+                replace(params, max_new_tokens=min(piece, params.max_new_tokens - number * piece)),
+                seed=derive_seed(seed, "piece", number) if number else seed,
+            )
+            for row, i in enumerate(going):
+                whole.token_ids[i] += part.token_ids[row]
+                whole.logprobs[i] += part.logprobs[row]
+                whole.truncated[i] = part.truncated[row]
+                versions[i] += [self.weight_version] * len(part.token_ids[row])
+            whole.stop_token_ids, number = part.stop_token_ids, number + 1
+            whole.metrics = _joined(whole.metrics, part.metrics)
+            going = [i for i in going if whole.truncated[i] and len(whole.token_ids[i]) < limits[i]]
+        whole.metrics["pieces"] = float(number)
+        return whole
+
+
+def _joined(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of two pieces of a call: counts and seconds are added, others are of the last piece."""
+    sums = ("generated_tokens", "generate_s", "preemptions", "engines_lost")
+    joined = {**first, **second}
+    joined |= {name: first[name] + second[name] for name in sums if name in first and name in second}
+    if joined.get("generate_s"):
+        joined["tokens_per_s"] = joined["generated_tokens"] / joined["generate_s"]
+    return joined

@@ -1,0 +1,137 @@
+"""Whole asynchronous runs of a tiny model: lag, collectors, resume, stops, validation, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.algorithms.async_utils.staleness_sampler import InOrderSampler
+from headrace.algorithms.run import train
+from headrace.errors import ConfigError, HeadraceError
+from headrace.utils.recipe import load_recipe
+from recorder import NeverStop, Recorder, StopAfter
+from tiny_recipe import tiny_recipe
+
+
+class TooGenerous(InOrderSampler):
+    """A sampler of a user's own that lets everything pass."""
+
+    def may_begin(self, made_for: int, version: int) -> bool:
+        return True
+
+
+def run(
+    directory: Path, stopper: Any = None, asynchrony: dict[str, Any] | None = None, **changes: Any
+) -> Recorder:
+    directory.mkdir(exist_ok=True)
+    recorder = Recorder()
+    section = {"enabled": True, **(asynchrony or {})}
+    changes = {"loss": {"importance_correction": "tis"}, **changes}
+    recipe = tiny_recipe(directory, batching="packed", **{"async": section}, **changes)
+    train(recipe, directory, recorder, stopper or NeverStop())
+    return recorder
+
+
+@pytest.mark.parametrize(
+    "asynchrony",
+    [
+        {"max_lag": 2, "collectors": 2},
+        {"max_lag": 1, "on_stale": "drop", "order": "freshest", "prompts_per_call": 1},
+        {"max_lag": 1, "on_update": "resume", "piece_tokens": 3},
+    ],
+    ids=["in order, two collectors", "whatever is ready", "answers go on with new weights"],
+)
+def test_a_run_with_a_lag_trains_within_its_bound(tmp_path: Path, asynchrony: dict[str, Any]) -> None:
+    made = run(tmp_path, asynchrony=asynchrony)
+    assert [record.step for record in made.steps] == [1, 2, 3, 4, 5]
+    lags = [record.metrics["async/lag_max"] for record in made.steps]
+    assert max(lags) <= asynchrony["max_lag"]
+    assert lags[0] == 0
+    assert all("wait" in record.timings_s for record in made.steps)
+    assert made.summary["completed"]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_a_step_in_parts_is_the_whole_step_but_for_rounding(tmp_path: Path, aggregation: str) -> None:
+    loss = {"aggregation": aggregation, "importance_correction": "tis", "max_sequence_logprob_error": 1.5}
+    lag, steps = {"max_lag": 0, "prompts_per_call": 1}, {"max_num_steps": 2}
+    whole = run(tmp_path / "whole", asynchrony=lag, loss=loss, grpo=steps)
+    parts = run(tmp_path / "parts", asynchrony={**lag, "micro_steps": 2}, loss=loss, grpo=steps)
+    for a, b in zip(whole.steps, parts.steps, strict=True):
+        told = {k: v for k, v in a.metrics.items() if not k.startswith(("async", "generation", "generator"))}
+        told = {k: v for k, v in told.items() if not k.endswith(("_s", "flops"))}
+        assert {k: b.metrics[k] for k in told} == pytest.approx(told, rel=1e-3, abs=1e-5)
+        assert a.metrics["train/grad_norm"] > 0
+
+
+def test_a_stopped_run_without_a_lag_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    def numbers(made: Recorder) -> dict[int, dict[str, float]]:
+        own = ("async/", "generation/seconds")
+        return {
+            r.step: {k: v for k, v in r.metrics.items() if not k.startswith(own) and not k.endswith("_s")}
+            for r in made.steps
+        }
+
+    lag = {"max_lag": 0}
+    whole = run(tmp_path / "whole", asynchrony=lag)
+    first = run(tmp_path / "parts", StopAfter(10), asynchrony=lag)
+    assert 0 < len(first.steps) < 5
+    second = run(tmp_path / "parts", asynchrony=lag)
+    assert {**numbers(first), **numbers(second)} == numbers(whole)
+
+
+def test_a_validation_beside_training_is_of_the_weights_that_it_names(tmp_path: Path) -> None:
+    validation = {"period": 2, "batch_size": 8}
+    lag = {"max_lag": 0}
+    between = run(tmp_path / "between", asynchrony=lag, validation=validation)
+    beside = run(tmp_path / "beside", asynchrony={**lag, "validation": "beside"}, validation=validation)
+    assert [step for step, _ in between.validations] == [0, 2, 4, 5]
+    assert {0, 5} <= {step for step, _ in beside.validations}
+    known = dict(between.validations)
+    assert all(metrics == known[step] for step, metrics in beside.validations if step in known)
+
+
+def test_a_sampler_of_ones_own_cannot_break_the_bound(tmp_path: Path) -> None:
+    own = {"max_lag": 0, "sampler": "test_async_runs:TooGenerous", "room": 12, "prompts_per_call": 4}
+    with pytest.raises(HeadraceError, match=r"weights of sample '.*' are \d steps old, and async.max_lag=0"):
+        run(tmp_path, asynchrony=own)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["loss.importance_correction=none"], "set loss.importance_correction=tis"),
+        (
+            ["loss.force_on_policy_ratio=true"],
+            "loss.force_on_policy_ratio=true takes samples to be of the present",
+        ),
+        (["data_plane.enabled=false"], "data_plane.enabled=true or null"),
+        (["data_plane.impl=transfer_queue"], "set data_plane.impl=local"),
+        (["grpo.dynamic_sampling.enabled=true"], "dynamic_sampling.enabled=true is not built"),
+        (["async.prompts_per_call=3"], "does not divide grpo.num_prompts_per_step=4"),
+        (["async.collectors=3"], "async.collectors=3 do not divide"),
+        (["async.room=3"], "async.room=3 cannot hold"),
+        (["async.micro_steps=3"], "async.micro_steps=3 does not divide"),
+        (["async.micro_steps=2", "policy.train_global_batch_size=8"], "is one update in parts"),
+        (["async.micro_steps=2", "policy.train_micro_batch_size=16"], "parts of 8 samples"),
+        (["async.micro_steps=2", "algorithm=reinforce_plus_plus"], "takes advantages within groups"),
+        (["async.on_update=resume", "generation.stop_strings=[x]"], "generation.stop_strings may lie across"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, overrides: list[str], said: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "run_dir: r\npolicy: {model: {path: m}, train_global_batch_size: 16}\ngeneration: {max_new_tokens: 20}\n"
+        "grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4}\nenv: {kind: dataset, path: d}\n"
+        "loss: {importance_correction: tis}\nasync: {enabled: true}\n"
+    )
+    load_recipe(path, [])
+    with pytest.raises(ConfigError) as told:
+        load_recipe(path, overrides)
+    assert said in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_a_sampler_that_lacks_a_method_is_told_which(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"async.sampler=collections:Counter has no may_begin\(\)"):
+        run(tmp_path, asynchrony={"sampler": "collections:Counter"})
