@@ -51,7 +51,9 @@ class TQPolicy(tq_policy.TQPolicy):
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
         super().write_to_dataplane(meta, plain_media(fields))
 
-    def begin_train_step(self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
+    def begin_train_step(  # type: ignore[override]
+        self, loss_fn: Any, gbs: int | None = None, mbs: int | None = None
+    ) -> None:
         """Open a step of one update; `gbs`, where given, is the number of rows that it must come to.
 
         Raises:
@@ -76,7 +78,7 @@ class TQPolicy(tq_policy.TQPolicy):
                 raise DataPlaneError(f"sample '{min(twice)}' is in the open train step already")
             self._pieces.append(meta)
 
-    def finish_train_step(self) -> dict[str, Any]:
+    def finish_train_step(self) -> dict[str, Any]:  # type: ignore[override]
         """Train on the rows of the step in one update; returns what `train_from_meta` returns.
 
         Raises:
