@@ -126,6 +126,7 @@ LOCAL_IMPORTS = {
     ("training.py", "headrace.algorithms"),
     ("cli.py", "headrace.models.router_replay.trace"),
     ("compat/nemo_rl.py", "?"),
+    ("compat/submodules.py", "?"),
     ("compat/actors.py", "ray"),
     ("compat/media_inputs.py", "PIL"),
     ("compat/media_inputs.py", "transformers.audio_utils"),

@@ -10,6 +10,10 @@ import pytest
 from headrace.compat.nemo_rl import ALIASES, TRANSLATED, NemoRLFinder, install, resolve
 
 NAMES = {
+    "algorithms.async_utils": (
+        "headrace.compat.async_utils",
+        ["AsyncTrajectoryCollector", "ReplayBuffer"],
+    ),
     "algorithms.interfaces": ("headrace.algorithms.interfaces", ["LossFunction", "LossType"]),
     "algorithms.loss.interfaces": ("headrace.algorithms.interfaces", ["LossFunction", "LossType"]),
     "data.llm_message_utils": (
@@ -17,6 +21,7 @@ NAMES = {
         ["attach_message_log_view", "batched_message_log_to_flat_message", "decompose_message_log"],
     ),
     "data.multimodal_utils": ("headrace.compat.multimodal_utils", ["PackedTensor"]),
+    "data.packing": ("headrace.compat.packing_algorithms", ["get_packer"]),
     "data.packing.algorithms": (
         "headrace.compat.packing_algorithms",
         ["ConcatenativePacker", "PackingAlgorithm", "SequencePacker", "get_packer"],
@@ -67,6 +72,21 @@ def test_a_documented_path_is_headraces_own_module_with_its_names(path: str) -> 
     module = importlib.import_module(f"nemo_rl.{path}")
     assert module is importlib.import_module(target)
     assert [name for name in attributes if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("path", [path for path in NAMES if "." in path])
+def test_a_module_can_be_imported_from_its_package(path: str) -> None:
+    package, _, name = path.rpartition(".")
+    space: dict[str, object] = {}
+    exec(f"from nemo_rl.{package} import {name}", space)
+    assert space[name] is importlib.import_module(f"nemo_rl.{path}")
+
+
+def test_a_name_that_a_package_lacks_is_an_import_error() -> None:
+    with pytest.raises(ImportError, match="nowhere"):
+        exec("from nemo_rl.data_plane import nowhere")
+    with pytest.raises(ImportError, match="nowhere"):
+        exec("from nemo_rl.algorithms.async_utils import nowhere")
 
 
 def test_every_alias_leads_to_a_module() -> None:

@@ -7,6 +7,7 @@ from headrace.compat.column_io import TOKEN_ALIGNED_FIELDS, kv_first_write, read
 from headrace.compat.factory import build_data_plane_client
 from headrace.compat.interfaces import DataPlaneConfig, ObservabilityConfig
 from headrace.compat.observability import DataPlaneEvent, DataPlaneStats, MetricsDataPlaneClient, log_event
+from headrace.compat.submodules import submodule
 
 __all__ = [
     "DataPlaneConfig",
@@ -27,6 +28,4 @@ __path__: list[str] = []
 
 
 def __getattr__(name: str) -> Any:
-    if name not in data_plane.__all__:
-        raise AttributeError(f"module 'nemo_rl.data_plane' has no attribute '{name}'")
-    return getattr(data_plane, name)
+    return getattr(data_plane, name) if name in data_plane.__all__ else submodule("data_plane", name)

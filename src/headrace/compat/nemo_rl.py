@@ -23,7 +23,6 @@ ALIASES = {
     "algorithms.interfaces": "headrace.algorithms.interfaces",
     "algorithms.loss.interfaces": "headrace.algorithms.interfaces",
     "data.llm_message_utils": "headrace.compat.message_log",
-    "data.packing.algorithms": "headrace.compat.packing_algorithms",
     "data_plane": "headrace.data_plane",
     "distributed.named_sharding": "headrace.compat.named_sharding",
     "experience.sync_rollout_actor": "headrace.experience.sync_rollout_actor",
@@ -35,6 +34,7 @@ ALIASES = {
 """Path under `nemo_rl` to headrace module; a package brings its submodules along."""
 
 TRANSLATED = {
+    "algorithms.async_utils": "headrace.compat.async_utils",
     "algorithms.async_utils.interfaces": "headrace.compat.replay_protocol",
     "algorithms.async_utils.replay_buffer": "headrace.compat.replay_buffer",
     "algorithms.async_utils.staleness_sampler": "headrace.compat.staleness_sampler",
@@ -42,6 +42,8 @@ TRANSLATED = {
     "algorithms.utils": "headrace.compat.tokenizer",
     "data.interfaces": "headrace.compat.data_specs",
     "data.multimodal_utils": "headrace.compat.multimodal_utils",
+    "data.packing": "headrace.compat.packing_algorithms",
+    "data.packing.algorithms": "headrace.compat.packing_algorithms",
     "data_plane": "headrace.compat.data_plane",
     "data_plane.column_io": "headrace.compat.column_io",
     "data_plane.factory": "headrace.compat.factory",

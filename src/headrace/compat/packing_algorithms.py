@@ -250,3 +250,8 @@ def get_packer(
         known = ", ".join(a.value for a in PackingAlgorithm)
         raise ConfigError(f"packing algorithm '{algorithm}' is unknown; choose one of {known}")
     return _PACKERS[algorithm](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple)
+
+
+# It stands for `nemo_rl.data.packing`, too, a package with this one module.
+__path__: list[str] = []
+algorithms = sys.modules[__name__]
