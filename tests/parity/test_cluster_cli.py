@@ -35,6 +35,9 @@ CLUSTER = (
 )
 
 
+ONE_WORKER = ("policy.workers=1", "policy.parallel.launcher=ray")  # where their number makes no difference
+
+
 def start(
     run_dir: Path, mark: str, *overrides: str, stdout: TextIO | int = subprocess.PIPE
 ) -> "subprocess.Popen[str]":
@@ -89,7 +92,7 @@ def wait_for(path: Path, process: "subprocess.Popen[str]", within_s: float = 300
 @pytest.mark.timeout(600)
 def test_a_run_that_finishes_leaves_no_process_behind(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
-    process = start(tmp_path / "run", mark, "grpo.max_num_steps=1")
+    process = start(tmp_path / "run", mark, "grpo.max_num_steps=1", *ONE_WORKER)
     output, _ = process.communicate()
     assert process.returncode == 0, output
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
@@ -184,7 +187,7 @@ def test_a_run_that_loses_a_process_ends_soon_with_one_error_that_names_it(
     tmp_path: Path, victim: str
 ) -> None:
     mark = uuid.uuid4().hex
-    process = start(tmp_path / "run", mark)
+    process = start(tmp_path / "run", mark, *ONE_WORKER)
     wait_for(tmp_path / "run" / "metrics.jsonl", process)
     os.kill(max(pid for pid, command in marked(mark).items() if victim in command), signal.SIGKILL)
     killed = time.monotonic()
