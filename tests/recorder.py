@@ -17,6 +17,7 @@ class Recorder:
         self.checkpoints: list[Path] = []
         self.phases: list[tuple[str, int]] = []
         self.notices: list[tuple[int, str]] = []
+        self.details: list[tuple[int, str, dict[str, Any]]] = []
         self.summary: dict[str, Any] = {}
 
     def on_start(self, *, total_steps: int, first_step: int, info: dict[str, str]) -> None:
@@ -39,6 +40,9 @@ class Recorder:
 
     def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None:
         self.samples.append((step, split, samples))
+
+    def on_detail(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        self.details.append((step, kind, values))
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         self.checkpoints.append(path)

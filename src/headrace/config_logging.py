@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from headrace.utils.renamed import with_trackers
 from headrace.utils.section import Section, Strings
@@ -67,6 +67,14 @@ class LoggingConfig(Section):
     jsonl: JsonlConfig = JsonlConfig()
     samples_per_step: NonNegativeInt = 8
     """Samples of a step that are written to samples.jsonl and sent to the trackers."""
+    tokens_of_samples: NonNegativeInt = 2
+    """How many of them are written with their tokens, each with logprob, gap to the trainer's, and advantage."""
+    tokens_per_sample: PositiveInt = 512
+    """The most tokens that are written of one of these."""
+    detail_every: NonNegativeInt = 1
+    """Steps between two whose stages, store and microbatches are written to detail.jsonl, for the page; 0: none."""
+    detail_mb: PositiveInt = 16
+    """The most of detail.jsonl that is kept, in MB."""
     progress: Literal["auto", "on", "off"] = "auto"
     """Draw a live view of the run: on, off, or auto, which draws on a terminal only."""
 

@@ -200,14 +200,15 @@ def _results(metrics: Mapping[str, float]) -> str:
 
 
 class FileObserver(RunObserver):
-    """Writes metrics.jsonl, samples.jsonl and summary.json.
+    """Writes metrics.jsonl, samples.jsonl, detail.jsonl and summary.json.
 
     A line of metrics.jsonl has `kind` (step, validation or phase), `step`, and flat keys: the loop's metrics
     by name, `tokens`, `time_s/STAGE`, `bytes/COLUMN`. A metric that is not finite is null there.
     """
 
-    def __init__(self, run: RunDirectory) -> None:
+    def __init__(self, run: RunDirectory, *, detail_mb: int = 16) -> None:
         self._run = run
+        self._detail_bytes = detail_mb * 1_000_000
 
     def on_start(self, *, total_steps: int, first_step: int, info: dict[str, str]) -> None:
         """Write the recipe, and take away what the steps to come will write anew."""
@@ -228,6 +229,9 @@ class FileObserver(RunObserver):
     def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None:
         for sample in samples:
             self._run.append_sample({"step": step, "split": split, **sample})
+
+    def on_detail(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        self._run.append_detail({"kind": kind, "step": step, **values}, self._detail_bytes)
 
     def on_finish(self, summary: dict[str, Any]) -> None:
         self._run.write_summary(summary)

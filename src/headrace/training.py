@@ -172,7 +172,10 @@ def _run_loop(
         InterruptFlag(display.notice, display.show_cursor) as interrupt,
     ):
         summary = loop.train(
-            recipe, run.path, CompositeObserver([display, FileObserver(run), others]), interrupt
+            recipe,
+            run.path,
+            CompositeObserver([display, FileObserver(run, detail_mb=recipe.logging.detail_mb), others]),
+            interrupt,
         )
         return interrupt.exit_code, summary
 

@@ -46,6 +46,7 @@ from headrace.algorithms.sample_stats import (
     stats_columns,
     token_advantages,
 )
+from headrace.algorithms.step_detail import StepDetail
 from headrace.algorithms.updates import check_finite, update_metrics
 from headrace.config import RecipeConfig
 from headrace.data_plane.schema import MEAN_ADVANTAGES
@@ -93,6 +94,7 @@ class Session:
     should_stop: Callable[[], bool] = lambda: False
     trace_dir: Path | None = None
     """Where the routes of every step are written, with `policy.router_replay.trace`."""
+    detail: StepDetail = field(default_factory=StepDetail)
     before_clearing: Callable[[Any], None] = lambda rows: None
     """Is given a step's rows, trained on, before they are cleared."""
 
@@ -239,7 +241,7 @@ def open_stage(
             session.prompts.position = position
         raise StepInterrupted(f"stopped before stage '{name}' of step {step}")
     session.on_stage(step, name)
-    with timer.time(name):
+    with timer.time(name), session.detail.stage(step, name, session.policy):
         yield
 
 
@@ -413,6 +415,8 @@ def _row_stats(data: Mapping[str, Any], *, kl_kind: KLKind, by_token: bool) -> d
 def _samples(session: Session, rows: Any, table: RolloutTable, scored: Scored) -> list[dict[str, Any]]:
     count = min(session.recipe.logging.samples_per_step, len(table))
     messages = session.policy.read_columns(rows, ["message_log"], count)["message_log"] if count else []
+    session.detail.microbatches(session.policy, table.total_tokens.tolist())
+    tokens = session.detail.tokens(session.policy, rows)
     return [
         {
             "sample_id": table.sample_ids[i],
@@ -423,6 +427,7 @@ def _samples(session: Session, rows: Any, table: RolloutTable, scored: Scored) -
             "expected": session.answers.get(table.uids[i].rpartition("@")[0]),
             "correct": table.correct[i],
             "parts": table.metrics[i],
+            **({"tokens": tokens[i]} if i < len(tokens) and tokens[i] else {}),
         }
         for i in range(count)
     ]

@@ -64,7 +64,7 @@ class Loop:
         with self._guarded(step):
             started = time.perf_counter()
             result = self._run_step(step, timer)
-            with timer.time(UPDATE_WEIGHTS):
+            with timer.time(UPDATE_WEIGHTS), self._watched(UPDATE_WEIGHTS, step):
                 self._update_weights(step)
             result.metrics[UPDATE_BYTES] = float(self.session.policy.sent_bytes)
             self.progress.train_seconds += time.perf_counter() - started
@@ -101,6 +101,9 @@ class Loop:
     def _guard_due(self, step: int) -> bool:
         return self.guard is not None and (step == self.progress.step or self.guard.due(step))
 
+    def _watched(self, stage: str, step: int) -> AbstractContextManager[None]:
+        return self.session.detail.stage(step, stage, self.session.policy)
+
     def _report(self, result: StepResult, step: int, total: int, timer: Timer) -> None:
         if result.samples:
             self.observer.on_samples(step, "train", result.samples)
@@ -133,7 +136,7 @@ class Loop:
 
     def _validate(self, timer: Timer) -> None:
         self.observer.on_stage(self.progress.step, VALIDATION)
-        with timer.time(VALIDATION):
+        with timer.time(VALIDATION), self._watched(VALIDATION, self.progress.step):
             metrics = self._measure()
         self._take_validation(self.progress.step, metrics)
 
@@ -163,7 +166,7 @@ class Loop:
         latest = self.checkpoints.latest()
         if latest and latest.step == self.progress.step:
             return
-        with self._saving.time("checkpoint"):
+        with self._saving.time("checkpoint"), self._watched("checkpoint", self.progress.step):
             save_checkpoint(self.session.policy, self.checkpoints, self.recipe, self.progress, self.prompts)
         info = self.checkpoints.latest()
         if info is not None:

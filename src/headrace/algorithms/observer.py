@@ -83,6 +83,13 @@ class RunObserver:
     def on_samples(self, step: int, split: str, samples: list[dict[str, Any]]) -> None:
         """Some samples of a step, as samples.jsonl has them."""
 
+    def on_detail(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        """Something of the inside of a step, for displays: see `algorithms.step_detail`.
+
+        `begin`: a stage has begun; `span`: who worked how long; `store`: what a stage has left there; `packing`: the
+        microbatches of training.
+        """
+
     def on_checkpoint(self, step: int, path: Path) -> None:
         """A checkpoint is whole."""
 

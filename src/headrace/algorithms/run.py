@@ -20,6 +20,7 @@ from headrace.algorithms.own_code import build_loss, check_own_code
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.algorithms.prompt_order import prompt_order
 from headrace.algorithms.resume import keep_reference, prompts_state, restore, warming_up
+from headrace.algorithms.step_detail import StepDetail
 from headrace.algorithms.warm_start import check_demonstrations, warm_start, warm_start_optimizer
 from headrace.config import DataPlaneConfig, ObservabilityConfig, RecipeConfig
 from headrace.data_plane.schema import added_fields
@@ -229,6 +230,7 @@ def start_loop(
     With `policy.router_replay.trace`, routes are written to `trace_dir`.
     """
     session.on_stage, session.should_stop, session.trace_dir = observer.on_stage, stopper.is_set, trace_dir
+    session.detail = StepDetail(session.recipe.logging, observer.on_detail)
     progress, prompts = progress or Progress.at_start(), prompts_state(session.environment)
     kind = AsyncLoop if session.recipe.asynchrony.enabled else Loop
     return kind(session, observer, progress, prompts, checkpoints, _build_guard(session))

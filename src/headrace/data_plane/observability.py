@@ -4,7 +4,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import update_wrapper
 from inspect import signature
@@ -97,6 +98,19 @@ def _passed_on(name: str, *, measured: bool = False) -> Callable[..., Any]:
     return call
 
 
+_listeners: list[Callable[[DataPlaneEvent], None]] = []
+
+
+@contextmanager
+def listening(on_event: Callable[[DataPlaneEvent], None]) -> Iterator[None]:
+    """Return a context in which `on_event` is given the events of every MetricsDataPlaneClient of this process too."""
+    _listeners.append(on_event)
+    try:
+        yield
+    finally:
+        _listeners.remove(on_event)
+
+
 class MetricsDataPlaneClient(DataPlaneClient):
     """Passes every call on to `inner`, and gives `on_event` one DataPlaneEvent for each, failed ones too.
 
@@ -171,7 +185,8 @@ class MetricsDataPlaneClient(DataPlaneClient):
         finally:
             event = DataPlaneEvent(op, partition, rows, columns, time.perf_counter() - start, status)
             self._count(event)
-            self._on_event(event)
+            for tell in (self._on_event, *_listeners):
+                tell(event)
 
     def _count(self, event: DataPlaneEvent) -> None:
         with self._lock:

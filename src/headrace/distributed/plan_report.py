@@ -1,5 +1,7 @@
 """A microbatch plan as text."""
 
+from typing import Any
+
 import numpy as np
 
 from headrace.distributed.balance import IntArray, row_costs
@@ -83,6 +85,38 @@ def _microbatch_table(plan: MicrobatchPlan) -> list[str]:
             f"{bar:<{_BAR}} {100 * fill:5.1f}%"
         )
     return lines
+
+
+def bins_of(plan: MicrobatchPlan, rows_per_microbatch: int) -> dict[str, Any]:
+    """Return the plan as JSON values: {form, budget, ranks: [{rank, cost, bins: [{rows, tokens}]}]}.
+
+    `rows` are the lengths of a microbatch's rows, `tokens` what it computes, padding included. Rows without a plan are
+    cut into microbatches of so many, padded to the longest row.
+    """
+    costs = _loads(plan, row_costs(plan.lengths, plan.attention_ratio))
+    ranks = [
+        {"rank": rank, "cost": int(costs[rank]), "bins": _bins_of_rank(plan, rank, rows_per_microbatch)}
+        for rank in range(plan.ranks)
+    ]
+    form = {"contiguous": "padded", "dynamic": "similar-length"}.get(plan.kind, plan.kind)
+    return {"form": form, "budget": plan.budget_tokens, "ranks": ranks}
+
+
+def _bins_of_rank(plan: MicrobatchPlan, rank: int, rows_per_microbatch: int) -> list[dict[str, Any]]:
+    lengths, bins, start = plan.lengths[plan.rank_rows(rank)].tolist(), [], 0
+    cuts = plan.rank_plan(rank)
+    for batch, rows in enumerate(plan.rows_per_batch[rank].tolist()):
+        own = lengths[start : start + rows]
+        start += rows
+        if not cuts:
+            parts = [own[at : at + rows_per_microbatch] for at in range(0, rows, rows_per_microbatch)]
+            bins += [{"rows": part, "tokens": len(part) * plan.pad_target} for part in parts]
+            continue
+        pairs = zip(cuts["micro_batch_indices"][batch], cuts["micro_batch_lengths"][batch])
+        for (first, stop), tokens in pairs:
+            times = 1 if plan.kind == "packed" else max(stop - first, 1)
+            bins.append({"rows": own[first:stop], "tokens": tokens * times})
+    return bins
 
 
 def _rows_in(plan: MicrobatchPlan) -> IntArray:

@@ -87,7 +87,7 @@ def sample_row(sample: Mapping[str, Any]) -> dict[str, Any]:
     prompt, completion = (
         "\n".join(m["content"] for m in part) for part in (messages[:first], messages[first:])
     )
-    rest = {key: value for key, value in sample.items() if key not in ("messages", "parts")}
+    rest = {key: value for key, value in sample.items() if key not in ("messages", "parts", "tokens")}
     return {"prompt": prompt, "completion": completion, **rest, **sample.get("parts", {})}
 
 

@@ -120,6 +120,8 @@ _STORE = _is("data_plane.enabled", None, True)
 _REMOTE_STORE = _is("data_plane.impl", "transfer_queue") & _STORE
 _MOONCAKE = _is("data_plane.backend", "mooncake_cpu") & _REMOTE_STORE
 _CLAIMS = Need("a trainer that claims rows; a run by recipe does not", lambda recipe: False)
+_SAMPLES = _above_0("logging.samples_per_step")
+_DETAIL = _above_0("logging.detail_every")
 _FIXED = _is("policy.sequence_packing.enabled", False) & _is("policy.dynamic_batching.enabled", False)
 _LAUNCHED_BY_RAY = _is("policy.parallel.launcher", "ray")
 _AUTO = _is("policy.parallel.launcher", "auto")
@@ -224,6 +226,9 @@ EFFECTS: tuple[Effect, ...] = (
     _when(_ASYNC & _is("async.on_update", "resume"), "async", "piece_tokens"),
     Effect(("resume",), _CONTINUES),
     Effect(("allow_changes",), _CONTINUES & _is("resume", True)),
+    _when(_SAMPLES, "logging", "tokens_of_samples"),
+    _when(_SAMPLES & _above_0("logging.tokens_of_samples"), "logging", "tokens_per_sample"),
+    _when(_DETAIL, "logging", "detail_mb"),
     *(_when(_tracked(name), f"logging.{name}", keys) for name, keys in _TRACKERS.items()),
 )
 """When each key has an effect; a key that is not here always has one."""

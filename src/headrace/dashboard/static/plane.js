@@ -66,7 +66,7 @@ function left(part) {
 
 // Bars of stacked samples against the budget, one lane per rank.
 export function packing(record, colours) {
-  const { budget, ranks, kind } = record;
+  const { budget, ranks, form } = record;
   const bins = ranks.flatMap((rank) => rank.bins.slice(0, Math.ceil(MOST_BINS / ranks.length)));
   const all = ranks.flatMap((rank) => rank.bins);
   // `tokens` is what a bin computes, padding included; its samples are the rest.
@@ -119,7 +119,7 @@ export function packing(record, colours) {
   });
   const cut = all.length > bins.length || record.cut ? el("p", { class: "note" }, "The first microbatches of each rank are shown.") : null;
   return el("figure", { class: "card" },
-    el("figcaption", {}, el("h3", {}, `Step ${record.step}, ${record.stage}: ${kind} microbatches`), el("p", { class: "note" }, `${words}.`)),
+    el("figcaption", {}, el("h3", {}, `Step ${record.step}, ${record.stage}: ${form} microbatches`), el("p", { class: "note" }, `${words}.`)),
     made.node, cut, ranks.length > 1 ? costBars(ranks, mean, colour) : null);
 }
 

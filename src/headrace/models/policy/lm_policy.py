@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from headrace.config import ClusterConfig, GenerationConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
+from headrace.data_plane.interfaces import PartitionReport
 from headrace.data_plane.route_binding import sample_salts
 from headrace.data_plane.schema import (
     INPUT_IDS,
@@ -28,6 +29,7 @@ from headrace.data_plane.schema import (
 )
 from headrace.data_plane.wire import materialize, wire_tensordict
 from headrace.distributed.batched_data_dict import BatchedDataDict, DynamicBatchingArgs, SequencePackingArgs
+from headrace.distributed.planner import MicrobatchPlan, plan_microbatches
 from headrace.distributed.worker_groups import WorkerGroup
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.launch import Launcher, build_worker_group
@@ -228,6 +230,21 @@ class Policy:
             dynamic_batching_args=dynamic,
         )
         return sharded if isinstance(sharded, tuple) else (sharded, None)
+
+    def training_plan(self, lengths: Sequence[int]) -> MicrobatchPlan:
+        """Return how `train` cuts rows of these lengths into microbatches."""
+        packing, dynamic = self._packing_args("train_mb_tokens")
+        return plan_microbatches(
+            lengths,
+            shards=self.workers.dp_size,
+            batch_size=self.cfg.train_global_batch_size,
+            sequence_packing_args=packing,
+            dynamic_batching_args=dynamic,
+        )
+
+    def store_report(self, *, limit: int) -> tuple[str, PartitionReport] | None:
+        """Return the id of the step's partition and what it holds; None for rows in memory."""
+        return None
 
     def _packing_args(
         self, mb_tokens_key: TokenBudget

@@ -14,7 +14,7 @@ import torch
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.column_io import read_columns, write_columns
 from headrace.data_plane.factory import build_data_plane_client
-from headrace.data_plane.interfaces import KVBatchMeta
+from headrace.data_plane.interfaces import KVBatchMeta, PartitionReport
 from headrace.data_plane.preshard import shard_meta_for_dp
 from headrace.data_plane.schema import (
     CLAIM,
@@ -172,6 +172,12 @@ class TQPolicy(Policy):
         now = Traffic(moved, driver)
         since, self._moved_before = now - self._moved_before, now
         return since
+
+    def store_report(self, *, limit: int) -> tuple[str, PartitionReport] | None:
+        # A store that cannot tell, or has no such partition yet, has nothing to show.
+        with suppress(HeadraceError):
+            return self.tq_partition_id, self.dp_client.partition_report(self.tq_partition_id, limit)
+        return None
 
     # Stages: by the names that `Policy` has, and, below, by those that say `meta`.
 
