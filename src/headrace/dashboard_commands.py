@@ -9,16 +9,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from headrace.dashboard.html_report import html_report
 from headrace.dashboard.runs import find_runs
 from headrace.errors import ConfigError
 from headrace.progress import print_line
 from headrace.training import write_results
+from headrace.utils import atomic
 from headrace.utils.run_directory import RunDirectory
 
 TOKEN_VARIABLE = "HEADRACE_DASHBOARD_TOKEN"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _DEFAULT_RUNS = Path("runs")
-_Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
 
 
 def dashboard(
@@ -74,14 +75,45 @@ def dashboard(
         ) from error
 
 
-def report(run_dir: _Run) -> None:
-    """Draw the plots of a run again and print its tables; works while it trains.
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN [--compare RUN ...]", help="A run directory, and others.", show_default=False
+        ),
+    ],
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Set the first run beside those that follow.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Where the page goes; else into the first run directory.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Write what a run came to: a page with its pictures in one file, plots as PNG, tables; works while it trains.
 
-    \\b
-    Example:
+    With --compare, a page with several runs: what differs in their recipes and results.
+
+    \b
+    Examples:
       headrace report runs/demo_moe/seed0
+      headrace report runs/a --compare runs/b runs/c --output comparison.html
     """
-    write_results(RunDirectory(run_dir), Console())
+    first, console = RunDirectory(runs[0]), Console()
+    if compare != (len(runs) > 1):
+        raise ConfigError(
+            "--compare needs the directories of other runs after it"
+            if compare
+            else f"{len(runs)} runs; set the first beside the others with --compare, or report each by itself"
+        )
+    if not compare:
+        write_results(first, console)
+    found = [run for path in runs for run in find_runs([path])]
+    path = output or (first.compare_path if compare else first.html_path)
+    atomic.write_text(path, html_report(found))
+    print_line(console, f"page: {path}")
 
 
 def _server() -> ModuleType:

@@ -67,20 +67,17 @@ class StepDetail:
 
         def note(event: DataPlaneEvent) -> None:
             if len(operations) < _MOST_STORE_SPANS:
-                operations.append((event.op, time.time() - event.seconds, event.seconds))
+                start = time.time() - event.seconds
+                operations.append((event.op, round(start, 4), round(event.seconds, 6)))
 
         with listening(note):
             yield
-        self._span(step, name, _TRACKS.get(name, ("driver",)), started, time.perf_counter() - begun)
-        for operation, at, seconds in operations:
-            self._span(step, operation, ("store",), at, seconds)
+        span: dict[str, Any] = {"name": name, "tracks": list(_TRACKS.get(name, ("driver",)))}
+        span |= {"start_s": round(started, 4), "seconds": round(time.perf_counter() - begun, 6)}
+        self._tell(step, "span", {**span, "operations": operations})
         report = policy.store_report(limit=_UNCONSUMED_SHOWN)
         if report is not None and report[1].rows:
             self._tell(step, "store", {"stage": name, "partitions": [_partition(*report)]})
-
-    def _span(self, step: int, name: str, tracks: Sequence[str], start: float, seconds: float) -> None:
-        times = {"start_s": round(start, 4), "seconds": round(seconds, 6)}
-        self._tell(step, "span", {"name": name, "tracks": list(tracks), **times})
 
     def microbatches(self, policy: Policy, lengths: Sequence[int]) -> None:
         """Tell of the microbatches in which the present step's rows have trained."""

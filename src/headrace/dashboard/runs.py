@@ -15,7 +15,7 @@ from yaml import YAMLError
 from headrace.dashboard.detail import Detail
 from headrace.dashboard.palette import MAIN_METRICS, colour
 from headrace.dashboard.samples import Query, SampleIndex
-from headrace.dashboard.series import Metrics
+from headrace.dashboard.series import MOST_POINTS, Metrics
 from headrace.dashboard.tail import LineTail
 from headrace.errors import ConfigError
 from headrace.utils.recipe import leaves, read_resolved
@@ -88,16 +88,20 @@ class Run:
         seconds = round(time.perf_counter() - started, 4)
         return {"total": total, "matching": matching, "rows": rows, "seconds": seconds}
 
-    def payload(self) -> dict[str, Any]:
-        """Return everything but the samples."""
+    @property
+    def series_count(self) -> int:
+        return len(self._metrics.steps.columns) + 2 * len(MAIN_METRICS)
+
+    def payload(self, most: int = MOST_POINTS) -> dict[str, Any]:
+        """Return everything but the samples; a series with more than `most` points is thinned."""
         with self._lock:
             return {
                 **self._state(),
                 "path": str(self.path),
                 "recipe": self._recipe(),
-                "steps": self._metrics.steps.payload(MAIN_METRICS),
-                "validations": self._metrics.validations.payload(),
-                "phases": self._metrics.phases.payload(),
+                "steps": self._metrics.steps.payload(MAIN_METRICS, most),
+                "validations": self._metrics.validations.payload(most=most),
+                "phases": self._metrics.phases.payload(most=most),
                 "colours": self._colours(),
             }
 

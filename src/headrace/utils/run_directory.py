@@ -4,7 +4,7 @@
     metrics.jsonl   a line per step               tensorboard/    event files
     samples.jsonl   prompts, answers, rewards     summary.json    of a run that has finished
     timings.txt     time per stage, bytes       reference/      weights of the reference policy
-    report.html, report.png, reward.png           router_trace/   routes of every step
+    report.html, report.png, reward.png, compare.html     router_trace/   routes of every step
     detail.jsonl    the last steps from inside; detail.1.jsonl: those before them
     events.jsonl, wandb/  of these trackers       wandb.id, mlflow.id   the run's ids there
 
@@ -56,6 +56,7 @@ class RunDirectory:
         self.timings_path = path / "timings.txt"
         self.report_path = path / "report.png"
         self.html_path = path / "report.html"
+        self.compare_path = path / "compare.html"
         self.reward_plot_path = path / "reward.png"
         self.tensorboard_dir = path / "tensorboard"
         self.checkpoints_dir = path / "checkpoints"
@@ -64,7 +65,7 @@ class RunDirectory:
         self.lock_path = path / _LOCK
         self._logs = (self.metrics_path, self.samples_path)
         self._details = (self.detail_path, self.older_detail_path)
-        pictures = (self.report_path, self.html_path, self.reward_plot_path)
+        pictures = (self.report_path, self.html_path, self.compare_path, self.reward_plot_path)
         self._results = (self.summary_path, self.timings_path, *pictures)
         # Under which ids trackers know the run, and their own log of it.
         of_trackers = tuple(path / name for name in ("wandb.id", "mlflow.id", "events.jsonl"))

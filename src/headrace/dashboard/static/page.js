@@ -36,6 +36,8 @@ export class Page {
 
   data(run) { return this.runs.get(run); }
   get focus() { return this.data(this.focused) ? this.focused : this.shown[0]; }
+  // Steps that a point of a long run stands for.
+  get every() { return Math.max(1, ...this.shown.map((run) => this.data(run).steps.every ?? 1)); }
   get isCompared() { return this.shown.length > 1; }
   colour(run) { return RUN_COLOURS[this.shown.indexOf(run) % RUN_COLOURS.length]; }
   colourOf(name) { return this.data(this.focus)?.colours[name] ?? this.about.colours[name] ?? "#888888"; }
@@ -67,6 +69,7 @@ export class Page {
     if (!this.shown.length) { this.empty(); return; }
     const absent = [];
     this.overview();
+    this.sayAverage();
     for (const chart of this.charts) {
       // A chart that stands in for another: rewards of a validation where there are no verdicts.
       const other = this.charts.find((one) => one.title === chart.instead);
@@ -148,10 +151,11 @@ export class Page {
 
   curves() {
     const { view } = this;
-    const about = el("output", {}, averageOf(view.weight));
+    const about = el("output", {}), say = () => { about.textContent = averageOf(view.weight, this.every); };
+    this.sayAverage = say;
     const slider = el("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: view.weight, "aria-label": "Smoothing", on: { input: (event) => {
       view.weight = Number(event.target.value);
-      about.textContent = averageOf(view.weight);
+      say();
       view.redraw();
     } } });
     const bound = (at, label) => el("input", { type: "number", "aria-label": label, placeholder: at ? "last" : "first", on: { change: () => this.zoom() } });
@@ -299,8 +303,8 @@ export class Page {
   }
 }
 
-function averageOf(weight) {
-  return weight === 0 ? "none" : `average of about ${plural(Math.round(1 / (1 - weight)), "step")}`;
+function averageOf(weight, every) {
+  return weight === 0 ? "none" : `average of about ${plural(Math.round(every / (1 - weight)), "step")}`;
 }
 
 function stateOf(data) {

@@ -43,7 +43,8 @@ function ready(count, rows, stage, colour) {
 }
 
 function tasks(part) {
-  const entries = Object.entries(part.tasks ?? {}).filter(([, task]) => Object.values(task).some((count) => count));
+  // Rows that are read by their ids, and not claimed, are no task's.
+  const entries = Object.entries(part.tasks ?? {}).filter(([, task]) => task.claimed);
   if (!entries.length) return null;
   const kinds = ["ready", "claimed", "leased", "finished"];
   return el("table", { class: "plain" }, el("thead", {}, el("tr", {}, ["task", ...kinds].map((kind) => el("th", { scope: "col" }, kind)))),
@@ -55,11 +56,11 @@ function leases(part) {
   if (!part.leases?.length) return null;
   return el("table", { class: "plain" }, el("thead", {}, el("tr", {}, ["lease", "task", "holder", "rows", "left"].map((kind) => el("th", { scope: "col" }, kind)))),
     el("tbody", {}, part.leases.map((one) => el("tr", {}, el("th", { scope: "row" }, one.claim), el("td", {}, one.task),
-      el("td", {}, one.holder ?? "–"), el("td", {}, number(one.rows)), el("td", {}, seconds(Math.max(0, one.left_s)))))));
+      el("td", {}, one.holder ?? "–"), el("td", {}, number(one.rows)), el("td", {}, one.left_s === null ? "for ever" : seconds(Math.max(0, one.left_s)))))));
 }
 
 function left(part) {
-  if (!part.left?.length) return null;
+  if (!part.left?.length || !Object.values(part.tasks ?? {}).some((task) => task.claimed)) return null;
   const shown = part.left.map((one) => one.id + (one.producer ? ` (${one.producer})` : ""));
   return el("p", { class: "note" }, `Not consumed yet: ${shown.join(", ")}${part.left_count > shown.length ? `, and ${part.left_count - shown.length} more` : ""}`);
 }
@@ -84,7 +85,7 @@ export function packing(record, colours) {
   const lane = ranks.length > 4 ? 56 : 84, gap = 10;
   const made = picture(ranks.length * (lane + gap) + 4, words, (context, width) => {
     const x0 = 62, x1 = width - 4, most = Math.max(...ranks.map((rank) => Math.min(rank.bins.length, MOST_BINS)), 1);
-    const wide = Math.min(46, (x1 - x0) / most);
+    const wide = Math.min(90, (x1 - x0) / most);
     drawn = [];
     context.textBaseline = "middle";
     ranks.forEach((rank, at) => {

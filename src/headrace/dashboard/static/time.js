@@ -69,7 +69,9 @@ export function strip(title, steps, parts, order, colours, format, view) {
 // Spans of the last steps, a lane per track: who works when, and who waits.
 export function timeLine(detail, colours, most) {
   const steps = [...new Set(detail.spans.map((one) => one.step))].slice(-most);
-  const spans = detail.spans.filter((one) => steps.includes(one.step));
+  // Operations of the store have a lane of their own.
+  const spans = detail.spans.filter((one) => steps.includes(one.step)).flatMap((one) => [one,
+    ...(one.operations ?? []).map(([name, start_s, long]) => ({ step: one.step, name, tracks: ["store"], start_s, seconds: long }))]);
   if (!spans.length) return null;
   const tracks = [...new Set(spans.flatMap((one) => one.tracks))].sort((a, b) => laneOf(a) - laneOf(b) || (a > b ? 1 : -1));
   const start = Math.min(...spans.map((one) => one.start_s)), end = Math.max(...spans.map((one) => one.start_s + one.seconds));
