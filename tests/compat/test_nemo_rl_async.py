@@ -370,6 +370,10 @@ def test_a_sampler_of_ones_own_is_named_by_its_class() -> None:
     )
     assert type(sampler).__name__ == "Mine"
     assert sampler.max_lookahead_versions == 3
+    with pytest.raises(ConfigError, match=r"sampler\.name=newest; expected one of windowed, .*, custom"):
+        create_sampler(None, {"name": "newest"})
+    with pytest.raises(ConfigError, match=r"sampler: unknown key 'max_staleness'; did you mean"):
+        create_sampler(None, {"name": "windowed", "max_staleness": 2})
     with pytest.raises(ConfigError, match="is not a class"):
         create_sampler(None, CustomSamplerConfig(target="test_nemo_rl_async:run"))
     with pytest.raises(ConfigError, match="has not all methods"):

@@ -223,5 +223,7 @@ def test_get_tokenizer_loads_what_a_recipe_names(tmp_path: Path) -> None:
         }
     )
     assert own.apply_chat_template(chat, tokenize=False) == "hi ab"
+    with pytest.raises(ConfigError, match=r"tokenizer\.name=/nowhere: .*"):
+        get_tokenizer({"name": "/nowhere"})
     with pytest.raises(ConfigError, match="expected 'name'"):
         get_tokenizer({"path": "x"})

@@ -87,6 +87,15 @@ def test_routes_and_media_of_messages_come_along_and_messages_without_routes_are
     client.close()
 
 
+def test_a_payload_without_input_lengths_has_rows_of_full_width() -> None:
+    ids = torch.tensor([[1, 2, 0]])
+    _, fields, _ = pack_payload({"input_ids": ids, "note": "x"}, weight_version=0, group_id="g")
+    assert [row.tolist() for row in fields["input_ids"].unbind()] == [[1, 2, 0]]
+    assert list(fields.keys()) == ["input_ids"]
+    with pytest.raises(SchemaError, match="input_lengths"):
+        pack_payload({"score": torch.ones(1)}, weight_version=0, group_id="g")
+
+
 def test_a_record_without_completions_is_refused() -> None:
     with pytest.raises(SchemaError, match="prompt 3 has no completions"):
         record_to_train_batch(record(), pad_value_dict={})

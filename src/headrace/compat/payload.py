@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from headrace.compat.batched_data_dict import BatchedDataDict
-from headrace.compat.column_io import plain_media
+from headrace.compat.column_io import full_lengths, plain_media
 from headrace.compat.conversations import TOKEN_IDS
 from headrace.compat.message_log import GENERATION_LOGPROBS, batched_message_log_to_flat_message
 from headrace.compat.prompt_groups import PromptGroupRecord
@@ -75,9 +75,19 @@ def pack_payload(
 ) -> tuple[list[str], TensorDict, list[dict[str, Any]]]:
     """Return ids, columns and tags for `put_samples`: ids `<group_id>_g<i>`, and one tag `weight_version` each.
 
-    Columns are those of `train_batch` that are tensors, object arrays or media; tokens travel without padding.
+    Columns are those of `train_batch` that are tensors, object arrays or media; tokens travel without padding. Rows
+    without `input_lengths` count as full width.
+
+    Raises:
+        SchemaError: neither `input_lengths` nor a column of tokens, or columns that do not fit together.
     """
-    lengths = torch.as_tensor(train_batch[INPUT_LENGTHS]).reshape(-1)
+    known = train_batch.get(INPUT_LENGTHS)
+    told = full_lengths(train_batch) if known is None else known
+    if told is None:
+        raise SchemaError(
+            f"the batch has neither '{INPUT_LENGTHS}' nor a column of tokens; got {sorted(train_batch)}"
+        )
+    lengths = torch.as_tensor(told).reshape(-1)
     columns: dict[str, Any] = {
         n: c
         for n, c in plain_media(train_batch).items()

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from headrace.compat.samplers import (
     _GATE_POLL_SECONDS,
@@ -14,6 +14,8 @@ from headrace.compat.samplers import (
     WindowedSampler,
 )
 from headrace.errors import ConfigError
+from headrace.utils.config_errors import validated
+from headrace.utils.section import Section
 from headrace.utils.targets import load_target
 
 __all__ = [
@@ -35,7 +37,7 @@ __all__ = [
 ]
 
 
-class WindowedSamplerConfig(BaseModel):
+class WindowedSamplerConfig(Section):
     """Keys of a WindowedSampler."""
 
     name: Literal["windowed"] = "windowed"
@@ -43,21 +45,21 @@ class WindowedSamplerConfig(BaseModel):
     sample_freshest_first: bool = False
 
 
-class ReadyFirstSamplerConfig(BaseModel):
+class ReadyFirstSamplerConfig(Section):
     """Keys of a ReadyFirstSampler."""
 
     name: Literal["ready_first"] = "ready_first"
     max_staleness_versions: NonNegativeInt = 1
 
 
-class WeightFifoSamplerConfig(BaseModel):
+class WeightFifoSamplerConfig(Section):
     """Keys of a WeightFifoSampler."""
 
     name: Literal["weight_fifo"] = "weight_fifo"
     max_staleness_versions: NonNegativeInt = 1
 
 
-class InOrderSamplerConfig(BaseModel):
+class InOrderSamplerConfig(Section):
     """Keys of an InOrderSampler."""
 
     name: Literal["in_order"] = "in_order"
@@ -82,11 +84,11 @@ SamplerConfig = Annotated[
     Field(discriminator="name"),
 ]
 
-_KINDS: dict[str, Any] = {
-    "windowed": WindowedSampler,
-    "ready_first": ReadyFirstSampler,
-    "weight_fifo": WeightFifoSampler,
-    "in_order": InOrderSampler,
+_KINDS: dict[str, tuple[type[Section], Any]] = {
+    "windowed": (WindowedSamplerConfig, WindowedSampler),
+    "ready_first": (ReadyFirstSamplerConfig, ReadyFirstSampler),
+    "weight_fifo": (WeightFifoSamplerConfig, WeightFifoSampler),
+    "in_order": (InOrderSamplerConfig, InOrderSampler),
 }
 
 
@@ -94,22 +96,27 @@ def create_sampler(buffer: Any, cfg: Any) -> PromptGroupSampler:
     """Return the sampler of a config, a model or a mapping with its keys.
 
     Raises:
-        ConfigError: a target that is no class, or whose objects are no samplers.
+        ConfigError: an unknown name or key, a value out of range, a target that is no class, or whose objects are no
+            samplers.
     """
-    config = cfg if isinstance(cfg, BaseModel) else TypeAdapter(SamplerConfig).validate_python(cfg)
-    options = config.model_dump(exclude={"name", "target"})
-    if not isinstance(config, CustomSamplerConfig):
-        sampler: PromptGroupSampler = _KINDS[config.name](buffer, **options)  # type: ignore[attr-defined]
-        return sampler
-    kind = load_target(config.target, "sampler.target")
-    if not isinstance(kind, type):
-        raise ConfigError(
-            f"sampler.target={config.target} is not a class; expected module:class of a sampler"
+    keys = cfg.model_dump() if isinstance(cfg, BaseModel) else dict(cfg)
+    name = keys.get("name")
+    if name in _KINDS:
+        section, kind = _KINDS[name]
+        sampler: PromptGroupSampler = kind(
+            buffer, **validated(section, keys, "sampler").model_dump(exclude={"name"})
         )
-    made = kind(buffer, **options)
+        return sampler
+    if name != "custom":
+        raise ConfigError(f"sampler.name={name}; expected one of {', '.join(_KINDS)}, custom")
+    target = str(keys.pop("target", None))
+    kind = load_target(target, "sampler.target")
+    if not isinstance(kind, type):
+        raise ConfigError(f"sampler.target={target} is not a class; expected module:class of a sampler")
+    made = kind(buffer, **{key: value for key, value in keys.items() if key != "name"})
     if not isinstance(made, PromptGroupSampler):
         raise ConfigError(
-            f"sampler.target={config.target} has not all methods of a sampler; derive it from BaseSampler"
+            f"sampler.target={target} has not all methods of a sampler; derive it from BaseSampler"
         )
     return made
 

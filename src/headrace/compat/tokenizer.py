@@ -19,13 +19,16 @@ def get_tokenizer(tokenizer_config: Mapping[str, Any], get_processor: bool = Fal
     (defaults of `apply_chat_template`).
 
     Raises:
-        ConfigError: no name.
+        ConfigError: no name, or one that cannot be loaded.
     """
     config = dict(tokenizer_config)
     if "name" not in config:
         raise ConfigError(f"tokenizer has the keys {sorted(config)}; expected 'name', a model or a directory")
     kind = AutoProcessor if get_processor else AutoTokenizer
-    loaded = kind.from_pretrained(config["name"])
+    try:
+        loaded = kind.from_pretrained(config["name"])
+    except OSError as error:
+        raise ConfigError(f"tokenizer.name={config['name']}: {str(error).splitlines()[0]}") from error
     tokenizer = loaded.tokenizer if get_processor else loaded
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
