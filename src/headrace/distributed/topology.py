@@ -62,14 +62,6 @@ class Topology:
     replica: dist.ProcessGroup
     weights: DeviceMesh
 
-    @property
-    def context_size(self) -> int:
-        return self.layout.context
-
-    @property
-    def tensor_size(self) -> int:
-        return self.layout.tensor
-
 
 def build_topology(device_type: str, *, context: int = 1, tensor: int = 1) -> Topology:
     """Make the groups of all ranks of the initialised process group; every rank calls this together."""

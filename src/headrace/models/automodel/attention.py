@@ -7,7 +7,7 @@ the square of a sequence, not of the row. No mask of T x T is made. Padded batch
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -41,9 +41,6 @@ def choose_attention(device: torch.device, dtype: torch.dtype, packed: bool, wan
 
     `wanted` is kept, but for "sdpa" on packed rows: that is flash-attention where it is installed and can
     run, else `PACKED_ATTENTION`.
-
-    Raises:
-        ConfigError: flash-attention is wanted where it cannot run.
     """
     flash_runs = device.type == "cuda" and dtype in _HALF and find_spec("flash_attn") is not None
     if wanted == "flash_attention_2" and not flash_runs:
@@ -59,11 +56,7 @@ def choose_attention(device: torch.device, dtype: torch.dtype, packed: bool, wan
 def packed_mask(
     batch_size: int, q_length: int, kv_length: int, attention_mask: torch.Tensor | None = None, **kwargs: Any
 ) -> torch.Tensor | None:
-    """Return transformers' mask for a padded batch (told by its 2-D mask), and None for a packed row.
-
-    Raises:
-        ConfigError: a packed row of a model whose mask is not a causal one, with or without a window.
-    """
+    """Return transformers' mask for a padded batch (told by its 2-D mask), and None for a packed row."""
     if attention_mask is not None:
         kwargs["allow_is_causal_skip"] = False
         mask: torch.Tensor = sdpa_mask(
@@ -163,7 +156,7 @@ def _varlen(
         value = F.pad(value, (0, head_dim - value_dim))
     options: dict[str, Any] = {}
     group = query.shape[1] // key.shape[1]
-    if group > 1 and _knows_gqa(varlen_attn):
+    if group > 1 and varlen_knows_gqa():
         options["enable_gqa"] = True
     elif group > 1:
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
@@ -184,18 +177,14 @@ def _varlen(
     return out[..., :value_dim]
 
 
+@cache
 def varlen_knows_gqa() -> bool:
     """Return whether this torch's `varlen_attn` takes fewer key-value heads than query heads."""
     try:
         from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - not in every torch build
     except ImportError:
         return False
-    return _knows_gqa(varlen_attn)
-
-
-@cache
-def _knows_gqa(attention: Callable[..., Any]) -> bool:
-    return "enable_gqa" in signature(attention).parameters
+    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def _by_length(
@@ -210,12 +199,15 @@ def _by_length(
     plan = _plan(tuple(boundaries.tolist()), query.device)
     parts = []
     for bucket in plan.buckets:
-        queries, keys, values = (_gather(x, bucket) for x in (query, key, value))
-        if sinks is None:
-            mask = _window_mask(bucket.width, sliding_window, query.device)
-        else:
-            causal = _causal_mask(bucket.width, sliding_window or bucket.width, query.device)
-            keys, values, mask = _with_sinks(keys, values, causal[None, None], sinks)
+        rows = (x.index_select(0, bucket.source) for x in (query, key, value))
+        queries, keys, values = (x.view(-1, bucket.width, *x.shape[1:]).transpose(1, 2) for x in rows)
+        window, mask = sliding_window or bucket.width, None
+        if sinks is not None or window < bucket.width:
+            at = torch.arange(bucket.width, device=query.device)
+            distance = at[:, None] - at[None, :]
+            mask = (distance >= 0) & (distance < window)
+        if sinks is not None and mask is not None:
+            keys, values, mask = _with_sinks(keys, values, mask[None, None], sinks)
         out = F.scaled_dot_product_attention(
             queries,
             keys,
@@ -227,23 +219,6 @@ def _by_length(
         )
         parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.filled))
     return torch.cat(parts).index_select(0, plan.inverse)
-
-
-def _gather(x: torch.Tensor, bucket: "_Bucket") -> torch.Tensor:
-    rows = x.index_select(0, bucket.source).view(-1, bucket.width, *x.shape[1:])
-    return rows.transpose(1, 2)
-
-
-def _window_mask(width: int, sliding_window: int | None, device: torch.device) -> torch.Tensor | None:
-    if sliding_window is None or width <= sliding_window:
-        return None
-    return _causal_mask(width, sliding_window, device)
-
-
-def _causal_mask(width: int, window: int, device: torch.device) -> torch.Tensor:
-    at = torch.arange(width, device=device)
-    distance = at[:, None] - at[None, :]
-    return (distance >= 0) & (distance < window)
 
 
 def _with_sinks(

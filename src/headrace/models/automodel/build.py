@@ -14,7 +14,7 @@ import torch
 from headrace.config import PolicyConfig
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.collectives import from_first_rank
-from headrace.distributed.topology import Topology
+from headrace.distributed.topology import RankLayout, Topology
 from headrace.errors import ConfigError
 from headrace.models.automodel.attention import (
     PACKED_ATTENTION,
@@ -83,9 +83,7 @@ class ModelBuilder:
     ) -> None:
         self._cfg, self._scoring, self._device = cfg, scoring, device
         self._topology, self._tokenizer, self._seed = topology, tokenizer, seed
-        self._context_size = 1 if topology is None else topology.context_size
-        self._tensor_size = 1 if topology is None else topology.tensor_size
-        self._replica_size = self._context_size * self._tensor_size
+        self._layout = RankLayout(1) if topology is None else topology.layout
 
     def build(self, *, with_reference: bool) -> BuiltModels:
         """Return the models, the reference with the weights of the policy; it scores without top-k and top-p.
@@ -118,9 +116,9 @@ class ModelBuilder:
         replay, reference = self._finish(model, with_reference)
         policy, sharded = self._split(model, self._scoring, topology, facts)
         sharded.take_full_weights(whole.pop().state_dict() if whole else None)
-        if self._context_size > 1 or facts.scores is not None:
+        if self._layout.context > 1 or facts.scores is not None:
             # Attention refuses heads that the context ranks cannot share out.
-            scores = _probe_scores(policy, self._device, multiple=self._replica_size)
+            scores = _probe_scores(policy, self._device, multiple=self._layout.replica_size)
             if facts.scores is not None:
                 _check_split(model, facts.scores, scores, self._cfg.precision)
         if reference is None:
@@ -139,8 +137,8 @@ class ModelBuilder:
         whole.append(model)
         scorer = self._scorer(model, self._scoring)
         # transformers' own plans have to be proven.
-        unproven = self._tensor_size > 1 and not is_family(model)
-        scores = _probe_scores(scorer, _HOST, multiple=self._replica_size) if unproven else None
+        unproven = self._layout.tensor > 1 and not is_family(model)
+        scores = _probe_scores(scorer, _HOST, multiple=self._layout.replica_size) if unproven else None
         return _WholeFacts(scorer.has_head, scores, model.generation_config)
 
     def _split(
@@ -148,7 +146,7 @@ class ModelBuilder:
     ) -> tuple[TokenScorer, ShardedModel]:
         scorer = self._scorer(model, scoring, has_head=facts.has_head)
         sequence = self._cfg.parallel.sequence_parallel
-        replica = Replica(topology, sequence) if self._replica_size > 1 else None
+        replica = Replica(topology, sequence) if self._layout.replica_size > 1 else None
         sharded = shard_model(model, topology, self._cfg, self._device)
         scorer.shard(sharded, replica)
         return scorer, sharded
@@ -165,12 +163,9 @@ class ModelBuilder:
     def _adapt(self, model: Any) -> None:
         if self._cfg.lora.rank is not None:
             add_adapter(model, self._cfg.lora, seed=self._seed)
-            self._hold_frozen(model)
+            if self._cfg.precision == "bfloat16":
+                hold_in_half(model)
             quantize_base(model, self._cfg.lora)
-
-    def _hold_frozen(self, model: Any) -> None:
-        if self._cfg.precision == "bfloat16":
-            hold_in_half(model)
 
     def _scorer(self, model: Any, scoring: Scoring, *, has_head: bool | None = None) -> TokenScorer:
         unknown = unknown_ids(self._tokenizer, vocabulary_of(model))
@@ -183,20 +178,21 @@ class ModelBuilder:
         if not with_reference or self._cfg.lora.rank is not None:
             return replay, model if with_reference else None
         reference = copy.deepcopy(model).requires_grad_(False)
-        self._hold_frozen(reference)
+        if self._cfg.precision == "bfloat16":
+            hold_in_half(reference)
         return replay, reference
 
     @property
     def _is_packed(self) -> bool:
-        return self._cfg.sequence_packing.enabled or self._replica_size > 1
+        return self._cfg.sequence_packing.enabled or self._layout.replica_size > 1
 
     def _prepare(self, model: Any, device: torch.device) -> Any:
         """Set the model's implementations, for a forward on `device`, and return it."""
         wanted = self._cfg.model.attn_implementation
         name = choose_attention(device, COMPUTE_DTYPES[self._cfg.precision], self._is_packed, wanted)
-        if self._context_size > 1 and name != PACKED_ATTENTION:
+        if self._layout.context > 1 and name != PACKED_ATTENTION:
             raise ConfigError(
-                f"policy.parallel.context={self._context_size} with policy.model.attn_implementation={wanted}: "
+                f"policy.parallel.context={self._layout.context} with policy.model.attn_implementation={wanted}: "
                 "only sdpa can exchange heads between context ranks; set it"
             )
         model.set_attn_implementation(name)

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,7 @@ _OFF_IN_TRAINING = ("dropout", "pdrop", "layerdrop", "jitter")
 
 
 def resolve_device(cfg: PolicyConfig) -> torch.device:
-    """Return the device of `policy.device`; `auto` is CUDA where there is one.
-
-    Raises:
-        ConfigError: `cuda` on a machine without it.
-    """
+    """Return the device of `policy.device`; `auto` is CUDA where there is one."""
     available = torch.cuda.is_available()
     if cfg.device == "cuda" and not available:
         raise ConfigError("policy.device=cuda: no CUDA device is usable here; set policy.device=cpu or auto")
@@ -117,11 +114,8 @@ def load_model(
     options = _model_options(cfg, directory, device, tokenizer)
     with _building(options, cfg.model.config), torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "model"))
-        model = (
-            load_pretrained(directory, **options)
-            if directory
-            else AutoModelForCausalLM.from_config(**options)
-        )
+        build = partial(load_pretrained, directory) if directory else AutoModelForCausalLM.from_config
+        model = build(**options)
     model = model.eval().to(device)
     key = "policy.model.config" if directory is None else f"policy.model.path={directory}"
     check_runs(model, COMPUTE_DTYPES[cfg.precision], key)
@@ -132,9 +126,6 @@ def build_skeleton(cfg: PolicyConfig, *, tokenizer: Any = None) -> Any:
     """Return the model of `load_model` with its weights on the meta device: no memory, no values.
 
     Buffers are on the CPU, and have values where the model computes them by itself.
-
-    Raises:
-        ConfigError: as `load_model`, as far as files are not read.
     """
     directory = model_directory(cfg.model, weights=False)
     options = _model_options(cfg, directory, torch.device("cpu"), tokenizer)
@@ -228,11 +219,7 @@ def runs_own_code(model: Any) -> bool:
 
 
 def check_fit(cfg: PolicyConfig, config: Any, tokenizer: Any) -> None:
-    """Check that a model config can take the recipe's lengths and the tokenizer's ids.
-
-    Raises:
-        ConfigError: sequences longer than the model's positions, or more token ids than it has embeddings.
-    """
+    """Check that a model config can take the recipe's lengths and the tokenizer's ids."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and cfg.max_total_sequence_length > limit:
@@ -307,7 +294,8 @@ def _read_config(cfg: ModelConfig, directory: Path) -> Any:
         _refuse_code(key, directory, error)
         raise ConfigError(f"{key}: {first_line(error)}") from error
     names = list(config.architectures or ())
-    known = {name for entry in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _listed(entry)}
+    entries = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    known = {name for entry in entries for name in ([entry] if isinstance(entry, str) else entry)}
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if names and not own_code and known.isdisjoint(names):
         raise ConfigError(
@@ -315,10 +303,6 @@ def _read_config(cfg: ModelConfig, directory: Path) -> Any:
             "architecture ends in ForCausalLM"
         )
     return config
-
-
-def _listed(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _refuse_code(key: str, directory: Path, error: Exception) -> None:
