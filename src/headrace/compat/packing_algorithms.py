@@ -52,7 +52,8 @@ def pack_rows(
     if algorithm == "concatenative":
         bin_of = concatenate_rows(tokens, capacity)
     else:
-        bin_of = pack_shards(tokens, np.zeros_like(tokens), 1, capacity, algorithm)
+        order = descending_order(tokens)
+        bin_of = pack_shards(tokens, np.zeros_like(tokens), 1, capacity, algorithm, order)
     choose = behind_the_middle if algorithm == "concatenative" else _every_other
     return _rows_of_bins(tokens, bin_of, min_bin_count, bin_count_multiple, choose)
 

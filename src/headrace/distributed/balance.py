@@ -26,8 +26,8 @@ def row_costs(lengths: IntArray, attention_ratio: float) -> IntArray:
     return costs
 
 
-def share_rows(costs: IntArray, ranks: int) -> IntArray:
-    """Return a rank for each row, so that the ranks' sums of costs are close.
+def share_rows(costs: IntArray, ranks: int, order: IntArray) -> IntArray:
+    """Return a rank for each row, so that the ranks' sums of costs are close; `order` is that of descending costs.
 
     Each row, from the costliest on, goes to the rank with the least so far, on a tie to the one with the fewest
     rows; where there are very many rows, the cheapest are dealt in rounds. Rows of small batches then change
@@ -38,7 +38,6 @@ def share_rows(costs: IntArray, ranks: int) -> IntArray:
     rank_of_row = np.zeros(len(costs), dtype=np.int64)
     if ranks == 1:
         return rank_of_row
-    order = descending_order(costs)
     first, rest = order[:_ONE_BY_ONE], order[_ONE_BY_ONE:]
     heap = [(0, 0, rank) for rank in range(ranks)]
     chosen = []

@@ -65,17 +65,17 @@ def check_algorithm(algorithm: str) -> None:
 
 
 def pack_shards(
-    lengths: IntArray, shard_of_row: IntArray, shards: int, capacity: int, algorithm: str
+    lengths: IntArray, shard_of_row: IntArray, shards: int, capacity: int, algorithm: str, order: IntArray
 ) -> IntArray:
     """Return each row's bin in its shard, (N,); shards are packed apart, from bin 0 on.
+
+    `order` is that of descending lengths.
 
     Modified first-fit-decreasing of more than 4,096 rows is plain first-fit-decreasing, whose bins are as many there.
     """
     if algorithm == "first_fit_shuffle":
         seed = derive_seed(0, algorithm, len(lengths))
         order = np.random.default_rng(seed).permutation(len(lengths))
-    else:
-        order = descending_order(lengths)
     order = order[descending_order(shards - 1 - shard_of_row[order])]  # (N,): shard after shard
     counts = np.bincount(shard_of_row, minlength=shards)
     bin_of = np.zeros(len(lengths), dtype=np.int64)
@@ -118,8 +118,9 @@ def _first_fit_all(lengths: IntArray, counts: IntArray, capacity: int) -> IntArr
     by_rows = np.argsort(-counts, kind="stable")
     starts = (np.cumsum(counts) - counts)[by_rows]
     active = np.searchsorted(-counts[by_rows], -np.arange(int(counts.max(initial=0))), side="left")
-    room = np.full((len(counts), 1), capacity, dtype=np.int64)  # (shards, bins)
-    shards = np.arange(len(counts))
+    # (shards, bins), in the narrowest integers: most of the time goes into looking for room.
+    room = np.full((len(counts), 1), capacity, dtype=np.min_scalar_type(-capacity - 1))
+    lengths, shards = lengths.astype(room.dtype), np.arange(len(counts))
     for step, count in enumerate(active.tolist()):
         at, first = starts[:count] + step, shards[:count]
         needed = lengths[at]

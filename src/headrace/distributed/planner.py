@@ -193,9 +193,9 @@ class _Arguments:
 
     def rounded(self, lengths: IntArray) -> IntArray:
         """Return lengths rounded up; a padded row has a token at least, since a forward pass needs one."""
-        shortest = 1 if self.kind == "dynamic" else 0
-        result: IntArray = -(-np.maximum(lengths, shortest) // self.multiple) * self.multiple
-        return result
+        if self.kind == "dynamic":
+            lengths = np.maximum(lengths, 1)
+        return lengths if self.multiple == 1 else -(-lengths // self.multiple) * self.multiple
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,9 @@ def _pack(lengths: IntArray, ranks: int, args: _Arguments) -> _Shares:
     else:
         # A rank with very many rows packs them in parts, which costs a part of a bin each.
         parts = max(1, -(-len(lengths) // (ranks * _ROWS_PACKED_TOGETHER)))
-        shard_of_row = share_rows(costs, ranks * parts)
-        bin_of = pack_shards(lengths, shard_of_row, ranks * parts, args.budget, args.algorithm)
+        order = descending_order(lengths)  # of costs, too
+        shard_of_row = share_rows(costs, ranks * parts, order)
+        bin_of = pack_shards(lengths, shard_of_row, ranks * parts, args.budget, args.algorithm, order)
         bins_of_shard = int(bin_of.max(initial=0)) + 1
         bin_of += shard_of_row * bins_of_shard
         rank_of_bin = np.repeat(np.arange(ranks), parts * bins_of_shard)
