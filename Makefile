@@ -15,7 +15,7 @@ RUN_DIR ?= runs/demo_moe/seed$(SEED)
 CODE    := src tests benchmarks
 UNITS   ?= advantages books codec column_io loss packing router_replay
 
-.PHONY: help setup demo test test-slow test-engines test-extras mutants check format bench clean
+.PHONY: help setup demo docs test test-slow test-engines test-extras mutants check format bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -64,6 +64,10 @@ $(EXTRAS): $(DEV) constraints-verifiers.txt constraints-trackio.txt
 
 test-extras: $(EXTRAS)  ## environments of the package verifiers, and Trackio
 	$(BIN)/python -m pytest -m slow tests/unit/test_verifiers.py tests/unit/test_trackio.py
+
+# Strict: a link or a name that leads nowhere ends it. Nothing is fetched.
+docs: $(DEV)  ## build the documentation site into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 mutants: $(DEV)  ## change the code at 100 random places per unit (UNITS=...): do tests notice?
 	for unit in $(UNITS); do $(BIN)/python tests/mutation.py $$unit --floor 0.85 || exit 1; done

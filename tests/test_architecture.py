@@ -166,6 +166,7 @@ DISTRIBUTIONS = {
     "mlflow": "mlflow-skinny",
     "mooncake": "mooncake-transfer-engine-non-cuda",
     "megatron": "megatron-core",
+    "opentelemetry": "opentelemetry-sdk",
     "transfer_queue": "TransferQueue",
     "pydantic_core": "pydantic",
     "triton": "torch",

@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 from headrace.utils.renamed import with_trackers
 from headrace.utils.section import Section, Strings
 
-TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "jsonl"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "jsonl", "opentelemetry"]
 
 
 class WandbConfig(Section):
@@ -60,11 +60,16 @@ class LoggingConfig(Section):
     """What a run writes beside metrics.jsonl and samples.jsonl, which are always written."""
 
     trackers: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ("tensorboard",)
-    """Where metrics and samples go as well. wandb and mlflow need `headrace[trackers]`, trackio `headrace[trackio]`."""
+    """Where metrics and samples go as well. wandb and mlflow need `headrace[trackers]`, trackio and opentelemetry the
+    extras of their names."""
     wandb: WandbConfig = WandbConfig()
     mlflow: MlflowConfig = MlflowConfig()
     trackio: TrackioConfig = TrackioConfig()
     jsonl: JsonlConfig = JsonlConfig()
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Answer Prometheus on this port while the run goes on (`headrace[prometheus]`); 0: any free one. None: do not."""
+    prometheus_address: str = "127.0.0.1"
+    """The address that the port is opened on; 0.0.0.0: every one of this machine."""
     samples_per_step: NonNegativeInt = 8
     """Samples of a step that are written to samples.jsonl and sent to the trackers."""
     tokens_of_samples: NonNegativeInt = 2

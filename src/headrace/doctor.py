@@ -67,6 +67,8 @@ _OPTIONAL = (
     ("wandb", "runs in Weights & Biases", _TRACKERS),
     ("mlflow", "runs in MLflow", _TRACKERS),
     ("trackio", "runs in Trackio", "pip install 'headrace[trackio]'"),
+    ("prometheus-client", "runs in Prometheus and Grafana", "pip install 'headrace[prometheus]'"),
+    ("opentelemetry-sdk", "runs as OpenTelemetry spans", "pip install 'headrace[opentelemetry]'"),
     ("matplotlib", "plots", _TRAIN),
     ("gguf", "weights in GGUF files", _TRAIN),
     ("ray", "workers on a cluster", _RAY),

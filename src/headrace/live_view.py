@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -25,8 +25,9 @@ from headrace.run_tables import (
 _SPARKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 12
 _ECHO = 4  # columns left free, so that the terminal's own ^C does not wrap and break the picture
-_NARROWEST, _WIDE, _WIDEST = 20, 80, 110
+_NARROWEST, _WIDE, _WIDEST = 20, 76, 110
 _STAGE_BAR = 16
+_RULER = Console(width=10 * _WIDEST)
 
 
 @dataclass
@@ -71,7 +72,7 @@ class ViewState:
 
     @property
     def about(self) -> str:
-        return ", ".join(f"{key} {value}" for key, value in self.info.items())
+        return " · ".join(f"{key} {value}" for key, value in self.info.items())
 
     def add(self, record: StepRecord) -> None:
         self.metrics, self.last = dict(record.metrics), record
@@ -83,13 +84,13 @@ class ViewState:
 def render(state: ViewState, now_s: float, console_width: int) -> RenderableType:
     """Return the picture of a state at a time of the monotonic clock.
 
-    On a narrow terminal stands below what stands beside on others; nothing is cut off.
+    On a narrow terminal stands below what stands beside on others, or without its bars; nothing is cut off.
     """
     width = max(_NARROWEST, min(console_width - _ECHO, _WIDEST))
     is_narrow = width < _WIDE
     rows: list[RenderableType] = [_progress_lines(state, now_s, is_narrow)]
     if state.last is not None or state.metrics or state.validation:
-        rows += [Text(), _columns(state, is_narrow)]
+        rows += [Text(), _columns(state, width - len("│  │"))]
     if state.notice:
         rows += [Text(), Text(state.notice, style="bold yellow")]
     about = state.about
@@ -134,13 +135,17 @@ def _progress_lines(state: ViewState, now_s: float, is_narrow: bool) -> Renderab
     return grid
 
 
-def _columns(state: ViewState, is_narrow: bool) -> RenderableType:
-    parts = [_metric_rows(state), *([_stage_rows(state, state.last)] if state.last else [])]
-    if is_narrow:
-        return Group(parts[0], Text(), *parts[1:])
-    grid = Table.grid(padding=(0, 4, 0, 0))
-    grid.add_row(*parts)
-    return grid
+def _columns(state: ViewState, room: int) -> RenderableType:
+    """Return metrics and stages beside each other where there is room, if need be without bars; else one below."""
+    metrics = _metric_rows(state)
+    if state.last is None:
+        return metrics
+    for bars, gap in ((True, 4), (False, 2)):
+        grid = Table.grid(padding=(0, gap, 0, 0))
+        grid.add_row(metrics, _stage_rows(state, state.last, bars))
+        if _RULER.measure(grid).maximum <= room:
+            return grid
+    return Group(metrics, Text(), _stage_rows(state, state.last, True))
 
 
 def _named_values() -> Table:
@@ -176,15 +181,18 @@ def _metric_rows(state: ViewState) -> Table:
     return grid
 
 
-def _stage_rows(state: ViewState, last: StepRecord) -> Table:
+def _stage_rows(state: ViewState, last: StepRecord, bars: bool) -> Table:
     grid = _named_values()
-    grid.add_column(justify="right", no_wrap=True)
+    if bars:
+        grid.add_column()
+    grid.columns[-1].justify = "right"
     everything = sum(state.totals.seconds.values()) or 1.0
     for stage in in_step_order(state.totals.seconds):
         share = state.totals.seconds[stage] / everything
         seconds = last.timings_s.get(stage)
         bar = ProgressBar(total=1.0, completed=share, width=_STAGE_BAR, complete_style="blue", style="black")
-        grid.add_row(stage, "" if seconds is None else format_seconds(seconds), bar, f"{share:.0%}")
+        took = "" if seconds is None else format_seconds(seconds)
+        grid.add_row(stage, took, *([bar] if bars else []), f"{share:.0%}")
     return grid
 
 

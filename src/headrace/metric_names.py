@@ -1,5 +1,7 @@
 """What each metric of a run means; `*` stands for a name or a number."""
 
+from fnmatch import fnmatchcase
+
 METRICS = {
     "reward/mean": "mean reward of all samples drawn, as the environment gave it",
     "reward/std": "its standard deviation",
@@ -101,3 +103,9 @@ METRICS = {
     "time_s/*": "seconds of one stage of the step",
     "bytes/*": "bytes of one column that went through the data plane in the step",
 }
+
+
+def meaning_of(metric: str) -> str:
+    """Return what a metric means, by the first name or pattern that fits; its name if none does."""
+    fitting = (text for name, text in METRICS.items() if fnmatchcase(metric, name))
+    return METRICS.get(metric) or next(fitting, metric)

@@ -1,7 +1,7 @@
 """What can stand in a recipe, for editors (JSON Schema) and for people (docs/reference_keys.md)."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
@@ -66,7 +66,7 @@ def keys_reference() -> str:
         docs = field_docs(section)
         rows = [_row(f"{prefix}{key}", field, docs[key]) for key, field in _values(section)]
         if rows:
-            title = f"`{prefix.rstrip('.')}`" if prefix else "The recipe itself"
+            title = f"`{prefix.rstrip('.')}`{_kind(section)}" if prefix else "The recipe itself"
             head = f"## {title}\n\n{' '.join((section.__doc__ or '').split())}\n\n"
             parts.append(head + "| key | default | meaning |\n| --- | --- | --- |\n" + "".join(rows))
     return "\n".join(parts)
@@ -74,6 +74,13 @@ def keys_reference() -> str:
 
 def metrics_reference() -> str:
     return _METRICS_HEAD + "".join(f"| `{name}` | {about} |\n" for name, about in METRICS.items())
+
+
+def _kind(section: type[BaseModel]) -> str:
+    """Return which of several sections of one name it is, as its `kind` says."""
+    kind = section.model_fields.get("kind")
+    names = () if kind is None else get_args(kind.annotation)
+    return f" of kind `{names[0]}`" if len(names) == 1 else ""
 
 
 def _row(key: str, field: FieldInfo, meaning: str) -> str:

@@ -11,6 +11,7 @@ from rich.console import Console
 from headrace.algorithms.observer import RunObserver, StepRecord
 from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
+from headrace.library_logs import LibraryLogs
 from headrace.progress import CompositeObserver, ConsoleObserver, FileObserver, make_console, print_line
 from headrace.report import draw_reward_plot, read_metrics, run_totals, write_report
 from headrace.run_tables import final_tables, render_text
@@ -167,6 +168,7 @@ def _run_loop(
     """Return the exit code of an interrupted run, and the loop's summary."""
     loop = load_loop()
     with (
+        LibraryLogs(run.library_log_path),
         ConsoleObserver(console, title=str(run.path), mode=recipe.logging.progress) as display,
         RunTrackers(recipe, run, observers) as others,
         InterruptFlag(display.notice, display.show_cursor) as interrupt,

@@ -91,6 +91,11 @@ def test_the_file_is_found_without_importing_its_package(site):
     assert "tiny_llama_weights" not in sys.modules
 
 
+def test_a_conversion_draws_no_progress_bars(site, tmp_path, capfd):
+    convert_gguf_package("tiny_llama_weights", tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_weights_are_the_unpacked_blocks_in_float32(converted):
     weights = load_file(converted / "model.safetensors")
     assert {w.dtype for w in weights.values()} == {torch.float32}

@@ -148,6 +148,7 @@ SAID = {
     "logging.trackio.project=x": ("", "logging.trackers=[trackio]"),
     "logging.trackio.name=x": ("", "logging.trackers=[trackio]"),
     "logging.trackio.space_id=x": ("", "logging.trackers=[trackio]"),
+    "logging.prometheus_address=0.0.0.0": ("", "logging.prometheus_port=0"),
     "logging.jsonl.path=x": ("", "logging.trackers=[jsonl]"),
     "warm_start.steps=9": ("", "warm_start.enabled=true"),
     "warm_start.batch_size=16": ("", "warm_start.enabled=true"),

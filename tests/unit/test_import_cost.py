@@ -34,6 +34,17 @@ def test_a_process_with_a_vllm_engine_needs_none_of_the_trainers_packages() -> N
     assert done.stdout.split() == []
 
 
+NESTED = """
+import torch, headrace.data_plane
+torch.nested.nested_tensor_from_jagged(torch.ones(3), torch.tensor([0, 1, 3]))
+"""
+
+
+def test_torch_says_nothing_of_tracing_where_the_data_plane_is_loaded() -> None:
+    done = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 def test_importing_the_data_plane_loads_no_heavy_package_and_takes_under_four_seconds() -> None:
     # Processor time, and the best of three: other processes may share the machine.
     results = [probe() for _ in range(3)]

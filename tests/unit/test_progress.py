@@ -53,7 +53,7 @@ def test_a_pipe_gets_plain_lines_and_few_of_them(tmp_path: Path) -> None:
     assert ESCAPE not in out
     assert "\r" not in out
     lines = out.splitlines()
-    assert lines[0] == "steps 1 to 30 (model toy, 0.1 M, device cpu)"
+    assert lines[0] == "steps 1 to 30 (model toy, 0.1 M · device cpu)"
     assert [line for line in lines if line.startswith("warm_start")] == [
         "warm_start: 40 steps",
         "warm_start 10/40, loss 1.104",

@@ -15,7 +15,7 @@ from headrace.utils.checkpoints import CheckpointManager
 from headrace.utils.run_state import Metrics, Progress, PromptsState, RunState
 from headrace.utils.timer import Timer
 
-VALIDATION, UPDATE_WEIGHTS = "validation", "update_weights"
+VALIDATION, UPDATE_WEIGHTS, CHECKPOINT = "validation", "update_weights", "checkpoint"
 IDLE_STEPS = 10
 """Steps in a row without anything to learn after which a run says so (all steps, of a shorter run)."""
 
@@ -64,6 +64,7 @@ class Loop:
         with self._guarded(step):
             started = time.perf_counter()
             result = self._run_step(step, timer)
+            self.observer.on_stage(step, UPDATE_WEIGHTS)
             with timer.time(UPDATE_WEIGHTS), self._watched(UPDATE_WEIGHTS, step):
                 self._update_weights(step)
             result.metrics[UPDATE_BYTES] = float(self.session.policy.sent_bytes)
@@ -166,7 +167,8 @@ class Loop:
         latest = self.checkpoints.latest()
         if latest and latest.step == self.progress.step:
             return
-        with self._saving.time("checkpoint"), self._watched("checkpoint", self.progress.step):
+        self.observer.on_stage(self.progress.step, CHECKPOINT)
+        with self._saving.time(CHECKPOINT), self._watched(CHECKPOINT, self.progress.step):
             save_checkpoint(self.session.policy, self.checkpoints, self.recipe, self.progress, self.prompts)
         info = self.checkpoints.latest()
         if info is not None:

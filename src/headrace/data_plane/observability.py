@@ -26,6 +26,9 @@ Status = Literal["ok", "error", "timeout"]
 
 _log = logging.getLogger("headrace.data_plane")
 
+listeners: "list[Callable[[DataPlaneEvent], None]]" = []
+"""Are told of each event that `print_event` gets in this process."""
+
 
 @dataclass(frozen=True)
 class DataPlaneEvent:
@@ -69,7 +72,9 @@ class Snapshot(TypedDict):
 
 
 def print_event(event: DataPlaneEvent) -> None:
-    """Log an event at level INFO, logger `headrace.data_plane`."""
+    """Log an event at level INFO, logger `headrace.data_plane`, and tell `listeners` of it."""
+    for listener in tuple(listeners):
+        listener(event)
     _log.info(
         "%s %s: %d rows, %d columns, %d bytes, %.3f ms, %s",
         event.op,

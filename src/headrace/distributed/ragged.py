@@ -8,6 +8,7 @@ offsets are on the CPU, and on floating dtypes gradients flow. A result may shar
 byte has to move. Lengths are checked on the CPU; make one RowLayout for columns that share their lengths.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -36,6 +37,10 @@ from headrace.errors import SchemaError
 _STREAMED_BYTES = 256 * 1024
 # From here on malloc takes a buffer fresh from the system each time, so that huge pages pay.
 _FRESH_BYTES = 32 * 1024 * 1024
+# torch's public constructor of nested tensors, here and elsewhere, says this once in each process.
+logging.getLogger("torch.fx._symbolic_trace").addFilter(
+    lambda record: not record.getMessage().startswith("is_fx_tracing will return")
+)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -309,7 +314,7 @@ def nested_from_ragged(
     if values.requires_grad:
         most = longest.shape[0] if host_offsets.is_cpu else None
         return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged_dim, max_seqlen=most)
-    # The public constructor logs a warning about tracing, once per process, and takes three times as long.
+    # The public constructor takes three times as long.
     nested = NestedTensor(values, offsets=offsets, _ragged_idx=ragged_dim)
     if host_offsets.is_cpu:
         # Not by the constructor, which imports torch's compiler then.

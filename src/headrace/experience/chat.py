@@ -175,6 +175,11 @@ def _text(tokenizer: ChatTokenizer, messages: Sequence[Message], *, opens_comple
             **getattr(tokenizer, _SWITCHES, {}),
         )
     except (TemplateError, ValueError) as error:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError(
+                "the tokenizer has no chat template, which turns messages into a prompt; name a tokenizer that has "
+                "one, such as that of the model's instruction-tuned version (policy.tokenizer.path)"
+            ) from error
         roles = ", ".join(m.role for m in messages)
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(

@@ -6,8 +6,10 @@ unpacked to float32 once; the directory is complete or absent, also when two pro
 
 import hashlib
 import importlib.util
+import io
 import shutil
 import uuid
+from contextlib import redirect_stderr
 from importlib import metadata
 from pathlib import Path
 
@@ -87,17 +89,19 @@ def _version(package: str, gguf_file: Path) -> str:
 def _convert(gguf_file: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": gguf_file.parent, "gguf_file": gguf_file.name}
     try:
-        # Without `dequantize` the model counts as quantized, and transformers refuses to save it.
-        model = AutoModelForCausalLM.from_pretrained(
-            **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-        )
-        tokenizer = AutoTokenizer.from_pretrained(**source)
+        # The converter's progress bar has no switch.
+        with redirect_stderr(io.StringIO()):
+            # Without `dequantize` the model counts as quantized, and transformers refuses to save it.
+            model = AutoModelForCausalLM.from_pretrained(
+                **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+            )
+            tokenizer = AutoTokenizer.from_pretrained(**source)
     except (ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ConfigError(
             f"{gguf_file}: transformers cannot read this file ({type(error).__name__}: {error}); "
             "name another package in policy.model.gguf_package"
         ) from error
-    with Saving(folder):
+    with Saving(folder), redirect_stderr(io.StringIO()):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 

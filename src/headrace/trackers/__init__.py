@@ -14,6 +14,8 @@ from headrace.progress import CompositeObserver
 from headrace.trackers.base import GuardedObserver, Tracker
 from headrace.trackers.jsonl import JsonlTracker
 from headrace.trackers.mlflow import MlflowTracker
+from headrace.trackers.opentelemetry import OpenTelemetryTracker
+from headrace.trackers.prometheus import PrometheusTracker
 from headrace.trackers.tensorboard import TensorBoardTracker
 from headrace.trackers.trackio import TrackioTracker
 from headrace.trackers.wandb import WandbTracker
@@ -22,6 +24,8 @@ from headrace.utils.run_directory import RunDirectory
 __all__ = [
     "JsonlTracker",
     "MlflowTracker",
+    "OpenTelemetryTracker",
+    "PrometheusTracker",
     "RunTrackers",
     "TensorBoardTracker",
     "Tracker",
@@ -38,7 +42,10 @@ class RunTrackers(CompositeObserver):
     """
 
     def __init__(self, recipe: RecipeConfig, run: RunDirectory, others: Sequence[RunObserver] = ()) -> None:
-        observers = [*(_MAKE[name](recipe.logging, run) for name in recipe.logging.trackers), *others]
+        made = [_MAKE[name](recipe.logging, run) for name in recipe.logging.trackers]
+        if recipe.logging.prometheus_port is not None:
+            made.append(_prometheus(recipe.logging, run))
+        observers = [*made, *others]
         for tracker in observers:
             if isinstance(tracker, Tracker):
                 tracker.settings = tracker.settings or recipe.model_dump(mode="json")
@@ -71,10 +78,16 @@ def _jsonl(logging: LoggingConfig, run: RunDirectory) -> Tracker:
     return JsonlTracker(logging.jsonl.path or run.path / "events.jsonl")
 
 
+def _prometheus(logging: LoggingConfig, run: RunDirectory) -> Tracker:
+    assert logging.prometheus_port is not None
+    return PrometheusTracker(logging.prometheus_port, address=logging.prometheus_address, run=run.name)
+
+
 _MAKE: dict[str, Callable[[LoggingConfig, RunDirectory], Tracker]] = {
     "tensorboard": lambda logging, run: TensorBoardTracker(run.tensorboard_dir),
     "wandb": _wandb,
     "mlflow": _mlflow,
     "trackio": _trackio,
     "jsonl": _jsonl,
+    "opentelemetry": lambda logging, run: OpenTelemetryTracker(run=run.name),
 }

@@ -229,6 +229,7 @@ EFFECTS: tuple[Effect, ...] = (
     _when(_SAMPLES, "logging", "tokens_of_samples"),
     _when(_SAMPLES & _above_0("logging.tokens_of_samples"), "logging", "tokens_per_sample"),
     _when(_DETAIL, "logging", "detail_mb"),
+    _when(_given("logging.prometheus_port"), "logging", "prometheus_address"),
     *(_when(_tracked(name), f"logging.{name}", keys) for name, keys in _TRACKERS.items()),
 )
 """When each key has an effect; a key that is not here always has one."""

@@ -7,6 +7,7 @@
     report.html, report.png, reward.png, compare.html     router_trace/   routes of every step
     detail.jsonl    the last steps from inside; detail.1.jsonl: those before them
     events.jsonl, wandb/  of these trackers       wandb.id, mlflow.id   the run's ids there
+    libraries.log   what libraries have warned of
 
 A marker file says that headrace made these; without it nothing is ever overwritten or removed.
 """
@@ -63,13 +64,21 @@ class RunDirectory:
         self.reference_dir = path / "reference"
         self.traces_dir = path / "router_trace"
         self.lock_path = path / _LOCK
+        self.library_log_path = path / "libraries.log"
         self._logs = (self.metrics_path, self.samples_path)
         self._details = (self.detail_path, self.older_detail_path)
         pictures = (self.report_path, self.html_path, self.compare_path, self.reward_plot_path)
         self._results = (self.summary_path, self.timings_path, *pictures)
         # Under which ids trackers know the run, and their own log of it.
         of_trackers = tuple(path / name for name in ("wandb.id", "mlflow.id", "events.jsonl"))
-        self._files = (self.config_path, *self._logs, *self._details, *self._results, *of_trackers)
+        self._files = (
+            self.config_path,
+            self.library_log_path,
+            *self._logs,
+            *self._details,
+            *self._results,
+            *of_trackers,
+        )
         # Folders, and what headrace writes in each.
         self._folders = {
             self.tensorboard_dir: "**/events.out.tfevents.*",
