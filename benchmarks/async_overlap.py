@@ -9,6 +9,7 @@ Wall-clock seconds, since two processes work.
 import tempfile
 import time
 from functools import partial
+from pathlib import Path
 
 from run import Bench, main
 
@@ -39,6 +40,7 @@ class Way:
             # So that samples take as long as scoring and training.
             "generation.max_new_tokens=16",
             f"async.enabled={str(is_async).lower()}",
+            f"data_plane.store_name={Path(folder).name}",
             *(_SMALL if quick else []),
         ]
         self.steps, self.timer, self.lags = steps, Timer(), list[float]()
