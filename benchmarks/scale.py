@@ -43,10 +43,11 @@ from headrace.data_plane import KVBatchMeta, pack_columns
 from headrace.data_plane.adapters.transfer_queue_index import (
     Call,
     Indexes,
+    calls,
     encoder,
     opened,
     operation_of,
-    reply_to,
+    reply_of,
     sealed,
 )
 from headrace.data_plane.preshard import shard_meta_for_dp
@@ -222,7 +223,7 @@ class Books:
         message = encoder.encode(arguments)
         request = sealed(SECRET, Call(OWNER, self._store, operation, Raw(message)))
         start = time.thread_time()
-        answer = reply_to(SECRET, request, self._indexes.run)
+        answer = sealed(SECRET, reply_of(opened(SECRET, request, calls), self._indexes.run))
         seconds = time.thread_time() - start
         if operation == "locate":
             self.answer_bytes_of_select = sum(map(len, answer))

@@ -184,7 +184,7 @@ COMPUTED_IMPORTS = {"__init__.py", "distributed/worker_groups/wire.py", "utils/t
 
 # Where a process answers another one and goes on, whatever the error, or looks at what may be broken: (file, function).
 BROAD_EXCEPTS = {
-    ("data_plane/adapters/transfer_queue_index.py", "reply_to"),
+    ("data_plane/adapters/transfer_queue_index.py", "reply_of"),
     ("distributed/collectives.py", "from_first_rank"),
     ("distributed/worker_groups/rank.py", "answers"),
     ("distributed/worker_groups/rank.py", "build"),

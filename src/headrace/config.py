@@ -79,7 +79,7 @@ class DataPlaneConfig(Section):
     startup_timeout_s: PositiveFloat = 180.0
     """Longest time that starting the store, or attaching to it, may take."""
     claim_meta_poll_interval_s: PositiveFloat = 0.05
-    """Seconds between two looks of a claim that waits for rows (transfer_queue). A run by recipe claims nothing."""
+    """Taken, and without effect: a claim that waits for rows is answered when they are there."""
     global_segment_size: PositiveInt = 2 * 1024**3
     """Bytes that one storage unit holds (mooncake_cpu)."""
     local_buffer_size: PositiveInt = 512 * 1024**2

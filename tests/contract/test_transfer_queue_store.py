@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,15 @@ from contract_batches import numbers, put_numbers, tokens, wire
 from headrace.data_plane import build_data_plane_client
 from headrace.data_plane.store.blocks import BlockError, pack
 from headrace.data_plane.store.columns import Put, chunk_of_leaf
-from headrace.errors import CapacityExceeded, ConfigError, DataPlaneError, SchemaError, TransportError
+from headrace.errors import (
+    CapacityExceeded,
+    ClaimExpired,
+    ClaimTimeout,
+    ConfigError,
+    DataPlaneError,
+    SchemaError,
+    TransportError,
+)
 from ray_session import MOONCAKE, SIMPLE, fresh_store
 
 pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
@@ -244,6 +253,41 @@ def test_objects_and_ragged_rows_lie_beside_each_other(client: Any) -> None:
     ],
     ids=["of another type", "too few", "not listed"],
 )
+def test_a_claim_that_waits_asks_the_index_once(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    ask = client._link.index.ask
+    monkeypatch.setattr(
+        client._link.index,
+        "ask",
+        lambda name, *given, **options: (asked.append(name), ask(name, *given, **options))[1],
+    )
+    client.register_partition("p", ["x"], 4, ["train"])
+    threading.Timer(0.5, put_numbers, (client, ["a"]), {"x": 0}).start()
+    assert client.claim_meta("p", "train", ["x"], 1, timeout_s=20).sample_ids == ["a"]
+    with pytest.raises(ClaimTimeout):
+        client.claim_meta("p", "train", ["x"], 1, timeout_s=0.5)
+    assert asked == ["register", "claim", "begin_put", "commit", "claim", "claim_timeout_text"]
+
+
+def test_a_put_whose_lease_runs_out_on_its_way_writes_nothing_and_leaves_no_block(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.register_partition("p", ["x"], 4, ["train"])
+    put_numbers(client, ["a"], x=0)
+    meta = client.claim_meta("p", "train", ["x"], 1, lease_s=60)
+    store, blocks = client._link.blocks.put, client.stored_blocks()
+
+    def slow(*given: Any) -> Any:
+        client.renew_claim(meta, 1e-9)
+        return store(*given)
+
+    monkeypatch.setattr(client._link.blocks, "put", slow)
+    with pytest.raises(ClaimExpired):
+        client.put_samples(["a"], "p", fields=wire(1, y=torch.ones(1)), claim=meta.extra_info["claim"])
+    assert list(client.partition_report("p").bytes_by_column) == ["x"]
+    assert becomes(blocks, client.stored_blocks)
+
+
 def test_an_unexpected_error_in_the_index_reaches_the_caller_and_the_index_goes_on(
     client: Any, operation: str, arguments: tuple[object, ...], says: str
 ) -> None:

@@ -17,10 +17,11 @@ from headrace.data_plane.adapters.transfer_queue_index import (
     Failed,
     Indexes,
     SampleIndex,
+    calls,
     encoder,
     opened,
     operation_of,
-    reply_to,
+    reply_of,
     sealed,
     wire_tags,
 )
@@ -255,7 +256,8 @@ def test_the_index_refuses_to_mix_forms() -> None:
 def ask(indexes: Indexes, operation: str, *arguments: object, store: str = "", owner: bytes = b"me") -> Any:
     """Return what a call returns that goes to the index and back as messages."""
     call = Call(owner, store, operation, Raw(encoder.encode(arguments)))
-    frames = reply_to(b"secret", sealed(b"secret", call), indexes.run)
+    call = opened(b"secret", sealed(b"secret", call), calls)
+    frames = sealed(b"secret", reply_of(call, indexes.run))
     reply = opened(b"secret", frames, operation_of(operation, store).reply)
     if isinstance(reply, Failed):
         raise getattr(errors, reply.kind)(reply.text)
@@ -319,7 +321,7 @@ def test_only_operations_that_are_listed_can_be_called(operation: str) -> None:
     store = ask(indexes, "open_store", b"me", "one", 4, "me")[0]
     for at in ("", store):
         call = Call(b"me", at, operation, Raw(encoder.encode(())))
-        frames = reply_to(b"secret", sealed(b"secret", call), indexes.run)
+        frames = sealed(b"secret", reply_of(call, indexes.run))
         reply = opened(b"secret", frames, operation_of("sample_ids", store).reply)
         assert reply == Failed("DataPlaneError", f"the index of a store has no operation '{operation}'")
 
@@ -380,7 +382,7 @@ def test_rows_that_a_block_does_not_have_are_those_of_another_block(ragged: bool
 
 def test_a_message_without_the_secret_is_not_read_and_a_failed_request_holds_nothing() -> None:
     pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
-    from headrace.data_plane.adapters.transfer_queue_cluster import Endpoint, IndexClient, IndexServer
+    from headrace.data_plane.adapters.transfer_queue_socket import Endpoint, IndexClient, IndexServer
     from headrace.distributed.ray_connection import Deadline
 
     def within(seconds: float) -> Deadline:

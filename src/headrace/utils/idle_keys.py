@@ -119,7 +119,7 @@ def _when_enabled(section: str, names: str) -> Effect:
 _STORE = _is("data_plane.enabled", None, True)
 _REMOTE_STORE = _is("data_plane.impl", "transfer_queue") & _STORE
 _MOONCAKE = _is("data_plane.backend", "mooncake_cpu") & _REMOTE_STORE
-_CLAIMS = Need("a trainer that claims rows; a run by recipe does not", lambda recipe: False)
+_POLLING = Need("a store that polls for rows, which none does", lambda recipe: False)
 _SAMPLES = _above_0("logging.samples_per_step")
 _DETAIL = _above_0("logging.detail_every")
 _FIXED = _is("policy.sequence_packing.enabled", False) & _is("policy.dynamic_batching.enabled", False)
@@ -168,7 +168,7 @@ EFFECTS: tuple[Effect, ...] = (
         "data_plane",
         "backend num_storage_units store_name ray_address timeout_s startup_timeout_s",
     ),
-    _when(_CLAIMS, "data_plane", "claim_meta_poll_interval_s"),
+    _when(_POLLING, "data_plane", "claim_meta_poll_interval_s"),
     _when(_MOONCAKE, "data_plane", "global_segment_size local_buffer_size mooncake_master_port"),
     _when_enabled("policy.sequence_packing", "algorithm train_mb_tokens logprob_mb_tokens microbatch_order"),
     _when_enabled("policy.dynamic_batching", "train_mb_tokens logprob_mb_tokens sequence_length_round"),

@@ -13,7 +13,6 @@ import itertools
 import logging
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -33,6 +32,7 @@ from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters import transfer_queue_cluster as cluster
 from headrace.data_plane.adapters import transfer_queue_mooncake as mooncake
 from headrace.data_plane.adapters.transfer_queue_index import Garbage, Located, StoreFacts, wire_tags
+from headrace.data_plane.adapters.transfer_queue_socket import IndexClient
 from headrace.data_plane.interfaces import KVBatchMeta, meta_of_checked
 from headrace.data_plane.store.blocks import (
     BlockError,
@@ -62,6 +62,8 @@ _KNOB, _ADDRESS_KNOB = "data_plane.timeout_s", "data_plane.ray_address"
 _FETCH_ATTEMPTS = 5
 # A put that has come to its time limit is given up by then on both sides.
 _LEASE_MARGIN_S = 5.0
+# How long the index holds a call that waits before it is asked again.
+_HOLD_S = 10.0
 # What a TransferQueue call may raise; lost blocks are told apart before.
 _FAULTS = (RuntimeError, ValueError, KeyError, TypeError, AssertionError, OSError, ZMQError, CancelledError)
 
@@ -213,7 +215,7 @@ class Link:
     """A process's connections to an engine: to its blocks, and to its index; and how many clients here use them."""
 
     blocks: Blocks
-    index: cluster.IndexClient
+    index: IndexClient
     users: int = 0
 
     @classmethod
@@ -223,7 +225,7 @@ class Link:
         with ExitStack() as undo:
             blocks = Blocks(connection, deadline)
             undo.callback(blocks.close)
-            asks = cluster.IndexClient(connection.index, [Part("the index of the store", index)], deadline)
+            asks = IndexClient(connection.index, [Part("the index of the store", index)], deadline)
             undo.pop_all()
         return cls(blocks, asks)
 
@@ -359,9 +361,12 @@ class TransferQueueDataPlaneClient(StoreClient):
 
     def _await(self, operation: str, *arguments: object, wait_s: float) -> Any:
         wait = Deadline(wait_s, "timeout_s")
-        while not (answer := self._ask(operation, *arguments, 0.0)) and not wait.is_over():
-            time.sleep(min(self._config.claim_meta_poll_interval_s, wait.left))
-        return answer
+        while True:
+            hold_s = min(wait.left, _HOLD_S) if wait_s > 0 else 0.0
+            deadline = Deadline(hold_s + self._config.timeout_s, _KNOB)
+            answer = self._ask(operation, *arguments, 0.0, deadline=deadline, wait_s=hold_s)
+            if answer or wait.is_over():
+                return answer
 
     def put_samples(
         self,
@@ -386,13 +391,10 @@ class TransferQueueDataPlaneClient(StoreClient):
         packed = pack(chunks if put.ids else {}, key, gives_rows=link.blocks.gives_rows)
         told = put._replace(tags=wire_tags(put.tags), claim=claim, producer=producer, once=once)
         asked = (link.index.owner, told, packed.columns, deadline.left + _LEASE_MARGIN_S)
-        facts, ticket = None, self._ask("begin_put", *asked, deadline=deadline)
-        if ticket is not None:
-            facts = self._commit(ticket, packed, deadline)
-        lengths, own_tags = (facts.sequence_lengths, facts.tags) if facts else ([], None)
-        return meta_of_checked(
-            partition_id, "", put.ids if facts else [], list(chunks), lengths, tags=own_tags
-        )
+        ticket = self._ask("begin_put", *asked, deadline=deadline)
+        facts = None if ticket is None else self._commit(ticket, packed, deadline)
+        ids, lengths, own_tags = (put.ids, facts.sequence_lengths, facts.tags) if facts else ([], [], None)
+        return meta_of_checked(partition_id, "", ids, list(chunks), lengths, tags=own_tags)
 
     def _commit(self, ticket: int, packed: PackedColumns, deadline: Deadline) -> RowFacts | None:
         """Store the blocks of a put that has begun, and return what the index says of its rows."""
@@ -470,14 +472,15 @@ class TransferQueueDataPlaneClient(StoreClient):
             raise DataPlaneError("this client is closed; build a new one with build_data_plane_client")
         return self._link
 
-    def _ask(self, operation: str, *arguments: object, deadline: Deadline | None = None) -> Any:
+    def _ask(
+        self, operation: str, *arguments: object, deadline: Deadline | None = None, wait_s: float = 0.0
+    ) -> Any:
         """Return what the store's index answers, and drop the blocks that it has done with."""
         link, deadline = self._open(), deadline or self._deadline()
         what = f"operation '{operation}' of store '{self._config.store_name}'"
         dropped, self._dropped = self._dropped, []
-        done = link.index.ask(
-            operation, *arguments, what=what, deadline=deadline, store=self._store, dropped=dropped
-        )
+        ask = partial(link.index.ask, what=what, deadline=deadline, store=self._store)
+        done = ask(operation, *arguments, dropped=dropped, wait_s=wait_s)
         garbage = done.garbage
         if garbage and operation == "clear":
             self._in_hand.add(garbage.ticket)

@@ -6,18 +6,15 @@ client that started it ends it.
 """
 
 import logging
-import math
 import secrets
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 import ray
 import zmq
@@ -30,34 +27,20 @@ from transfer_queue.storage.simple_storage import (
     StorageKeyNotFoundError,
     StorageUnitData,
 )
-from transfer_queue.utils.enum_utils import Role
 from transfer_queue.utils.zmq_utils import (
     STORAGE_MANAGER_IDENTITY_PREFIX,
     ZMQMessage,
     ZMQRequestType,
     ZMQServerInfo,
     ZMQSocketPool,
-    create_zmq_socket,
-    format_zmq_address,
 )
 
-from headrace import errors
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters import check_version
 from headrace.data_plane.adapters import transfer_queue_mooncake as mooncake
-from headrace.data_plane.adapters.transfer_queue_index import (
-    Call,
-    Done,
-    Failed,
-    Indexes,
-    UnsignedMessage,
-    encoder,
-    opened,
-    operation_of,
-    reply_to,
-    sealed,
-)
+from headrace.data_plane.adapters.transfer_queue_index import Indexes
 from headrace.data_plane.adapters.transfer_queue_mooncake import FIELD
+from headrace.data_plane.adapters.transfer_queue_socket import Endpoint, IndexServer, poll
 from headrace.data_plane.store.blocks import BlockError, BlockInfo, Frames, select_rows
 from headrace.data_plane.store.columns import Rows
 from headrace.distributed.ray_connection import NAMESPACE, Deadline, Part, answers, wait_for
@@ -71,22 +54,6 @@ STARTUP_KNOB = "data_plane.startup_timeout_s"
 _LASTING: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 15.0
-
-_SOCKET = "index"
-_BACKLOG = 4096
-# What tells that the node of a process is gone. ZeroMQ's own threads answer, so a process may be as busy as it likes.
-_HEARTBEAT_MS, _SILENCE_MS = 10_000, 30_000
-# An answer does not begin with an empty frame.
-_ARE_YOU_THERE = b""
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where the index listens, and the secret that it shares with its clients."""
-
-    address: str
-    port: int
-    secret: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -102,45 +69,6 @@ class Connection:
     unit_parts: list[Part]
 
 
-class IndexServer:
-    """Answers calls one after the other, in a thread of its own."""
-
-    def __init__(self, address: str, secret: bytes) -> None:
-        self._socket = create_zmq_socket(zmq.Context(), zmq.ROUTER, address)
-        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
-        # Sending to a process that is gone is an error; one that connects again takes its place.
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        port = self._socket.bind_to_random_port(format_zmq_address(address, 0).rpartition(":")[0])
-        self.endpoint = Endpoint(address, port, secret)
-
-    def start(self, run: Callable[[Call], Done[Any]]) -> None:
-        threading.Thread(target=self._serve, args=(run,), daemon=True, name="headrace-index").start()
-
-    def _serve(self, run: Callable[[Call], Done[Any]]) -> None:
-        while True:
-            identity, *frames = self._socket.recv_multipart()
-            try:
-                self._send([identity, *reply_to(self.endpoint.secret, frames, run)])
-            except UnsignedMessage as error:
-                _log.warning("dropped a request to the index: %s", error)
-
-    def is_alive(self, owner: bytes) -> bool:
-        """Return whether a client's lifeline stands; for what `start` is given, since it sends something."""
-        return self._send([owner, _ARE_YOU_THERE])
-
-    def _send(self, frames: list[bytes]) -> bool:
-        try:
-            self._socket.send_multipart(frames)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
-
-
 class IndexActor:
     """The indexes behind a socket of their node; runs as a Ray actor."""
 
@@ -149,7 +77,8 @@ class IndexActor:
 
     def serve(self) -> Endpoint:
         self._server = IndexServer(ray.util.get_node_ip_address(), secrets.token_bytes(32))
-        self._server.start(Indexes(self._server.is_alive).run)
+        indexes = Indexes(self._server.is_alive)
+        self._server.start(indexes.run, indexes.next_end_s)
         return self._server.endpoint
 
     def set_connection(self, connection: Connection) -> None:
@@ -158,68 +87,6 @@ class IndexActor:
     def connection(self) -> Connection | None:
         """Return how to reach TransferQueue; None: not yet."""
         return self._connection
-
-
-class IndexClient:
-    """A process's connection to the index; safe to use from several threads.
-
-    The process is alive for as long as a connection that it keeps open, its lifeline, stands: that ends with the
-    process, however it does. `owner` is what the index knows the process by.
-    """
-
-    def __init__(self, endpoint: Endpoint, parts: Sequence[Part], deadline: Deadline) -> None:
-        self._secret, self._parts = endpoint.secret, parts
-        ports = {_SOCKET: endpoint.port}
-        self._server = ZMQServerInfo(role=Role.CONTROLLER, id=_SOCKET, ip=endpoint.address, ports=ports)
-        self._context = zmq.Context()
-        self._pool = ZMQSocketPool(self._context, "headrace", _SOCKET)
-        self.owner = uuid.uuid4().hex.encode()
-        self._lifeline_lock = threading.Lock()
-        self._lifeline = create_zmq_socket(self._context, zmq.DEALER, endpoint.address, self.owner)
-        self._lifeline.connect(format_zmq_address(endpoint.address, endpoint.port))
-        with ExitStack() as undo:
-            undo.callback(self.close)
-            hello = Call(self.owner, "", "hello", msgspec.Raw(encoder.encode(())))
-            self._reply(self._lifeline, hello, "connecting to the index", deadline)
-            undo.pop_all()
-
-    def ask(
-        self,
-        operation: str,
-        *arguments: object,
-        what: str,
-        deadline: Deadline,
-        store: str = "",
-        dropped: Sequence[int] = (),
-    ) -> Done[Any]:
-        """Return what an operation of a store, or of the engine, returns, and blocks to drop."""
-        with self._lifeline_lock:
-            # What the server has asked, so that it does not pile up; that it came was the answer.
-            while self._lifeline.poll(0):
-                self._lifeline.recv_multipart()
-        call = Call(self.owner, store, operation, msgspec.Raw(encoder.encode(arguments)), list(dropped))
-        with self._pool.lease(self._server) as socket:
-            reply = self._reply(socket, call, what, deadline)
-        if isinstance(reply, Failed):
-            raise getattr(errors, reply.kind)(reply.text)
-        return reply
-
-    def _reply(self, socket: Any, call: Call, what: str, deadline: Deadline) -> Done[Any] | Failed:
-        socket.send_multipart(sealed(self._secret, call))
-        wait_for(partial(_poll, socket), self._parts, what, deadline)
-        reply = operation_of(call.operation, call.store).reply
-        received: Done[Any] | Failed = opened(self._secret, socket.recv_multipart(), reply)
-        return received
-
-    def close(self) -> None:
-        self._lifeline.close(linger=0)
-        self._pool.close()
-        self._context.destroy(linger=0)
-
-
-def _poll(socket: Any, seconds: float) -> bool:
-    # In whole milliseconds, rounded up: a poll must not end before its time.
-    return bool(socket.poll(math.ceil(1000 * seconds)))
 
 
 class BlockTable(StorageUnitData):  # type: ignore[misc]
@@ -309,7 +176,7 @@ class StorageUnits:
                 request = ZMQMessage.create(kind, _UNIT_CLIENT, body, self._units[unit].id)
                 sockets[unit].send_multipart(request.serialize(), copy=False)
             for unit, socket in sockets.items():
-                wait_for(partial(_poll, socket), self._parts, what, deadline)
+                wait_for(partial(poll, socket), self._parts, what, deadline)
                 message = ZMQMessage.deserialize(socket.recv_multipart(copy=False))
                 answered[unit] = message.body
                 if message.request_type != ZMQRequestType[f"{kind.name}_RESPONSE"]:

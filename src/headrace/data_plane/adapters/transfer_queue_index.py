@@ -13,6 +13,7 @@ import functools
 import hmac
 import itertools
 import logging
+import math
 import secrets
 import time
 import traceback
@@ -35,8 +36,8 @@ from headrace.errors import DataPlaneError, HeadraceError, SchemaError, Transpor
 
 _log = logging.getLogger(__name__)
 
-# How often processes that hold leases are looked for; and when a caller that has not dropped its garbage loses it.
-_LOOK_S, _DROP_S = 1.0, 60.0
+# How often processes that hold leases, or wait, are looked for; when a caller that has not dropped garbage loses it.
+LOOK_S, _DROP_S = 1.0, 60.0
 # The msgpack extension of an array of one dimension: its dtype in 4 bytes, then its elements.
 _EXT_NUMBERS = 16
 
@@ -166,7 +167,7 @@ class SampleIndex(SampleStore[BlockInfo]):
         """
         now, gone = time.monotonic(), set[bytes]()
         if self._leases and (at_once or now >= self._next_look):
-            self._next_look = now + _LOOK_S
+            self._next_look = now + LOOK_S
             gone = {o for o in {lease.owner for lease in self._leases.values()} if not self._is_alive(o)}
         self.give_back([t for t, lease in self._leases.items() if lease.ends <= now or lease.owner in gone])
         keys, self._garbage = self._garbage, []
@@ -183,7 +184,7 @@ class SampleIndex(SampleStore[BlockInfo]):
 class Call(msgspec.Struct, frozen=True, array_like=True):
     """A call of a client's process to its `store`, or, without one, to all stores of the engine.
 
-    `dropped` are tickets of garbage that is gone from TransferQueue.
+    `dropped` are tickets of garbage that is gone from TransferQueue. `wait_s`: see `IndexClient.ask`.
     """
 
     owner: bytes
@@ -191,6 +192,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     operation: str
     arguments: msgspec.Raw
     dropped: list[int] = []
+    wait_s: float = 0.0
 
 
 class Done(msgspec.Struct, Generic[Answer], frozen=True, array_like=True, tag=True):
@@ -240,6 +242,10 @@ class Indexes:
         if call.operation == "give_back":
             return Done(answer)
         return Done(answer, index.hand_out(call.owner, at_once=call.operation == "clear"))
+
+    def next_end_s(self) -> float:
+        """Return how long it is until the next lease of rows ends, in any store."""
+        return min((store.rows.next_end_s() for store in self._open.values()), default=math.inf)
 
     def hello(self) -> None:
         """Answer a new client."""
@@ -316,6 +322,17 @@ _OF_STORE = (
     *("claim_timeout_text", "has_room", "room", "renew", "release", "finish", "report"),
     *("is_consumed", "sample_ids", "stored_bytes", "give_back"),
 )
+# After these, no call that waits has to be run again.
+READS = (
+    "hello",
+    "begin_put",
+    "locate",
+    "shared_columns",
+    "room",
+    "is_consumed",
+    "sample_ids",
+    "stored_bytes",
+)
 
 
 @functools.cache
@@ -344,22 +361,16 @@ def opened(secret: bytes, frames: Sequence[bytes], decoder: msgspec.msgpack.Deco
     return decoder.decode(frames[1])
 
 
-def reply_to(secret: bytes, frames: Sequence[bytes], run: Callable[[Call], Done[Any]]) -> list[bytes]:
-    """Return the signed frames of what a call returns, or of the error that it ends with, whatever that is.
-
-    Raises:
-        UnsignedMessage: of the call.
-    """
+def reply_of(call: Call, run: Callable[[Call], Done[Any]]) -> Done[Any] | Failed:
+    """Return what a call returns, or the error that it ends with, whatever that is."""
     try:
-        return sealed(secret, run(opened(secret, frames, _calls)))
-    except UnsignedMessage:
-        raise
+        return run(call)
     except HeadraceError as error:
-        return sealed(secret, Failed(type(error).__name__, str(error)))
+        return Failed(type(error).__name__, str(error))
     except Exception as error:
         # As text: a handler that keeps its records must not keep the frames with what they hold.
         _log.warning("a request to the index failed\n%s", traceback.format_exc().rstrip())
-        return sealed(secret, Failed(DataPlaneError.__name__, f"{type(error).__name__}: {error}"))
+        return Failed(DataPlaneError.__name__, f"{type(error).__name__}: {error}")
 
 
 def wire_tags(tags: Sequence[Mapping[str, Any]] | None) -> Any:
@@ -395,7 +406,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
-_calls = _decoder(Call)
+calls = _decoder(Call)
 
 
 def _places(blocks: Sequence[BlockInfo], block_of: Rows, row_of: Rows) -> Places:
