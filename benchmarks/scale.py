@@ -47,7 +47,7 @@ from headrace.data_plane.adapters.transfer_queue_index import (
     encoder,
     opened,
     operation_of,
-    reply_of,
+    reply_to,
     sealed,
 )
 from headrace.data_plane.preshard import shard_meta_for_dp
@@ -223,7 +223,7 @@ class Books:
         message = encoder.encode(arguments)
         request = sealed(SECRET, Call(OWNER, self._store, operation, Raw(message)))
         start = time.thread_time()
-        answer = sealed(SECRET, reply_of(opened(SECRET, request, calls), self._indexes.run))
+        answer, _ = reply_to(SECRET, opened(SECRET, request, calls), self._indexes.run)
         seconds = time.thread_time() - start
         if operation == "locate":
             self.answer_bytes_of_select = sum(map(len, answer))

@@ -100,6 +100,13 @@ SUMMARY: tuple[tuple[str, str, str, Alternative | None], ...] = (
     ("... per short row", "local_store", "per_row.*", None),
     ("... an eighth, beyond 1.5 eighths of the time of all", "local_store", "eighth", None),
     (
+        "... a million rows put, claimed, cleared: last to first 100,000",
+        "million_rows",
+        "last_to_first.*",
+        None,
+    ),
+    ("... what Python holds after them, to after the first", "million_rows", "held.*", None),
+    (
         "`transfer_queue/simple`: put, to a raw jagged put",
         _TQ,
         "put_*_jagged",

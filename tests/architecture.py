@@ -100,11 +100,13 @@ ONLY_IN = {
         "headrace.data_plane.adapters.transfer_queue",
         "headrace.data_plane.adapters.transfer_queue_cluster",
         "headrace.data_plane.adapters.transfer_queue_mooncake",
+        "headrace.data_plane.adapters.transfer_queue_socket",
     ),
     "mooncake": ("headrace.data_plane.adapters.transfer_queue_mooncake",),
     "zmq": (
         "headrace.data_plane.adapters.transfer_queue",
         "headrace.data_plane.adapters.transfer_queue_cluster",
+        "headrace.data_plane.adapters.transfer_queue_socket",
     ),
     "vllm": ("headrace.models.generation.vllm",),
     "sglang": ("headrace.models.generation.sglang",),
@@ -184,7 +186,7 @@ COMPUTED_IMPORTS = {"__init__.py", "distributed/worker_groups/wire.py", "utils/t
 
 # Where a process answers another one and goes on, whatever the error, or looks at what may be broken: (file, function).
 BROAD_EXCEPTS = {
-    ("data_plane/adapters/transfer_queue_index.py", "reply_of"),
+    ("data_plane/adapters/transfer_queue_index.py", "reply_to"),
     ("distributed/collectives.py", "from_first_rank"),
     ("distributed/worker_groups/rank.py", "answers"),
     ("distributed/worker_groups/rank.py", "build"),

@@ -162,11 +162,14 @@ def test_a_waiting_claim_gets_what_a_lease_gives_back(client: DataPlaneClient, e
     register(client, "train")
     put_numbers(client, ["a"], x=0)
     meta = lease(client, 1, 60 if ends == "released" else 0.2)
+    timer = threading.Timer(0.1, client.release_claim, (meta,))
     if ends == "released":
-        threading.Timer(0.1, client.release_claim, (meta,)).start()
+        timer.start()
     got = client.claim_meta("p", "train", ["x"], 1, timeout_s=10)
     assert got is not None
     assert got.sample_ids == ["a"]
+    if ends == "released":
+        timer.join()
 
 
 def test_the_freshest_groups_come_newest_first(client: DataPlaneClient) -> None:
@@ -257,8 +260,10 @@ def test_a_producer_waits_for_room(client: DataPlaneClient) -> None:
     client.wait_for_room("p", 1, 0)
     with pytest.raises(ClaimTimeout, match="'p' has room for 1 samples, and 2 were to come"):
         client.wait_for_room("p", 2, timeout_s=0.01)
-    threading.Timer(0.1, client.clear_samples, (["a"], "p")).start()
+    timer = threading.Timer(0.1, client.clear_samples, (["a"], "p"))
+    timer.start()
     client.wait_for_room("p", 2, timeout_s=10)
+    timer.join()
     with pytest.raises(DataPlaneError, match="it holds at most num_samples=4"):
         client.wait_for_room("p", 5, timeout_s=10)
     with pytest.raises(DataPlaneError, match="unknown partition 'q'"):

@@ -262,8 +262,10 @@ def test_a_claim_that_waits_asks_the_index_once(client: Any, monkeypatch: pytest
         lambda name, *given, **options: (asked.append(name), ask(name, *given, **options))[1],
     )
     client.register_partition("p", ["x"], 4, ["train"])
-    threading.Timer(0.5, put_numbers, (client, ["a"]), {"x": 0}).start()
+    timer = threading.Timer(0.5, put_numbers, (client, ["a"]), {"x": 0})
+    timer.start()
     assert client.claim_meta("p", "train", ["x"], 1, timeout_s=20).sample_ids == ["a"]
+    timer.join()
     with pytest.raises(ClaimTimeout):
         client.claim_meta("p", "train", ["x"], 1, timeout_s=0.5)
     assert asked == ["register", "claim", "begin_put", "commit", "claim", "claim_timeout_text"]

@@ -1,5 +1,7 @@
 """Claims under random schedules, against books that keep a state per group and look at all of them each time."""
 
+import threading
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -212,3 +214,28 @@ def test_no_row_has_two_holders_and_none_is_lost_whatever_the_schedule(
     monkeypatch.setattr(partition, "_FEW_SLOTS", 4)
     Schedule.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
     Schedule.TestCase("runTest").runTest()
+
+
+@pytest.mark.parametrize("rows_come", [True, False])
+def test_a_wait_looks_at_nothing_until_something_changes(rows_come: bool) -> None:
+    """Also while a lease of another partition, which nobody asks for, has run out."""
+    looks = 0
+
+    def clock() -> float:
+        nonlocal looks
+        looks += 1
+        return time.monotonic()
+
+    store = SampleStore[Chunk](ROWS, clock)
+    for name in ("p", "q"):
+        store.register(Registration(name, 4, ("train",)))
+        store.put(Put(name, ["a"], None, {}), {})
+        lease_s = 60.0 if name == "p" else 1e-9
+        assert store.claim(ClaimRequest(name, "train", [], 1, lease_s=lease_s)) is not None
+    looks = 0
+    if rows_come:
+        threading.Timer(0.2, store.put, (Put("p", ["b"], None, {}), {})).start()
+        assert store.claim(ClaimRequest("p", "train", [], 1), 10.0) is not None
+    else:
+        assert not store.has_room("p", 4, 0.2)
+    assert looks < 20

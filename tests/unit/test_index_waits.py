@@ -6,14 +6,17 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
-from headrace.data_plane.adapters.transfer_queue_index import Indexes
+from headrace.data_plane.adapters.transfer_queue_index import Indexes, sealed
 from headrace.data_plane.store.claims import ClaimRequest, Registration
 from headrace.data_plane.store.columns import Put
 from headrace.errors import DataPlaneError
 
 pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
+
+import zmq
 
 from headrace.data_plane.adapters import transfer_queue_socket as socket
 from headrace.distributed.ray_connection import Deadline
@@ -71,7 +74,7 @@ def waiting(client: Client, rows: int, wait_s: float) -> "tuple[threading.Thread
     def work() -> None:
         try:
             got.append(client.claim(rows, wait_s))
-        except DataPlaneError as error:
+        except (DataPlaneError, zmq.ZMQError) as error:
             got.append(str(error))
 
     thread = threading.Thread(target=work, daemon=True)
@@ -138,10 +141,28 @@ def test_a_client_that_is_gone_takes_nothing(
     client.put("a")
     assert client.claim(1) == ["a"]
     assert thread.is_alive()
+    gone.connection.close()
+    thread.join(5)
 
 
 def test_a_producer_is_held_until_rows_are_cleared(server: socket.IndexServer, client: Client) -> None:
     client.put(*"abcdefgh")
     assert client.ask("has_room", "p", 1, 0.0) is False
-    threading.Timer(0.1, client.ask, ("clear", "p", ["a"], None)).start()
+    timer = threading.Timer(0.1, client.ask, ("clear", "p", ["a"], None))
+    timer.start()
     assert client.ask("has_room", "p", 1, 0.0, wait_s=30) is True
+    timer.join()
+
+
+def test_a_message_that_cannot_be_read_is_answered_and_the_index_goes_on(
+    server: socket.IndexServer, client: Client
+) -> None:
+    class Other(msgspec.Struct, array_like=True):
+        owner: int
+
+    link = client.connection._lifeline
+    link.send_multipart(sealed(b"secret", Other(5)))  # type: ignore[arg-type]
+    assert link.poll(5000)
+    body = link.recv_multipart()[1]
+    assert b"a request that the index cannot read" in body
+    assert client.ask("sample_ids") == {"p": []}

@@ -21,7 +21,7 @@ from headrace.data_plane.adapters.transfer_queue_index import (
     encoder,
     opened,
     operation_of,
-    reply_of,
+    reply_to,
     sealed,
     wire_tags,
 )
@@ -257,7 +257,7 @@ def ask(indexes: Indexes, operation: str, *arguments: object, store: str = "", o
     """Return what a call returns that goes to the index and back as messages."""
     call = Call(owner, store, operation, Raw(encoder.encode(arguments)))
     call = opened(b"secret", sealed(b"secret", call), calls)
-    frames = sealed(b"secret", reply_of(call, indexes.run))
+    frames, _ = reply_to(b"secret", call, indexes.run)
     reply = opened(b"secret", frames, operation_of(operation, store).reply)
     if isinstance(reply, Failed):
         raise getattr(errors, reply.kind)(reply.text)
@@ -321,7 +321,7 @@ def test_only_operations_that_are_listed_can_be_called(operation: str) -> None:
     store = ask(indexes, "open_store", b"me", "one", 4, "me")[0]
     for at in ("", store):
         call = Call(b"me", at, operation, Raw(encoder.encode(())))
-        frames = sealed(b"secret", reply_of(call, indexes.run))
+        frames, _ = reply_to(b"secret", call, indexes.run)
         reply = opened(b"secret", frames, operation_of("sample_ids", store).reply)
         assert reply == Failed("DataPlaneError", f"the index of a store has no operation '{operation}'")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from headrace.data_plane.claim_terms import TagRule, TaskReport
 from headrace.data_plane.codec import nest
 from headrace.data_plane.store.claims import ClaimRequest, Registration
 from headrace.data_plane.store.columns import Chunk, Put, chunk_of_leaf
@@ -96,3 +97,39 @@ def test_a_claim_costs_what_it_hands_out(group_size: int) -> None:
 
     small, large = claims(4096), claims(262_144)
     assert large < 5 * small, f"{small * 1e6:.0f} us of 4,096 rows, {large * 1e6:.0f} us of 262,144"
+
+
+def test_rows_that_come_and_go_leave_a_store_as_fast_and_as_small_as_it_was() -> None:
+    store = SampleStore[Chunk](2048)
+    store.register(registration("p", 2048, 8))
+    rules = [TagRule("v", at_least=0)]
+    made = 0
+
+    def produce() -> None:
+        nonlocal made
+        ids = [f"{row // 8}_g{row % 8}" for row in range(made, made + 128)]
+        store.put(Put("p", ids, [{"v": 1}] * 128, {}, producer="me"), {})
+        made += 128
+
+    def round_s() -> float:
+        start = time.thread_time()
+        produce()
+        facts = store.claim(ClaimRequest("p", "train", [], 128, lease_s=60, where=rules))
+        assert facts is not None
+        store.put(Put("p", facts.sample_ids, None, {}, claim=facts.claim), {})
+        store.clear("p", facts.sample_ids, facts.claim)
+        return time.thread_time() - start
+
+    for _ in range(8):
+        produce()
+    tracemalloc.start()
+    early = [round_s() for _ in range(16)]
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in range(60):
+        round_s()
+    late = [round_s() for _ in range(16)]
+    after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert min(late) < 1.3 * min(early)
+    assert after < 1.1 * before
+    assert store.report("p", 0).tasks["train"] == TaskReport(made - 1024, 0, made - 1024, 1024)

@@ -55,10 +55,10 @@ class TagRule:
             return False
         if self.at_least is self.at_most is self.min_spread is None:
             return True
-        other = next((value for value in values if not isinstance(value, Real)), None)
-        if other is not None or None in values:
+        others = [value for value in values if not isinstance(value, Real)]
+        if others:
             raise SchemaError(
-                f"tag '{self.name}' is {other!r} in a row; a claim compares it, so it has to be a number"
+                f"tag '{self.name}' is {others[0]!r} in a row; a claim compares it, so it has to be a number"
             )
         if any(isnan(value) for value in values):
             return False

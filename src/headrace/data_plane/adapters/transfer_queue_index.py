@@ -324,14 +324,8 @@ _OF_STORE = (
 )
 # After these, no call that waits has to be run again.
 READS = (
-    "hello",
-    "begin_put",
-    "locate",
-    "shared_columns",
-    "room",
-    "is_consumed",
-    "sample_ids",
-    "stored_bytes",
+    *("hello", "begin_put", "locate", "shared_columns", "has_room", "room", "is_consumed"),
+    *("report", "claim_timeout_text", "sample_ids", "stored_bytes"),
 )
 
 
@@ -361,16 +355,20 @@ def opened(secret: bytes, frames: Sequence[bytes], decoder: msgspec.msgpack.Deco
     return decoder.decode(frames[1])
 
 
-def reply_of(call: Call, run: Callable[[Call], Done[Any]]) -> Done[Any] | Failed:
-    """Return what a call returns, or the error that it ends with, whatever that is."""
+def reply_to(
+    secret: bytes, call: Call, run: Callable[[Call], Done[Any]]
+) -> tuple[list[bytes], Done[Any] | None]:
+    """Return the signed frames of what a call returns, and that; or of the error that it ends with, whatever it is."""
     try:
-        return run(call)
+        done = run(call)
+        return sealed(secret, done), done
     except HeadraceError as error:
-        return Failed(type(error).__name__, str(error))
+        failed = Failed(type(error).__name__, str(error))
     except Exception as error:
         # As text: a handler that keeps its records must not keep the frames with what they hold.
         _log.warning("a request to the index failed\n%s", traceback.format_exc().rstrip())
-        return Failed(DataPlaneError.__name__, f"{type(error).__name__}: {error}")
+        failed = Failed(DataPlaneError.__name__, f"{type(error).__name__}: {error}")
+    return sealed(secret, failed), None
 
 
 def wire_tags(tags: Sequence[Mapping[str, Any]] | None) -> Any:

@@ -33,7 +33,7 @@ from headrace.data_plane.adapters.transfer_queue_index import (
     encoder,
     opened,
     operation_of,
-    reply_of,
+    reply_to,
     sealed,
 )
 from headrace.distributed.ray_connection import Deadline, Part, wait_for
@@ -112,15 +112,19 @@ class IndexServer:
         except UnsignedMessage as error:
             _log.warning("dropped a request to the index: %s", error)
             return None
+        except msgspec.MsgspecError as error:
+            failed = Failed("DataPlaneError", f"a request that the index cannot read: {error}")
+            self._send([identity, *sealed(self.endpoint.secret, failed)])
+            return None
         return _Held(identity, call, time.monotonic() + call.wait_s)
 
     def _is_answered(self, waiting: "_Held", run: Callable[[Call], Done[Any]]) -> bool:
-        reply = reply_of(waiting.call, run)
-        # Garbage has to reach the client, which asks again.
+        frames, done = reply_to(self.endpoint.secret, waiting.call, run)
         is_early = time.monotonic() < waiting.until
-        if is_early and isinstance(reply, Done) and not reply.answer and reply.garbage is None:
+        # Garbage has to reach the client, which asks again.
+        if is_early and done is not None and not done.answer and done.garbage is None:
             return False
-        self._send([waiting.identity, *sealed(self.endpoint.secret, reply)])
+        self._send([waiting.identity, *frames])
         return True
 
     def is_alive(self, owner: bytes) -> bool:

@@ -318,7 +318,7 @@ class Partition(Generic[Block]):
 
     def next_end_s(self) -> float:
         """Return how long it is until a lease runs out; infinite if there is none."""
-        return self._claims.next_end_s()
+        return self.claims.next_end_s()
 
     def claim(self, request: ClaimRequest) -> tuple[list[str], Slots, str | None] | None:
         """Take the next samples for a task; raises what `Claims.claim` raises."""

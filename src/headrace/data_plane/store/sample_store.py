@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from headrace.data_plane.claim_terms import PartitionReport
 from headrace.data_plane.store.claims import ClaimRequest, Clock, Registration, claim_expired
 from headrace.data_plane.store.columns import Block, Columns, Put, Selection, Slots, shown
@@ -132,7 +134,7 @@ class SampleStore(Generic[Block]):
         with self._changed:
             self._check_open()
             if claim is not None:
-                self._claimed(partition_id, claim)
+                self._claimed(partition_id, claim).claims.check_in_force(claim, np.empty(0, np.int64), ())
             partition = self._partitions.get(partition_id)
             if partition is None:
                 return []
