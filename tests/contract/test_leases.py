@@ -317,11 +317,9 @@ def test_a_report_says_what_is_left_and_who_wrote_it(client: DataPlaneClient) ->
     meta = lease(client, 4, 60, holder="trainer 0")
     client.finish_claim(lease(client, 2))
     report = client.partition_report("p", limit=3)
-    assert (report.rows, report.rows_by_column, report.bytes_by_column) == (
-        7,
-        {"x": 7, "y": 1},
-        {"x": 28, "y": 8},
-    )
+    assert (report.rows, report.rows_by_column) == (7, {"x": 7, "y": 1})
+    assert report.bytes_by_column["x"] >= 28
+    assert sum(report.bytes_by_column.values()) == client.stored_bytes("p")
     assert report.rows_by_producer == {"one": 2, "two": 3}
     assert {task: (t.claimed, t.leased, t.finished, t.ready) for task, t in report.tasks.items()} == {
         "train": (6, 4, 2, 0),

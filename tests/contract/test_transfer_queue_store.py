@@ -244,15 +244,6 @@ def test_objects_and_ragged_rows_lie_beside_each_other(client: Any) -> None:
     assert [row.tolist() for row in got.unbind()] == [[1, 2, 3], []]
 
 
-@pytest.mark.parametrize(
-    ("operation", "arguments", "says"),
-    [
-        ("locate", ("p", 5, []), "ValidationError: Expected `array`, got `int`"),
-        ("clear", ("p",), "ValidationError: Expected `array` of length 2"),
-        ("hand_out", (b"me",), "has no operation 'hand_out'"),
-    ],
-    ids=["of another type", "too few", "not listed"],
-)
 def test_a_claim_that_waits_asks_the_index_once(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     ask = client._link.index.ask
@@ -290,6 +281,15 @@ def test_a_put_whose_lease_runs_out_on_its_way_writes_nothing_and_leaves_no_bloc
     assert becomes(blocks, client.stored_blocks)
 
 
+@pytest.mark.parametrize(
+    ("operation", "arguments", "says"),
+    [
+        ("locate", ("p", 5, []), "ValidationError: Expected `array`, got `int`"),
+        ("clear", ("p",), "ValidationError: Expected `array` of length 3"),
+        ("hand_out", (b"me",), "has no operation 'hand_out'"),
+    ],
+    ids=["of another type", "too few", "not listed"],
+)
 def test_an_unexpected_error_in_the_index_reaches_the_caller_and_the_index_goes_on(
     client: Any, operation: str, arguments: tuple[object, ...], says: str
 ) -> None:

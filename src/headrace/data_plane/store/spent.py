@@ -9,23 +9,31 @@ _FEW = 4096
 
 
 class SpentIds:
-    """A set of ids by their hashes of 64 bits; of 370,000 sets of ten million ids, one takes two for the same."""
+    """A set of ids by their hashes of 64 bits; of 370,000 sets of ten million ids, one takes two for the same.
+
+    The hashes lie in sorted runs, each more than twice as long as the next; so an id is merged, and looked for, about
+    as often as the set has doubled.
+    """
 
     def __init__(self) -> None:
-        self._sorted = np.empty(0, np.int64)
+        self._runs: list[NDArray[np.int64]] = []
         self._new: set[int] = set()
 
     def add(self, ids: Sequence[str]) -> None:
         self._new.update(map(hash, ids))
-        if len(self._new) > _FEW + len(self._sorted) // 8:
-            self._sorted = np.union1d(self._sorted, np.fromiter(self._new, np.int64, len(self._new)))
-            self._new.clear()
+        if len(self._new) < _FEW:
+            return
+        run = np.sort(np.fromiter(self._new, np.int64, len(self._new)))
+        self._new.clear()
+        while self._runs and len(self._runs[-1]) <= 2 * len(run):
+            run = np.sort(np.concatenate([self._runs.pop(), run]), kind="stable")
+        self._runs.append(run)
 
     def has(self, ids: Sequence[str]) -> NDArray[np.bool_]:
         """Return which of some ids are in it."""
         hashes = np.fromiter(map(hash, ids), np.int64, len(ids))
         found: NDArray[np.bool_] = np.array([number in self._new for number in hashes.tolist()], bool)
-        if len(self._sorted):
-            at = np.searchsorted(self._sorted, hashes)
-            found |= self._sorted[np.minimum(at, len(self._sorted) - 1)] == hashes
+        for run in self._runs:
+            at = np.searchsorted(run, hashes)
+            found |= run[np.minimum(at, len(run) - 1)] == hashes
         return found
