@@ -38,6 +38,18 @@ def test_a_start_trains_at_once_from_the_wheel_and_its_reward_counts(
     assert last["reward/letters"] == pytest.approx(last["reward/mean"])
 
 
+@pytest.mark.slow
+def test_the_start_learns_as_its_comment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli("init", "mine").exit_code == 0
+    monkeypatch.chdir("mine")
+    assert cli("train", "recipe.yaml", "logging.trackers=[]").exit_code == 0
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    rewards = [line["validation/sampled_reward"] for line in lines if line["kind"] == "validation"]
+    assert rewards[0] < 0.6
+    assert rewards[-1] > 0.8
+
+
 def test_the_start_fits_the_schema_that_it_names(tmp_path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="comes with headrace[ray]")
     assert cli("init", tmp_path / "mine").exit_code == 0
