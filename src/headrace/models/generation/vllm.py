@@ -19,7 +19,7 @@ import torch
 from headrace.errors import ConfigError, GenerationError
 from headrace.models.generation.engine import Completions, EngineSpec, Request
 from headrace.models.generation.interfaces import SamplingParams
-from headrace.models.generation.weights import NamedTensors
+from headrace.models.generation.weight_buckets import NamedTensors
 from headrace.utils.seeding import derive_seed
 
 _COUNTERS = {
