@@ -17,6 +17,7 @@ LAYERS = {
     "headrace.config_env": 0,
     "headrace.config_generation": 0,
     "headrace.config_grpo": 0,
+    "headrace.config_journal": 0,
     "headrace.config_logging": 0,
     "headrace.config_policy": 0,
     "headrace.utils": 0,

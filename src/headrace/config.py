@@ -34,6 +34,7 @@ from headrace.config_grpo import AdvantageConfig as AdvantageConfig
 from headrace.config_grpo import GRPOConfig as GRPOConfig
 from headrace.config_grpo import LossConfig as LossConfig
 from headrace.config_grpo import RewardConfig as RewardConfig
+from headrace.config_journal import JournalConfig as JournalConfig
 from headrace.config_logging import LoggingConfig as LoggingConfig
 from headrace.config_policy import LoraConfig as LoraConfig
 from headrace.config_policy import ModelConfig as ModelConfig
@@ -87,6 +88,7 @@ class DataPlaneConfig(Section):
     mooncake_master_port: PositiveInt | None = None
     """Port of the Mooncake master; None: a free one."""
     observability: ObservabilityConfig = ObservabilityConfig()
+    journal: JournalConfig = JournalConfig()
 
 
 class VLLMConfig(Section):

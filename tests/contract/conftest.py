@@ -1,6 +1,7 @@
 """The contract of DataPlaneClient, held by every store. A new adapter joins by one line in STORES."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,22 @@ STORES: dict[str, dict[str, Any]] = {
 ENGINES = {"transfer_queue-simple": "transfer_queue_engine", "transfer_queue-mooncake": "mooncake_engine"}
 
 
-@pytest.fixture(params=[f"{store}{wrapper}" for store in STORES for wrapper in ("", "-metrics")])
-def config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The config of one kind of store, by itself or behind the metrics wrapper."""
+JOURNALED = "local-journal"
+
+
+@pytest.fixture(
+    params=[*(f"{store}{wrapper}" for store in STORES for wrapper in ("", "-metrics")), JOURNALED]
+)
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """The config of one kind of store, by itself or behind the metrics wrapper, or with a journal."""
+    if request.param == JOURNALED:
+        journal = {
+            "enabled": True,
+            "folder": str(tmp_path / "journal"),
+            "segment_bytes": 200_000,
+            "fsync": "never",
+        }
+        return {**fresh_store(STORES["local"]), "journal": journal}
     name = request.param.removesuffix("-metrics")
     observed = {"observability": {"enabled": name != request.param}}
     if name in ENGINES:

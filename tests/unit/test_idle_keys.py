@@ -26,6 +26,7 @@ env: {kind: reasoning_gym, task: spell_backward}
 PACKED = "policy.sequence_packing.enabled=true policy.train_micro_batch_size=8"
 DYNAMIC = "policy.dynamic_batching.enabled=true policy.train_micro_batch_size=8"
 REMOTE = "data_plane.impl=transfer_queue"
+JOURNAL = "data_plane.journal.enabled=true"
 MOONCAKE = f"{REMOTE} data_plane.backend=mooncake_cpu"
 DATASET = "env.kind=dataset env.path=x.csv"
 ASYNC = "async.enabled=true loss.importance_correction=tis"
@@ -36,6 +37,11 @@ SAID = {
     "data_plane.impl=transfer_queue": ("data_plane.enabled=false", ""),
     "data_plane.storage_capacity=99": ("data_plane.enabled=false", ""),
     "data_plane.observability.enabled=true": ("data_plane.enabled=false", ""),
+    "data_plane.journal.enabled=true": ("data_plane.enabled=false", ""),
+    "data_plane.journal.folder=j": ("", JOURNAL),
+    "data_plane.journal.segment_bytes=99": ("", JOURNAL),
+    "data_plane.journal.max_bytes=999999999999": ("", JOURNAL),
+    "data_plane.journal.fsync=never": ("", JOURNAL),
     "data_plane.backend=mooncake_cpu": ("", REMOTE),
     "data_plane.num_storage_units=2": ("", REMOTE),
     "data_plane.store_name=mine": ("", REMOTE),

@@ -9,6 +9,8 @@ from headrace.algorithms.mismatch_guard import MismatchGuard
 from headrace.algorithms.observer import UPDATE_BYTES, RunObserver, StepRecord
 from headrace.algorithms.updates import idle_reason
 from headrace.config import RecipeConfig
+from headrace.data_plane.interfaces import DataPlaneClient
+from headrace.data_plane.journal.client import journal_position, keep_since
 from headrace.errors import ConfigError
 from headrace.models.policy.lm_policy import Policy
 from headrace.utils.checkpoints import CheckpointManager
@@ -188,9 +190,18 @@ def save_checkpoint(
     progress: Progress,
     prompts: PromptsState,
 ) -> None:
-    """Write the policy and the state of the run as one checkpoint, whole or not at all."""
+    """Write the policy and the state of the run as one checkpoint, whole or not at all.
+
+    The state has the position of the store's journal, which then keeps what a restore of it needs.
+    """
+    client: DataPlaneClient | None = getattr(policy, "dp_client", None)
+    position = None if client is None else journal_position(client)
     with checkpoints.writing(progress.step) as draft:
         policy.save_checkpoint(draft / "policy", with_optimizer=recipe.checkpointing.save_optimizer)
     metrics = progress.last_validation if progress.last_validation_step == progress.step else {}
-    state = RunState(progress=progress, prompts=prompts, recipe=recipe.model_dump(mode="json"))
+    state = RunState(
+        progress=progress, prompts=prompts, recipe=recipe.model_dump(mode="json"), journal=position
+    )
     checkpoints.commit(progress.step, metrics, state.model_dump())
+    if client is not None and position is not None:
+        keep_since(client, position)

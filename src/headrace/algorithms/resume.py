@@ -8,6 +8,8 @@ from pathlib import Path
 from headrace.algorithms.grpo import Session
 from headrace.algorithms.warm_start import warm_start_optimizer
 from headrace.config import RecipeConfig
+from headrace.data_plane.journal.client import journal_of
+from headrace.data_plane.journal.restore import restore as restore_rows
 from headrace.environments.interfaces import Environment
 from headrace.errors import ConfigError
 from headrace.models.policy.lm_policy import Policy
@@ -31,8 +33,17 @@ def prompts_state(environment: Environment) -> PromptsState:
 
 
 def restore(session: Session, checkpoints: CheckpointManager, reference_dir: Path) -> Progress:
-    """Load the newest checkpoint into a session that was just built; without one, a fresh progress."""
+    """Load the newest checkpoint into a session that was just built; without one, a fresh progress.
+
+    The store has the rows that it had when the checkpoint was written, if its journal can say.
+    """
     latest = checkpoints.latest()
+    state = None if latest is None else read_state(latest)
+    client = getattr(session.policy, "dp_client", None)
+    if client is not None and (journal := journal_of(client)) is not None:
+        report = restore_rows(client, journal.folder, {} if state is None else state.journal or {})
+        if report.total:
+            logger.warning("%s: %d rows are in the store again", journal.folder, report.total)
     return Progress.at_start() if latest is None else restore_from(session, latest, reference_dir)
 
 

@@ -37,6 +37,7 @@ from headrace.models.policy.lm_policy import Policy
 from headrace.models.policy.tq_policy import TQPolicy, launcher_for
 from headrace.utils.algorithm_presets import describe_preset
 from headrace.utils.checkpoints import CheckpointManager
+from headrace.utils.paths import user_path
 from headrace.utils.run_directory import RunDirectory
 from headrace.utils.run_state import Metrics, Progress, read_state
 from headrace.utils.seeding import derive_seed
@@ -154,14 +155,19 @@ def _build_policy(recipe: RecipeConfig, tokenizer: Any, in_actor: bool) -> Polic
     }
     if not recipe.uses_store:
         return Policy(recipe.policy, recipe.generation, **common)
-    return TQPolicy(recipe.policy, recipe.generation, dp_cfg=_observed(recipe.data_plane), **common)
+    return TQPolicy(recipe.policy, recipe.generation, dp_cfg=_of_run(recipe), **common)
 
 
-def _observed(cfg: DataPlaneConfig) -> DataPlaneConfig:
-    """A run counts bytes by column, unless the recipe says no."""
-    if cfg.observability.enabled is not None:
-        return cfg
-    return cfg.model_copy(update={"observability": ObservabilityConfig(enabled=True)})
+def _of_run(recipe: RecipeConfig) -> DataPlaneConfig:
+    """A run counts bytes by column and has its journal in its directory, unless the recipe says otherwise."""
+    cfg, changes = recipe.data_plane, dict[str, Any]()
+    if cfg.observability.enabled is None:
+        changes["observability"] = ObservabilityConfig(enabled=True)
+    if cfg.journal.enabled:
+        folder = cfg.journal.folder or RunDirectory(user_path(recipe.run_dir, "run_dir")).journal_dir
+        # Rollouts and workers may have another working directory.
+        changes["journal"] = cfg.journal.model_copy(update={"folder": str(Path(folder).absolute())})
+    return cfg.model_copy(update=changes)
 
 
 def train(recipe: RecipeConfig, run_dir: Path, observer: RunObserver, stopper: Stopper) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from headrace.data_plane.interfaces import (
     PartitionReport,
     TagRule,
 )
+from headrace.data_plane.journal.client import JournalDataPlaneClient, journal_of
+from headrace.data_plane.journal.restore import RestoreReport, restore
 from headrace.data_plane.observability import DataPlaneEvent, MetricsDataPlaneClient, print_event
 from headrace.data_plane.schema import (
     DP_TRAIN_FIELDS,
@@ -49,6 +51,7 @@ __all__ = [
     "DataPlaneEvent",
     "FIELDS",
     "FieldSpec",
+    "JournalDataPlaneClient",
     "KVBatchMeta",
     "Kind",
     "LP_SEED_FIELDS",
@@ -56,11 +59,13 @@ __all__ = [
     "MetricsDataPlaneClient",
     "PartitionReport",
     "ROUTED_EXPERTS_FIELD",
+    "RestoreReport",
     "Stage",
     "TagRule",
     "build_data_plane_client",
     "declare",
     "fields_with_optional_routed_experts",
+    "journal_of",
     "kv_first_write",
     "materialize",
     "pack_columns",
@@ -69,6 +74,7 @@ __all__ = [
     "print_event",
     "read_columns",
     "response_from_nested",
+    "restore",
     "round_up",
     "stack_or_nest",
     "to_nested_by_length",

@@ -9,16 +9,19 @@ from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters import check_version
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.interfaces import DataPlaneClient
+from headrace.data_plane.journal.client import JournalDataPlaneClient
 from headrace.data_plane.observability import MetricsDataPlaneClient, print_event
 from headrace.errors import ConfigError
 from headrace.utils.config_errors import validated
+from headrace.utils.paths import user_path
 
 
 def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstrap: bool) -> DataPlaneClient:
     """Return a client of the store that `cfg` describes.
 
     The driver passes `bootstrap=True` and starts the store; closing that client ends it. Workers pass False and
-    attach. With `observability.enabled` the client is a MetricsDataPlaneClient that logs every operation.
+    attach. With `observability.enabled` the client is a MetricsDataPlaneClient that logs every operation; with
+    `journal.enabled`, a JournalDataPlaneClient is inside of it.
 
     Example: `build_data_plane_client({"enabled": True, "impl": "local"}, bootstrap=True)`.
 
@@ -32,7 +35,15 @@ def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstr
         raise ConfigError(
             "data_plane.enabled=false, so there is no store to connect to; set it to true, or use the in-memory loop"
         )
+    folder = config.journal.folder
+    if config.journal.enabled and folder is None:
+        raise ConfigError(
+            "data_plane.journal.folder is not set; set it to a directory that every process reaches"
+        )
     client = _connect(config, bootstrap)
+    if config.journal.enabled and folder is not None:
+        sizes = config.journal.model_dump(include={"segment_bytes", "max_bytes", "fsync"})
+        client = JournalDataPlaneClient(client, user_path(folder, "data_plane.journal.folder"), **sizes)
     return MetricsDataPlaneClient(client, print_event) if config.observability.enabled else client
 
 

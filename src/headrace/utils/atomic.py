@@ -55,7 +55,7 @@ def write_bytes(path: Path, data: bytes) -> None:
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-        _sync(path.parent)
+        sync(path.parent)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -86,7 +86,7 @@ def publish_directory(partial: Path, path: Path) -> None:
     if path.exists():
         os.rename(path, backup)
     os.rename(partial, path)
-    _sync(path.parent)
+    sync(path.parent)
     shutil.rmtree(backup, ignore_errors=True)
 
 
@@ -125,11 +125,11 @@ def remove_partials(directory: Path) -> None:
 def sync_tree(directory: Path) -> None:
     for folder, _, files in os.walk(directory):
         for name in files:
-            _sync(Path(folder) / name)
-        _sync(Path(folder))
+            sync(Path(folder) / name)
+        sync(Path(folder))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

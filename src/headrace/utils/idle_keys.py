@@ -169,6 +169,10 @@ EFFECTS: tuple[Effect, ...] = (
         "backend num_storage_units store_name ray_address timeout_s startup_timeout_s",
     ),
     _when(_POLLING, "data_plane", "claim_meta_poll_interval_s"),
+    _when(_STORE, "data_plane", "journal.enabled"),
+    _when(
+        _is("data_plane.journal.enabled", True), "data_plane.journal", "folder segment_bytes max_bytes fsync"
+    ),
     _when(_MOONCAKE, "data_plane", "global_segment_size local_buffer_size mooncake_master_port"),
     _when_enabled("policy.sequence_packing", "algorithm train_mb_tokens logprob_mb_tokens microbatch_order"),
     _when_enabled("policy.dynamic_batching", "train_mb_tokens logprob_mb_tokens sequence_length_round"),

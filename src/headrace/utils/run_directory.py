@@ -8,6 +8,7 @@
     detail.jsonl    the last steps from inside; detail.1.jsonl: those before them
     events.jsonl, wandb/  of these trackers       wandb.id, mlflow.id   the run's ids there
     libraries.log   what libraries have warned of
+    journal/        what went into the store
 
 A marker file says that headrace made these; without it nothing is ever overwritten or removed.
 """
@@ -65,6 +66,7 @@ class RunDirectory:
         self.traces_dir = path / "router_trace"
         self.lock_path = path / _LOCK
         self.library_log_path = path / "libraries.log"
+        self.journal_dir = path / "journal"
         self._logs = (self.metrics_path, self.samples_path)
         self._details = (self.detail_path, self.older_detail_path)
         pictures = (self.report_path, self.html_path, self.compare_path, self.reward_plot_path)
@@ -85,6 +87,7 @@ class RunDirectory:
             self.checkpoints_dir: "step_*",
             self.reference_dir: "*",
             self.traces_dir: "step_*.safetensors",
+            self.journal_dir: "*",
         }
         self.resume_from: CheckpointInfo | None = None
         self.changes: Sequence[Change] = ()

@@ -80,12 +80,14 @@ class PromptsState(Saved):
 class RunState(Saved):
     """The state in a checkpoint; `recipe` is the resolved one that the checkpoint was trained by.
 
+    `journal` is a position in the store's journal (`data_plane.journal.segments.Position`), where there is one.
     Checkpoints of early versions do not know their `prompts`.
     """
 
     progress: Progress
     prompts: PromptsState | None
     recipe: dict[str, Any]
+    journal: dict[str, list[int]] | None = None
 
 
 @dataclass(frozen=True)

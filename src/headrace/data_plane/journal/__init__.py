@@ -1,0 +1,1 @@
+"""An append-only journal of what goes into a store, and the way back: see docs/durability.md."""

@@ -1,0 +1,373 @@
+"""A client that keeps on disk what goes into its store."""
+
+import os
+import secrets
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, update_wrapper
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from tensordict import TensorDict
+
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.journal import segments as files
+from headrace.data_plane.journal.ledger import Ledger
+from headrace.data_plane.journal.records import (
+    AnyHead,
+    Cleared,
+    Consumed,
+    Listed,
+    Opened,
+    Undone,
+    Written,
+    put_body,
+)
+from headrace.data_plane.journal.segments import Position, Segment, Writer, now
+from headrace.data_plane.object_codec import encode
+from headrace.data_plane.schema import CLAIM
+from headrace.data_plane.store.columns import checked_put
+from headrace.errors import CapacityExceeded, HeadraceError, TransportError
+from headrace.utils.arguments import texts
+
+HeadType = TypeVar("HeadType", bound=AnyHead)
+_MARK = "_g"
+_MOST_LEASES = 4096
+
+
+def passed_on(name: str) -> Callable[..., Any]:
+    """Return a method of the contract's signature and docstring that calls the store's of that name."""
+    contract = getattr(DataPlaneClient, name)
+
+    def call(self: "JournalDataPlaneClient", *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    update_wrapper(call, contract)
+    call.__isabstractmethod__ = False  # type: ignore[attr-defined]
+    return call
+
+
+class JournalDataPlaneClient(DataPlaneClient):
+    """Passes every call on to `inner`, and journals puts, clears and what tasks have for good, in `folder`.
+
+    A put is journaled before the store has it, so that none that has returned is lost; a clear and a claim afterwards.
+    Rows that a claim leases are consumed when the claim is finished, those that it takes for good at once. All clients
+    of a store have the same folder, and each its own files there. What a store has beyond the contract is to be had
+    here as well.
+
+    Raises, beside what the store raises:
+        CapacityExceeded: the folder holds `max_bytes`.
+        WriteError: the folder cannot be written. Nothing of a put has happened then; a clear has.
+    """
+
+    get_data = passed_on("get_data")
+    check_consumption_status = passed_on("check_consumption_status")
+    get_samples = passed_on("get_samples")
+    renew_claim = passed_on("renew_claim")
+    wait_for_room = passed_on("wait_for_room")
+    partition_report = passed_on("partition_report")
+    partition_ids = passed_on("partition_ids")
+    sample_ids = passed_on("sample_ids")
+    stored_bytes = passed_on("stored_bytes")
+
+    def __init__(
+        self,
+        inner: DataPlaneClient,
+        folder: Path,
+        *,
+        segment_bytes: int = 64 * 1024**2,
+        max_bytes: int = 64 * 1024**3,
+        fsync: Literal["groups", "never"] = "groups",
+    ) -> None:
+        self.inner, self.folder = inner, folder
+        self._max_bytes = max_bytes
+        self._lock = threading.RLock()
+        self._syncs = fsync == "groups"
+        name = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._writer = Writer(folder, name, segment_bytes=segment_bytes, syncs=self._syncs)
+        self._janitor = Janitor(folder, name)
+        self._bytes, self._frees = 0, False
+        self._opened: dict[str, Opened] = {}
+        # What the latest claims of this client have leased.
+        self._leased: dict[str, KVBatchMeta] = {}
+        # Samples that were put of groups that are not whole yet, by partition and uid.
+        self._parts: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+
+    # Operations that are journaled.
+
+    def register_partition(
+        self,
+        partition_id: str,
+        fields: Sequence[str],
+        num_samples: int,
+        consumer_tasks: Sequence[str],
+        grpo_group_size: int | None = None,
+        enums: Mapping[str, Sequence[str]] | None = None,
+        *,
+        group_tag: str | None = None,
+    ) -> None:
+        before = now()
+        self.inner.register_partition(
+            partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, group_tag=group_tag
+        )
+        head = partial(
+            Opened,
+            partition=partition_id,
+            before=before,
+            fields=list(map(str, fields)),
+            num_samples=int(num_samples),
+            tasks=list(map(str, consumer_tasks)),
+            group_size=None if grpo_group_size is None else int(grpo_group_size),
+            enums=None if enums is None else encode({tag: list(values) for tag, values in enums.items()}),
+            group_tag=group_tag,
+        )
+        self._opened.pop(partition_id, None)
+        self._parts.pop(partition_id, None)
+        self.remember(self._journal(head))
+
+    def put_samples(
+        self,
+        sample_ids: Sequence[str],
+        partition_id: str,
+        fields: TensorDict | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+        **more: Any,
+    ) -> KVBatchMeta:
+        put, chunks = checked_put(sample_ids, partition_id, fields, tags)
+        if not put.ids:
+            return self.inner.put_samples([], partition_id, fields, put.tags, **more)
+        packed = None if put.tags is None else encode([dict(tag) for tag in put.tags])
+        columns, offsets, body = put_body(chunks)
+        head = partial(
+            Written,
+            partition=partition_id,
+            ids=put.ids,
+            columns=columns,
+            offsets=offsets,
+            tags=packed,
+            producer=more.get("producer"),
+            once=bool(more.get("once")),
+        )
+        record = self._journal(head, body, self._ends_group(partition_id, put.ids))
+        try:
+            meta = self.inner.put_samples(put.ids, partition_id, fields, put.tags, **more)
+        except TransportError:
+            raise  # the store may have the rows
+        except HeadraceError:
+            self._undo(partition_id, put.ids, record.at)
+            raise
+        if not meta.size:  # the store has had them, and has written nothing
+            self._undo(partition_id, put.ids, record.at)
+        return meta
+
+    def _undo(self, partition: str, ids: list[str], at: int) -> None:
+        self._journal(partial(Undone, partition=partition, ids=ids, of=at))
+
+    def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str, **more: Any) -> None:
+        before, ids = now(), None if sample_ids is None else texts("sample_ids", sample_ids)
+        self.inner.clear_samples(ids, partition_id, **more)
+        if ids is None or len(ids):
+            self._journal(partial(Cleared, partition=partition_id, before=before, ids=ids))
+
+    def claim_meta(
+        self,
+        partition_id: str,
+        task_name: str,
+        required_fields: Sequence[str],
+        batch_size: int,
+        dp_rank: int | None = None,
+        blocking: bool = True,
+        timeout_s: float = 60.0,
+        **more: Any,
+    ) -> KVBatchMeta | None:
+        meta = self.inner.claim_meta(
+            partition_id, task_name, required_fields, batch_size, dp_rank, blocking, timeout_s, **more
+        )
+        if meta is not None:
+            if more.get("lease_s") is None:
+                self._consume(meta)
+            else:
+                with self._lock:
+                    self._leased[meta.extra_info[CLAIM]] = meta
+                    if len(self._leased) > _MOST_LEASES:
+                        del self._leased[next(iter(self._leased))]
+        return meta
+
+    def finish_claim(self, meta: KVBatchMeta) -> None:
+        self.inner.finish_claim(meta)
+        # The meta may name a part of the claim, which is finished as a whole.
+        self._consume(self._leased.pop(meta.extra_info[CLAIM], meta))
+
+    def release_claim(self, meta: KVBatchMeta) -> None:
+        self.inner.release_claim(meta)
+        self._leased.pop(meta.extra_info[CLAIM], None)
+
+    def _consume(self, meta: KVBatchMeta) -> None:
+        if meta.sample_ids:
+            self._journal(
+                partial(Consumed, partition=meta.partition_id, task=meta.task_name, ids=meta.sample_ids)
+            )
+
+    def close(self) -> None:
+        """Close the journal's file, and the store's client; may be called twice."""
+        with self._lock:
+            self._writer.close()
+        self.inner.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "inner" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
+        return getattr(self.inner, name)
+
+    # The journal.
+
+    def journal_position(self) -> dict[str, list[int]]:
+        """Return how far the journal has come, which is on disk then; `restore` goes back to it."""
+        with self._lock:
+            self._writer.sync()
+        return files.position_of(self.folder)
+
+    def forget(self, partition: str, ids: list[str]) -> None:
+        """Journal that the store does not have rows."""
+        if ids:
+            self._journal(partial(Cleared, partition=partition, before=now(), ids=ids))
+
+    def remember(self, opened: Opened) -> None:
+        """Go on with a partition that another writer has registered: each new file says so."""
+        self._opened[opened.partition] = opened
+
+    def adopt(self, writers: Iterable[str]) -> None:
+        """Remove files of other writers as well, which have ended, when nothing needs them."""
+        self._janitor.writers.update(writers)
+
+    def _journal(
+        self, head: Callable[..., HeadType], body: Sequence[memoryview] = (), ends_group: bool = True
+    ) -> HeadType:
+        """Append a record of the present time, and return its head."""
+        size = sum(map(len, body))
+        with self._lock:
+            if self._writer.is_full:
+                self._begin_file()
+            if body and self._bytes + size > self._max_bytes:
+                self._make_room(size)
+            made = head(at=now())
+            self._bytes += self._writer.append(made, body)
+            self._frees |= not body
+            if ends_group:
+                self._writer.sync()
+        return made
+
+    def _begin_file(self) -> None:
+        """Begin the next file, with what there is of earlier ones, and remove those that nothing needs."""
+        self._writer.begin()
+        for opened in self._opened.values():
+            first = opened.at if opened.first is None else opened.first
+            self._writer.append(msgspec.structs.replace(opened, at=now(), first=first))
+        self._writer.append(self._janitor.listed())
+        self._bytes, self._frees = self._janitor.clean(self._writer.segment), False
+
+    def _make_room(self, size: int) -> None:
+        """Remove files for so many bytes, if something was cleared since the last time."""
+        if self._frees:
+            self._begin_file()
+        if self._bytes + size > self._max_bytes:
+            raise CapacityExceeded(
+                f"a put of {size} bytes does not fit: the journal in {self.folder} holds {self._bytes} bytes of "
+                f"data_plane.journal.max_bytes={self._max_bytes}. Clear samples that are done with, write checkpoints "
+                "more often (checkpointing.save_period), or raise it"
+            )
+
+    def _ends_group(self, partition: str, ids: Sequence[str]) -> bool:
+        """Return whether a put brings the last samples of a group, or is of no group."""
+        opened = self._opened.get(partition)
+        size = 1 if opened is None or opened.group_tag is not None else opened.group_size or 1
+        if size == 1:
+            return True
+        ends = False
+        with self._lock:
+            for sample_id in ids:
+                parts, uid = self._parts[partition], sample_id.rpartition(_MARK)[0]
+                parts[uid].add(sample_id)
+                if len(parts[uid]) >= size:
+                    del parts[uid]
+                    ends = True
+        return ends
+
+
+class Janitor:
+    """Removes files that nothing needs any more, of `writers`."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self.name, self.writers = folder, name, {name}
+        self._ledger = Ledger()
+        self._kept: Position | None = None
+        self._read: dict[Segment, int] = {}
+
+    def read(self) -> dict[Segment, int]:
+        """Take in what is new in all files, up to the checkpoint that is kept, and return the sizes of all."""
+        there = files.segments(self._folder)
+        sizes = {segment: files.size_of(self._folder, segment) for segment in there}
+        self._kept = files.kept_position(self._folder)
+        found = [
+            record
+            for segment in there
+            for record in files.records(
+                self._folder, segment, self._read.get(segment, 0), self._bound(segment, sizes[segment])
+            )
+        ]
+        for record in sorted(found, key=lambda record: record.head.at):
+            self._read[record.segment] = record.end
+            self._ledger.apply(record.head, record.segment)
+        return sizes
+
+    def _bound(self, segment: Segment, size: int) -> int:
+        return files.bound(segment, self._kept, size)
+
+    def listed(self) -> Listed:
+        """Return a record of what is left of the rows in the files that have been read to their end."""
+        at, until = now(), dict[str, int]()
+        for segment, size in self.read().items():
+            if segment.writer in self.writers and self._bound(segment, size) == size:
+                until[segment.writer] = segment.number + (segment.writer != self.name)
+        return Listed(
+            at=at, partition="", until=until, rows=self._ledger.listing(until), spent=self._ledger.spent_ids()
+        )
+
+    def clean(self, in_use: Segment) -> int:
+        """Remove files, and return the bytes of those that stay.
+
+        If a checkpoint is to be kept restorable, the files stay that it needs.
+        """
+        sizes = self.read()
+        may_go = [
+            segment
+            for segment, size in sizes.items()
+            if segment.writer in self.writers and segment != in_use and self._bound(segment, size) == size
+        ]
+        for segment in self._ledger.removable(sizes, may_go):
+            segment.path(self._folder).unlink(missing_ok=True)
+            sizes.pop(segment)
+        return sum(sizes.values())
+
+
+def journal_position(client: DataPlaneClient) -> dict[str, list[int]] | None:
+    """Return how far the journal of a client's store has come; None: it has none."""
+    journal = journal_of(client)
+    return None if journal is None else journal.journal_position()
+
+
+def keep_since(client: DataPlaneClient, position: Position) -> None:
+    """Have the journal of a client's store keep what a restore of this position needs, and no more."""
+    journal = journal_of(client)
+    if journal is not None:
+        files.keep_since(journal.folder, position)
+
+
+def journal_of(client: DataPlaneClient) -> JournalDataPlaneClient | None:
+    """Return the client that journals, which may be inside of others; None: there is none."""
+    inner: Any = client
+    while inner is not None and not isinstance(inner, JournalDataPlaneClient):
+        inner = inner.__dict__.get("inner")
+    return inner

@@ -1,0 +1,191 @@
+"""What the records of a journal come to: which rows are left, and which files may go.
+
+A row is left until it is cleared, or until all tasks of its partition have consumed it. A file is needed while
+
+- a row that is left was put in it, or was consumed in it by some of the tasks;
+- a partition's present registration is in it;
+- it clears rows of other files that are there still: without it they would come back. A `Listed` record, with which a
+  file begins, says which rows of earlier files are left, so that clears before it need not stay;
+- its `Listed` record is the latest of its writers.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from headrace.data_plane.journal.records import AnyHead, Cleared, Consumed, Listed, Opened, Undone, Written
+from headrace.data_plane.journal.segments import Segment
+
+_MOST_SPENT = 10_000
+"""Ids of a partition that are remembered after their rows have gone: a producer tries again soon, or never."""
+
+
+@dataclass
+class Row:
+    """A row that is in the store: the time and file of each put, and of what it was consumed by."""
+
+    puts: dict[int, Segment] = field(default_factory=dict)
+    consumed: dict[str, Segment] = field(default_factory=dict)
+    is_done: bool = False
+    once: bool = False
+
+
+class Ledger:
+    """Rows by partition and id, after records in the order of their times."""
+
+    def __init__(self) -> None:
+        self.partitions: dict[str, dict[str, Row]] = defaultdict(dict)
+        self.registered: dict[str, tuple[Opened, Segment]] = {}
+        # In the order in which they were cleared.
+        self.spent: dict[str, dict[str, None]] = defaultdict(dict)
+        # Rows that are left, by file.
+        self._left: Counter[Segment] = Counter()
+        # By file, the rows that it clears, each with a file that it was put in.
+        self._clears: dict[Segment, set[tuple[str, str, Segment]]] = defaultdict(set)
+        # Of a writer, the files before this number are listed in that file.
+        self._listed: dict[str, tuple[int, Segment]] = {}
+
+    def apply(self, head: AnyHead, segment: Segment) -> None:
+        """Take a record in; a put that the store refused takes its `Undone` to be so."""
+        match head:
+            case Opened():
+                self._open(head, segment)
+            case Written(ids=ids, at=at, once=once):
+                rows = self.partitions[head.partition]
+                for sample_id in ids:
+                    row = rows.setdefault(sample_id, Row())
+                    row.puts[at] = segment
+                    row.once |= once
+                    self._left[segment] += not row.is_done
+            case Undone(ids=ids, of=of):
+                self._clear(head.partition, ids, segment, [of])
+            case Cleared(ids=ids):
+                self._spend(head.partition, ids)
+                self._clear(head.partition, ids, segment, range(head.before))
+            case Consumed(ids=ids, task=task):
+                for sample_id in ids:
+                    known = self.partitions[head.partition].get(sample_id)
+                    if known is not None:
+                        self._consume(head.partition, sample_id, {**known.consumed, task: segment})
+            case Listed():
+                self._list(head, segment)
+
+    def drop(self, put: AnyHead, ids: Iterable[str]) -> None:
+        """Let go of rows of a put, which no record says."""
+        self._clear(put.partition, ids, None, [put.at])
+
+    def _open(self, head: Opened, segment: Segment) -> None:
+        known = self.registered.get(head.partition)
+        if head.first is None:
+            self.spent.pop(head.partition, None)
+            self._clear(head.partition, None, segment, range(head.before))
+        if head.first is None or known is None or head.first in (known[0].at, known[0].first):
+            self.registered[head.partition] = (head, segment)
+
+    def _spend(self, partition: str, ids: list[str] | None) -> None:
+        """Remember the latest ids, put once or consumed, that are cleared; clearing a partition forgets them."""
+        if ids is None:
+            self.spent.pop(partition, None)
+            return
+        rows = self.partitions[partition]
+        known = {sample_id: rows[sample_id] for sample_id in ids if sample_id in rows}
+        spent = [sample_id for sample_id, row in known.items() if row.once or row.is_done]
+        if spent:
+            self.spent[partition].update(dict.fromkeys(spent))
+            for sample_id in list(self.spent[partition])[:-_MOST_SPENT]:
+                del self.spent[partition][sample_id]
+
+    def spent_ids(self) -> dict[str, list[str]]:
+        return {partition: list(ids) for partition, ids in self.spent.items()}
+
+    def _clear(
+        self, partition: str, ids: Iterable[str] | None, segment: Segment | None, times: Collection[int]
+    ) -> None:
+        """Let go of the puts of some times; without a `segment`, no record is needed any more to say so."""
+        rows = self.partitions[partition]
+        for sample_id in list(rows) if ids is None else ids:
+            row = rows.get(sample_id)
+            gone = [] if row is None else [at for at in row.puts if at in times]
+            if row is None or not (gone or not row.puts):
+                continue
+            for at in gone:
+                put = row.puts.pop(at)
+                self._left[put] -= not row.is_done
+                if segment is not None and segment != put:
+                    self._clears[segment].add((partition, sample_id, put))
+            if not row.puts:
+                del rows[sample_id]
+                self._left.subtract(() if row.is_done else row.consumed.values())
+
+    def _count(self, row: Row, rows: int) -> None:
+        if not row.is_done:
+            for segment in (*row.puts.values(), *row.consumed.values()):
+                self._left[segment] += rows
+
+    def _consume(self, partition: str, sample_id: str, tasks: Mapping[str, Segment]) -> None:
+        """Let these tasks be the ones that have consumed a row."""
+        row = self.partitions[partition].setdefault(sample_id, Row())
+        self._count(row, -1)
+        row.consumed = dict(tasks)
+        opened = self.registered.get(partition)
+        row.is_done = opened is not None and bool(tasks) and tasks.keys() >= set(opened[0].tasks)
+        self._count(row, 1)
+
+    def _list(self, head: Listed, segment: Segment) -> None:
+        """Let go of rows of earlier files that are not listed, and of the clears that said so."""
+
+        def covered(place: Segment) -> bool:
+            return place.number < head.until.get(place.writer, 0)
+
+        for partition, rows in self.partitions.items():
+            listed = head.rows.get(partition, {})
+            for sample_id in [sample_id for sample_id in rows if sample_id not in listed]:
+                row = rows[sample_id]
+                times = [at for at, put in row.puts.items() if covered(put)]
+                if times or (not row.puts and all(map(covered, row.consumed.values()))):
+                    self._clear(partition, [sample_id], None, times)
+        for partition, listed in head.rows.items():
+            for sample_id, tasks in listed.items():
+                known = self.partitions[partition].get(sample_id, Row()).consumed
+                others = {task: place for task, place in known.items() if not covered(place)}
+                self._consume(partition, sample_id, {**others, **dict.fromkeys(tasks, segment)})
+        for partition, ids in head.spent.items():
+            self.spent[partition] = {**dict.fromkeys(ids), **self.spent[partition]}
+        for clears in self._clears.values():
+            clears -= {one for one in clears if covered(one[2]) and one[1] not in head.rows.get(one[0], {})}
+        for writer, number in head.until.items():
+            if number >= self._listed.get(writer, (0, segment))[0]:
+                self._listed[writer] = (number, segment)
+
+    def listing(self, until: dict[str, int]) -> dict[str, dict[str, list[str]]]:
+        """Return the rows that were put in files before these numbers, each with the tasks that have consumed it."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for partition, rows in self.partitions.items():
+            for sample_id, row in rows.items():
+                if not row.puts or any(put.number < until.get(put.writer, 0) for put in row.puts.values()):
+                    found.setdefault(partition, {})[sample_id] = sorted(row.consumed)
+        return found
+
+    def left(self, partition: str) -> dict[str, Row]:
+        """Return the rows of a partition that are left, in the order of their first puts."""
+        rows = self.partitions.get(partition, {})
+        return {sample_id: row for sample_id, row in rows.items() if row.puts and not row.is_done}
+
+    def removable(self, existing: Collection[Segment], may_go: Collection[Segment]) -> list[Segment]:
+        """Return which of the files that `may_go` nothing needs, in the order in which they have to go."""
+        there = set(existing)
+        needed = {segment for segment, count in self._left.items() if count}
+        needed |= {segment for _, segment in self.registered.values()}
+        needed |= {segment for _, segment in self._listed.values()}
+        for rows in self.partitions.values():
+            for row in rows.values():
+                if row.is_done:
+                    needed.update(row.consumed.values())
+        gone: list[Segment] = []
+        while True:
+            left = there - needed
+            free = [s for s in may_go if s in left and not any(c[2] in there for c in self._clears[s])]
+            if not free:
+                return gone
+            gone += free
+            there -= set(free)
