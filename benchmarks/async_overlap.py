@@ -23,7 +23,7 @@ from headrace.utils.run_state import Progress
 from headrace.utils.timer import Timer
 
 FASTER = 1.5
-STEPS, QUICK_STEPS = 8, 3
+STEPS, QUICK_STEPS = 6, 3
 _SMALL = ["grpo.num_prompts_per_step=8", "policy.train_global_batch_size=64"]
 
 
@@ -39,6 +39,7 @@ class Way:
             "warm_start.enabled=false",
             # So that samples take as long as scoring and training.
             "generation.max_new_tokens=16",
+            "generation.batch_size=64",
             f"async.enabled={str(is_async).lower()}",
             f"data_plane.store_name={Path(folder).name}",
             *(_SMALL if quick else []),
