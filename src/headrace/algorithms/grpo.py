@@ -193,6 +193,8 @@ def finish(
 ) -> StepResult:
     """Clear the rows of a step that has trained on them, and report it."""
     recipe, policy = session.recipe, session.policy
+    if len(parts) == 1:  # parts have a plan each
+        session.detail.microbatches(policy, parts[0].table.total_tokens.tolist())
     samples = _samples(session, parts[0].rows, parts[0].table, parts[0].scored)
     for part in parts:
         session.before_clearing(part.rows)
@@ -415,7 +417,6 @@ def _row_stats(data: Mapping[str, Any], *, kl_kind: KLKind, by_token: bool) -> d
 def _samples(session: Session, rows: Any, table: RolloutTable, scored: Scored) -> list[dict[str, Any]]:
     count = min(session.recipe.logging.samples_per_step, len(table))
     messages = session.policy.read_columns(rows, ["message_log"], count)["message_log"] if count else []
-    session.detail.microbatches(session.policy, table.total_tokens.tolist())
     tokens = session.detail.tokens(session.policy, rows)
     return [
         {
