@@ -39,7 +39,7 @@ class Way:
             "warm_start.enabled=false",
             # So that samples take as long as scoring and training.
             "generation.max_new_tokens=16",
-            "generation.batch_size=64",
+            "generation.batch_size=40",
             f"async.enabled={str(is_async).lower()}",
             f"data_plane.store_name={Path(folder).name}",
             *(_SMALL if quick else []),
