@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.algorithms.observer import GENERATION_KL, GRAD_NORM, LOSS, REWARD, ROUTE_AGREEMENT
+from headrace.dashboard.palette import colour
 from headrace.errors import ConfigError
 from headrace.run_tables import HELD_OUT, RunTotals, in_step_order
 from headrace.utils import atomic
@@ -23,11 +24,8 @@ _LINES = {
     GENERATION_KL: "k3 estimate of KL(generator || trainer)",
     ROUTE_AGREEMENT: "routes that the trainer would have chosen too",
 }
-_HOW = {"greedy": ("#228833", "o"), "sampled": ("#ee6677", "s")}
+_MARKERS = {"greedy": "o", "sampled": "s"}
 _TIME, _BYTES = "time_s/", "bytes/"
-_BRIGHT = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee")
-_PALETTE = (*_BRIGHT, "#aa3377", "#bbbbbb", "#222255", "#ee8866", "#225522")
-_HATCHES = ("", "////", "....", "xxxx")
 _MOST_BARS = 100
 _SMOOTHING = 0.8
 _ABOUT = f"average of about {round(1 / (1 - _SMOOTHING))} steps"
@@ -114,9 +112,8 @@ def _draw_held_out(axis: Any, records: Sequence[Record]) -> str:
     for name, how in HELD_OUT[kind].items():
         steps, values = _series(records, "validation", name)
         if steps:
-            color, marker = _HOW[how]
-            look = {"marker": marker, "markersize": 4, "linewidth": 1.5, "clip_on": False}
-            axis.plot(steps, values, color=color, label=f"{how} {kind}", **look)
+            look = {"marker": _MARKERS[how], "markersize": 4, "linewidth": 1.5, "clip_on": False}
+            axis.plot(steps, values, color=colour(name), label=f"{how} {kind}", **look)
     if kind == "accuracy":
         axis.set_ylim(top=max(1.05, axis.get_ylim()[1]))
     _finish(axis, f"held-out {kind}", axis.lines)
@@ -128,9 +125,9 @@ def _draw_held_out(axis: Any, records: Sequence[Record]) -> str:
 def _draw_line(axis: Any, records: Sequence[Record], name: str, label: str) -> None:
     steps, values = _series(records, "step", name)
     marker = "o" if len(steps) == 1 else None
-    axis.plot(steps, values, color=_PALETTE[0], alpha=0.3, linewidth=1, label=f"{label}, each step")
+    axis.plot(steps, values, color=colour(name), alpha=0.3, linewidth=1, label=f"{label}, each step")
     axis.plot(
-        steps, _smoothed(values), color=_PALETTE[0], linewidth=2, marker=marker, label=f"{label}, {_ABOUT}"
+        steps, _smoothed(values), color=colour(name), linewidth=2, marker=marker, label=f"{label}, {_ABOUT}"
     )
     _finish(axis, label, steps)
 
@@ -159,11 +156,9 @@ def _draw_stack(axis: Any, rows: Sequence[tuple[int, Mapping[str, float]]], orde
     spans = [rows[i : i + span] for i in range(0, len(rows), span)] if span else []
     middles = [sum(step for step, _ in part) / len(part) for part in spans]
     bottom = [0.0] * len(spans)
-    for index, name in enumerate(order):
+    for name in order:
         heights = [sum(values.get(name, 0.0) for _, values in part) / len(part) for part in spans]
-        # Colours run out before columns do; hatches tell the next round of them.
-        again, place = divmod(index, len(_PALETTE))
-        look = {"color": _PALETTE[place], "hatch": _HATCHES[again % len(_HATCHES)], "edgecolor": "white"}
+        look = {"color": colour(name), "edgecolor": "white"}
         axis.bar(middles, heights, bottom=bottom, width=span, label=name, linewidth=0, **look)
         bottom = [low + height for low, height in zip(bottom, heights)]
     if order:

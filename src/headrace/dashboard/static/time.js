@@ -68,7 +68,8 @@ export function strip(title, steps, parts, order, colours, format, view) {
 
 // Spans of the last steps, a lane per track: who works when, and who waits.
 export function timeLine(detail, colours, most) {
-  const steps = [...new Set(detail.spans.map((one) => one.step))].slice(-most);
+  // Step 0 is a validation before the first.
+  const steps = [...new Set(detail.spans.map((one) => one.step))].filter((step) => step > 0).slice(-most);
   // Operations of the store have a lane of their own.
   const spans = detail.spans.filter((one) => steps.includes(one.step)).flatMap((one) => [one,
     ...(one.operations ?? []).map(([name, start_s, long]) => ({ step: one.step, name, tracks: ["store"], start_s, seconds: long }))]);
