@@ -87,6 +87,7 @@ UNITS = {
     "books": Unit(
         (
             "data_plane/store/sample_store.py",
+            "data_plane/store/partition.py",
             "data_plane/store/columns.py",
             "data_plane/store/claims.py",
             "data_plane/store/groups.py",
@@ -95,7 +96,9 @@ UNITS = {
             "unit/test_local*.py",
             "unit/test_partition*.py",
             "contract/test_by_key.py",
+            "unit/test_claim_schedules.py",
             "contract/test_claims.py",
+            "contract/test_leases.py",
             "contract/test_columns.py",
             "contract/test_groups.py",
             "contract/test_lengths.py",
