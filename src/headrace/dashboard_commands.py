@@ -78,9 +78,7 @@ def dashboard(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="RUN [--compare RUN ...]", help="A run directory, and others.", show_default=False
-        ),
+        typer.Argument(metavar="RUN", help="A run directory, and others.", show_default=False),
     ],
     compare: Annotated[
         bool, typer.Option("--compare", help="Set the first run beside those that follow.")

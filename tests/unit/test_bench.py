@@ -98,7 +98,7 @@ def test_a_figure_may_have_dots_in_its_name() -> None:
     ("arguments", "expected"),
     [
         (["--target"], "option '--target' requires an argument; see headrace bench --help"),
-        (["speed"], "no benchmark speed; there are: codec, "),
+        (["speed"], "no benchmark speed; there are: async_overlap, codec, "),
         (["planner", "--target", "x"], "--target x: expected BENCHMARK.FIGURE=NUMBER, with one of planner"),
         (["planner", "--quick", "--save"], "--quick and --save: quick figures are no results to keep; leave"),
     ],
