@@ -72,7 +72,8 @@ docs: $(DEV)  ## build the documentation site into build/site
 mutants: $(DEV)  ## change the code at 100 random places per unit (UNITS=...): do tests notice?
 	for unit in $(UNITS); do $(BIN)/python tests/mutation.py $$unit --floor 0.85 || exit 1; done
 
-check: $(DEV)  ## lint, format, types, layers
+check: $(DEV)  ## lint (Dockerfiles too), format, types, layers
+	$(BIN)/hadolint --failure-threshold warning docker/*.Dockerfile
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy

@@ -1,6 +1,8 @@
 # docker build -f docker/cpu.Dockerfile -t headrace:cpu .
 # docker run --rm -v "$PWD/runs:/runs" headrace:cpu train demo_moe run_dir=/runs/demo
 FROM python:3.11-slim
+# The base image's release decides the versions.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends build-essential \
     && rm -rf /var/lib/apt/lists/*
