@@ -144,6 +144,7 @@ LOCAL_IMPORTS = {
     ("doctor.py", "headrace.models.automodel.attention"),
     ("doctor.py", "torch"),
     ("trackers/mlflow.py", "mlflow"),
+    ("trackers/opentelemetry.py", "headrace.data_plane.observability"),
     ("trackers/opentelemetry.py", "opentelemetry"),
     ("trackers/opentelemetry.py", "opentelemetry.exporter.otlp.proto.http.trace_exporter"),
     ("trackers/opentelemetry.py", "opentelemetry.sdk.resources"),

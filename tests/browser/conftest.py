@@ -24,7 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(
+    scope="module"
+)  # as long as it lives, other tests of this process have no event loop of their own
 def chromium() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         # Root, as in a container, has no sandbox.

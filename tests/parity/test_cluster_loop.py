@@ -127,7 +127,7 @@ def traffic(directory: Path, prompt_tokens: int) -> list[Bytes]:
         },
         grpo={"max_num_steps": 3},
         validation={"period": 0, "at_start": False, "at_end": False},
-        logging={"samples_per_step": SAMPLES},
+        logging={"samples_per_step": SAMPLES, "tokens_of_samples": 0},
     )
     questions = {"kind": "dataset", "path": str(path)}
     recipe = RecipeConfig.model_validate({**recipe.model_dump(), "env": questions})

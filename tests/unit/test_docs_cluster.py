@@ -112,7 +112,7 @@ ALLOWED = [(1, 8, 4, 4), (2, 8, 8, 4), (1, 4, 2, 2), (1, 3, 2, 2), (2, 2, 2, 2),
 def test_the_slurm_script_takes_the_most_workers_that_a_shipped_recipe_allows(
     recipe: str, nodes: int, gpus: int, demo: int, smollm2: int
 ) -> None:
-    workers = smollm2 if recipe.startswith("smollm2") else demo
+    workers = smollm2 if recipe == "smollm2_135m" else demo
     most = nodes * (gpus - 1) if gpus > 1 else nodes
     settings = ("data_plane.impl=transfer_queue", f"cluster.num_nodes={nodes}")
     done = choose_workers(most, nodes, nodes, recipe, *settings)

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace.algorithms.observer import GREEDY_ACCURACY, LOSS, REWARD, StepRecord
-from headrace.data_plane.observability import DataPlaneEvent, listeners
 from headrace.trackers.base import Tracker, not_installed
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, TracerProvider
+
+    from headrace.data_plane.observability import DataPlaneEvent
 
 _SHOWN = (REWARD, LOSS, GREEDY_ACCURACY)
 
@@ -38,6 +39,9 @@ class OpenTelemetryTracker(Tracker):
             from opentelemetry import trace  # noqa: PLC0415  (optional)
         except ModuleNotFoundError as error:
             raise not_installed("opentelemetry", str(error.name), "opentelemetry") from error
+        from headrace.data_plane.observability import listeners  # noqa: PLC0415  (imports torch: seconds)
+
+        self._listeners = listeners
         self._trace = trace
         self._tracer = found.get_tracer("headrace")
         self._run = run
@@ -47,7 +51,7 @@ class OpenTelemetryTracker(Tracker):
 
     def begin(self, settings: Mapping[str, Any], first_step: int) -> None:
         self._begin("run", {"headrace.run": self._run, "headrace.first_step": first_step})
-        listeners.append(self._on_store)
+        self._listeners.append(self._on_store)
 
     def on_stage(self, step: int, stage: str) -> None:
         with self._lock:
@@ -69,8 +73,8 @@ class OpenTelemetryTracker(Tracker):
             self._open["run"].add_event(message, {"headrace.step": step})
 
     def end(self, summary: Mapping[str, Any] | None) -> None:
-        if self._on_store in listeners:
-            listeners.remove(self._on_store)
+        if self._on_store in self._listeners:
+            self._listeners.remove(self._on_store)
         with self._lock:
             self._end("stage")
             self._end("step")
@@ -78,7 +82,7 @@ class OpenTelemetryTracker(Tracker):
         if self._own is not None:
             self._own.shutdown()
 
-    def _on_store(self, event: DataPlaneEvent) -> None:
+    def _on_store(self, event: "DataPlaneEvent") -> None:
         ended = time.time_ns()
         given = {
             "headrace.partition": event.partition,
