@@ -4,6 +4,7 @@ import json
 import math
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ WORDS = "water wheel mill race sluice gate river dam turbine channel flow stone 
 STAGES = {"rollout": 0.9, "prev_logprobs": 0.2, "advantages": 0.01, "train": 0.6, "update_weights": 0.02}
 COLUMNS = {"input_ids": 84_000, "generation_logprobs": 42_000, "token_mask": 14_000, "advantages": 2_000}
 LAYERS = 12
+
+DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
+OpenPage = Callable[..., Any]
+"""From an address to a page of playwright."""
 
 
 def metrics_of(step: int, rng: random.Random) -> dict[str, float]:

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from conftest import PHONE, OpenPage
-from page_runs import metrics_of, write_long_run
+from page_runs import PHONE, OpenPage, metrics_of, write_long_run
 
 Dashboard = Callable[..., str]
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from conftest import PHONE, OpenPage
 from headrace.dashboard.html_report import html_report
 from headrace.dashboard.runs import find_runs
 from headrace.training import run_recipe
-from page_runs import write_long_run
+from page_runs import PHONE, OpenPage, write_long_run
 from tiny_recipe import tiny_recipe
 
 Dashboard = Callable[..., str]
