@@ -18,7 +18,7 @@ from typing import Any
 
 from headrace.algorithms.observer import STAGES
 from headrace.algorithms.run import build_session, start_loop
-from headrace.data_plane.observability import DataPlaneEvent, listeners
+from headrace.data_plane.observability import DataPlaneEvent, listening
 from hops import file_of, traced
 from recorder import NeverStop, Recorder
 from tiny_recipe import tiny_recipe
@@ -86,24 +86,20 @@ class Trace(Recorder):
 def trace_step() -> dict[str, Any]:
     """Trace a step over the local store, packed, of 4 prompts with 4 samples each."""
     trace = Trace()
-    listeners.append(trace.on_store)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            store = {
-                "enabled": True,
-                "impl": "local",
-                "store_name": "step_trace",
-                "observability": {"enabled": True},
-            }
-            recipe = tiny_recipe(Path(folder), batching="packed", data_plane=store, **RAGGED)
-            session = build_session(recipe)
-            try:
-                loop = start_loop(session, trace, NeverStop())
-                traced(lambda: loop._one_step(1, 1), trace.watch)
-            finally:
-                session.close()
-    finally:
-        listeners.remove(trace.on_store)
+    with listening(trace.on_store), tempfile.TemporaryDirectory() as folder:
+        store = {
+            "enabled": True,
+            "impl": "local",
+            "store_name": "step_trace",
+            "observability": {"enabled": True},
+        }
+        recipe = tiny_recipe(Path(folder), batching="packed", data_plane=store, **RAGGED)
+        session = build_session(recipe)
+        try:
+            loop = start_loop(session, trace, NeverStop())
+            traced(lambda: loop._one_step(1, 1), trace.watch)
+        finally:
+            session.close()
     metrics = trace.steps[0].metrics
     shown = ("reward/mean", "train/loss", "train/grad_norm", "weights/update_bytes")
     return {

@@ -22,7 +22,7 @@ from typer.core import TyperGroup
 
 import headrace
 from headrace.config import RecipeConfig
-from headrace.config_commands import Overrides, Recipe, complete_recipe, config_app
+from headrace.config_commands import Overrides, Recipe, RunOrRecipe, config_app
 from headrace.dashboard_commands import dashboard, report
 from headrace.data_commands import data_app
 from headrace.doctor import doctor_table, run_checks
@@ -181,15 +181,7 @@ def _how_to_go_on(recipe: RecipeConfig, config: Path, overrides: Sequence[str], 
 
 @app.command("eval")
 def evaluate(
-    target: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_OR_CONFIG",
-            help="A run directory or a recipe.",
-            show_default=False,
-            autocompletion=complete_recipe,
-        ),
-    ],
+    target: RunOrRecipe,
     overrides: Overrides = None,
     checkpoint: Annotated[
         str | None,

@@ -40,6 +40,15 @@ Recipe = Annotated[
         autocompletion=complete_recipe,
     ),
 ]
+RunOrRecipe = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_OR_CONFIG",
+        help="A run directory or a recipe.",
+        show_default=False,
+        autocompletion=complete_recipe,
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

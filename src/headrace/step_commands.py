@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from headrace.config_commands import Overrides, complete_recipe
+from headrace.config_commands import Overrides, RunOrRecipe
 from headrace.errors import ConfigError
 from headrace.progress import print_line
 from headrace.run_tables import format_bytes
@@ -22,15 +22,7 @@ _FIRST = ("train/loss", "train/grad_norm")
 
 
 def record_step(
-    target: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_OR_CONFIG",
-            help="A run directory or a recipe.",
-            show_default=False,
-            autocompletion=complete_recipe,
-        ),
-    ],
+    target: RunOrRecipe,
     overrides: Overrides = None,
     to: Annotated[
         Path | None,

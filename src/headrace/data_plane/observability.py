@@ -27,7 +27,7 @@ Status = Literal["ok", "error", "timeout"]
 _log = logging.getLogger("headrace.data_plane")
 
 listeners: "list[Callable[[DataPlaneEvent], None]]" = []
-"""Are told of each event that `print_event` gets in this process."""
+"""Are told of the events of every MetricsDataPlaneClient of this process, as its own `on_event` is."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,7 @@ class Snapshot(TypedDict):
 
 
 def print_event(event: DataPlaneEvent) -> None:
-    """Log an event at level INFO, logger `headrace.data_plane`, and tell `listeners` of it."""
-    for listener in tuple(listeners):
-        listener(event)
+    """Log an event at level INFO, logger `headrace.data_plane`."""
     _log.info(
         "%s %s: %d rows, %d columns, %d bytes, %.3f ms, %s",
         event.op,
@@ -103,17 +101,14 @@ def _passed_on(name: str, *, measured: bool = False) -> Callable[..., Any]:
     return call
 
 
-_listeners: list[Callable[[DataPlaneEvent], None]] = []
-
-
 @contextmanager
 def listening(on_event: Callable[[DataPlaneEvent], None]) -> Iterator[None]:
-    """Return a context in which `on_event` is given the events of every MetricsDataPlaneClient of this process too."""
-    _listeners.append(on_event)
+    """Return a context in which `on_event` is one of the `listeners`."""
+    listeners.append(on_event)
     try:
         yield
     finally:
-        _listeners.remove(on_event)
+        listeners.remove(on_event)
 
 
 class MetricsDataPlaneClient(DataPlaneClient):
@@ -190,7 +185,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
         finally:
             event = DataPlaneEvent(op, partition, rows, columns, time.perf_counter() - start, status)
             self._count(event)
-            for tell in (self._on_event, *_listeners):
+            for tell in (self._on_event, *listeners):
                 tell(event)
 
     def _count(self, event: DataPlaneEvent) -> None:
