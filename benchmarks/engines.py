@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ class TextRewards:
         return [StepResult(reward_of(talk[-1].content)) for talk in conversations]
 
 
-def headrace_recipe(case: Case, backend: str, *, on_policy: bool) -> dict[str, Any]:
+def headrace_recipe(case: Case, backend: str, *, on_policy: bool, compiled: bool) -> dict[str, Any]:
     tokens = MICROBATCH * case.length
     engine: dict[str, Any] = {"backend": backend, "precision": "bfloat16", "max_new_tokens": case.new_tokens}
     if backend == "vllm":
@@ -125,6 +126,7 @@ def headrace_recipe(case: Case, backend: str, *, on_policy: bool) -> dict[str, A
     policy = {
         "model": {"path": str(case.folder)},
         "precision": "bfloat16",
+        "compile": compiled,
         "max_total_sequence_length": case.length,
         "train_global_batch_size": case.rows,
         "sequence_packing": {"enabled": True, "train_mb_tokens": tokens, "logprob_mb_tokens": 2 * tokens},
@@ -151,7 +153,9 @@ def headrace_recipe(case: Case, backend: str, *, on_policy: bool) -> dict[str, A
     }
 
 
-def headrace_way(case: Case, backend: str, *, on_policy: bool, profile: Path | None) -> dict[str, Any]:
+def headrace_way(
+    case: Case, profile: Path | None, backend: str, *, on_policy: bool = False, compiled: bool = False
+) -> dict[str, Any]:
     """Run the recipe; return the seconds of every step, by stage, and the step's own metrics."""
     import headrace  # noqa: PLC0415
 
@@ -181,7 +185,7 @@ def headrace_way(case: Case, backend: str, *, on_policy: bool, profile: Path | N
             )
             clock.append(now)
 
-    recipe = headrace_recipe(case, backend, on_policy=on_policy)
+    recipe = headrace_recipe(case, backend, on_policy=on_policy, compiled=compiled)
     started = time.perf_counter()
     headrace.train(recipe, environment=TextRewards(case.prompts()), observers=[Notes()])
     return {"start_s": clock[0] - started, "steps": steps}
@@ -252,12 +256,13 @@ def trl_way(case: Case) -> dict[str, Any]:
 
 
 WAYS: dict[str, Callable[[Case, Path | None], dict[str, Any]]] = {
-    "headrace vllm": lambda case, profile: headrace_way(case, "vllm", on_policy=False, profile=profile),
-    "headrace vllm, ratio 1": lambda case, profile: headrace_way(
-        case, "vllm", on_policy=True, profile=profile
-    ),
+    "headrace vllm": partial(headrace_way, backend="vllm"),
+    "headrace vllm, ratio 1": partial(headrace_way, backend="vllm", on_policy=True),
+    "headrace vllm, compiled": partial(headrace_way, backend="vllm", compiled=True),
+    "headrace vllm, compiled, ratio 1": partial(headrace_way, backend="vllm", on_policy=True, compiled=True),
     "TRL vllm": lambda case, _: trl_way(case),
-    "headrace hf": lambda case, profile: headrace_way(case, "hf", on_policy=False, profile=profile),
+    "headrace hf": partial(headrace_way, backend="hf"),
+    "headrace hf, compiled": partial(headrace_way, backend="hf", compiled=True),
 }
 
 
