@@ -406,10 +406,10 @@ def _take(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in fresh, contiguous CPU memory."""
     detached = tensor.detach().resolve_conj().resolve_neg()
-    if detached.device.type != "cpu":
+    if not (detached.is_cpu and detached.is_contiguous()):
         return detached.cpu().contiguous()
-    if detached.nbytes < _STREAMED_BYTES or not detached.is_contiguous():
-        return detached.clone(memory_format=torch.contiguous_format)
+    if detached.nbytes < _STREAMED_BYTES:
+        return detached.clone()
     out = _fresh(tuple(detached.shape), detached.dtype)
     if kernel := load_kernel():
         kernel.copy(detached.data_ptr(), detached.nbytes, out.data_ptr())

@@ -212,15 +212,17 @@ class Partition(Generic[Block]):
 
     def _with_new(self, put: Put, slots: Rows) -> Slots:
         """Give slots to samples that have none."""
-        rows = np.flatnonzero(slots < 0)
-        if not len(rows):
+        first, count = len(self._ids), int(np.count_nonzero(slots < 0))
+        if not count:
             return Slots(slots)
-        first, count = len(self._ids), len(rows)
-        ids, tags = put.ids, put.tags
-        if count < len(slots):
+        ids, tags, new = put.ids, put.tags, np.arange(first, first + count)
+        if count == len(slots):
+            slots = new
+        else:
+            rows = np.flatnonzero(slots < 0)
             ids = [ids[row] for row in rows.tolist()]
             tags = None if tags is None else [tags[row] for row in rows.tolist()]
-        slots[rows] = np.arange(first, first + count)
+            slots[rows] = new
         if first:
             self._slot_of.update(zip(ids, range(first, first + count)))
         else:
