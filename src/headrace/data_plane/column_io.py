@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, meta_of_checked
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.object_codec import checked_tags
 from headrace.data_plane.routes_codec import RouteShape, check_routes, most_experts
 from headrace.data_plane.schema import (
     CLAIM,
@@ -21,7 +22,7 @@ from headrace.data_plane.schema import (
     Kind,
     Layout,
 )
-from headrace.data_plane.store.columns import checked_tags
+from headrace.data_plane.store.columns import RowFacts
 from headrace.data_plane.wire import (
     Leaf,
     RowPacker,
@@ -136,8 +137,8 @@ def kv_first_write(
     ids = texts("sample_ids", sample_ids)
     wire = pack_columns(final_batch_cpu, lengths=lengths.reshape(-1), rows=len(ids))
     own_tags = None if tags is None else checked_tags(tags, len(ids))
-    told = lengths.reshape(-1).tolist()
-    meta = meta_of_checked(partition_id, task_name, ids, list(wire.keys()), told, info, own_tags)
+    facts = RowFacts(ids, lengths.reshape(-1).tolist(), own_tags)
+    meta = facts.meta(partition_id, task_name, list(wire.keys()), info)
     if ROUTED_EXPERTS_FIELD in final_batch_cpu and not routes_checked:
         _check_route_ids(wire, meta, route_shape)
     said: dict[str, Any] = {

@@ -7,6 +7,7 @@ each task every ready row once, for good or for the time of a lease, and `get_da
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from math import lcm
 from operator import itemgetter
@@ -95,16 +96,13 @@ class KVBatchMeta:
             IndexError: an index outside [-N, N).
             SchemaError: a boolean mask or a fraction in place of an index.
         """
-        rows = self._rows_at(indices)
-        return meta_of_checked(
-            self.partition_id,
-            self.task_name,
-            _pick(self.sample_ids, rows),
-            None if self.fields is None else list(self.fields),
-            None if self.sequence_lengths is None else _pick(self.sequence_lengths, rows),
-            {k: v for k, v in self.extra_info.items() if k not in _PLAN_KEYS},
-            None if self.tags is None else [dict(self.tags[i]) for i in rows],
-        )
+        rows, part = self._rows_at(indices), copy(self)
+        part.sample_ids = _pick(self.sample_ids, rows)
+        part.fields = None if self.fields is None else list(self.fields)
+        part.sequence_lengths = None if self.sequence_lengths is None else _pick(self.sequence_lengths, rows)
+        part.extra_info = {k: v for k, v in self.extra_info.items() if k not in _PLAN_KEYS}
+        part.tags = None if self.tags is None else [dict(self.tags[i]) for i in rows]
+        return part
 
     def slice(self, start: int, stop: int) -> "KVBatchMeta":
         """Return rows start to stop - 1, with the bounds of a Python slice."""
@@ -194,23 +192,6 @@ class KVBatchMeta:
         own = whole_number(PAD_TO_MULTIPLE, multiple, 1)
         self.extra_info[PAD_TO_MULTIPLE] = lcm(own, _common_multiple([self]))
         self.extra_info[GLOBAL_FORWARD_PAD_SEQLEN] = _pad_target([self])
-
-
-def meta_of_checked(
-    partition_id: str,
-    task_name: str,
-    sample_ids: list[str],
-    fields: list[str] | None,
-    sequence_lengths: list[int] | None,
-    extra_info: dict[str, Any] | None = None,
-    tags: list[dict[str, Any]] | None = None,
-) -> KVBatchMeta:
-    """Return the meta of values that are what it asks for, and nobody else's: they are neither checked nor copied."""
-    meta = object.__new__(KVBatchMeta)
-    meta.partition_id, meta.task_name, meta.sample_ids = partition_id, task_name, sample_ids
-    meta.fields, meta.sequence_lengths, meta.tags = fields, sequence_lengths, tags
-    meta.extra_info = extra_info or {}
-    return meta
 
 
 def _row_numbers(indices: Sequence[int] | torch.Tensor) -> list[int]:

@@ -21,6 +21,7 @@ from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.ragged_cpu import byte_view
 from headrace.errors import SchemaError
+from headrace.utils.arguments import names_list
 
 ObjectArray = NDArray[np.object_]
 
@@ -57,6 +58,18 @@ def encode_column(
             sample = f" (sample '{sample_ids[row]}')" if sample_ids else ""
             raise SchemaError(f"column '{name}', row {row}{sample}: {error}. {_STORABLE}") from error
     return messages
+
+
+def checked_tags(tags: Sequence[Mapping[str, Any]], rows: int) -> list[dict[str, Any]]:
+    """Return copies of the tags of a put."""
+    if len(names_list("tags", tags)) != rows:
+        raise SchemaError(f"{len(tags)} tags for {rows} sample ids; give one per sample")
+    other = next((tag for tag in tags if not isinstance(tag, Mapping)), None)
+    if other is not None:
+        raise SchemaError(
+            f"tags hold a {type(other).__name__}; expected a mapping of names to values per sample"
+        )
+    return [copied_tag(tag, row) for row, tag in enumerate(tags)]
 
 
 def copied_tag(tag: Mapping[str, object], row: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import TypeVar
 from headrace.errors import HeadraceError, SchemaError
 
 T = TypeVar("T")
+_SHOWN = 8
 
 
 def names_list(what: str, names: Sequence[T]) -> Sequence[T]:
@@ -13,6 +14,12 @@ def names_list(what: str, names: Sequence[T]) -> Sequence[T]:
     if isinstance(names, str | bytes):
         raise SchemaError(f"{what}={names!r} is a text; expected a list of names, for example [{names!r}]")
     return names
+
+
+def shown(names: Sequence[str]) -> str:
+    """Return names for a message, the first few of many: "'a', 'b' and 3 more"."""
+    text = ", ".join(f"'{name}'" for name in names[:_SHOWN])
+    return text if len(names) <= _SHOWN else f"{text} and {len(names) - _SHOWN} more"
 
 
 def texts(what: str, names: Sequence[str]) -> list[str]:

@@ -12,10 +12,9 @@ from weakref import WeakValueDictionary
 from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
-from headrace.data_plane.interfaces import KVBatchMeta, meta_of_checked
+from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.store.client import StoreClient
-from headrace.data_plane.store.columns import Chunk, Known, checked_put, read_rows
-from headrace.data_plane.store.partition import RowFacts
+from headrace.data_plane.store.columns import Chunk, Known, RowFacts, checked_put, read_rows
 from headrace.data_plane.store.sample_store import SampleStore
 from headrace.data_plane.wire import wire_tensordict
 from headrace.errors import DataPlaneError
@@ -94,8 +93,7 @@ class LocalDataPlaneClient(StoreClient):
         store, (put, chunks) = self._open(), checked_put(sample_ids, partition_id, fields, tags)
         own = {name: [chunk.copy()] for name, chunk in chunks.items()}
         facts, _ = store.put(put._replace(claim=claim, producer=producer, once=once), own)
-        ids, lengths, own_tags, _ = facts or RowFacts([], [], None)
-        return meta_of_checked(partition_id, "", ids, list(own), lengths, tags=own_tags)
+        return (facts or RowFacts([], [], None)).meta(partition_id, "", list(own))
 
     def get_samples(
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]

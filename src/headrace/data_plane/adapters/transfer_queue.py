@@ -33,7 +33,7 @@ from headrace.data_plane.adapters import transfer_queue_cluster as cluster
 from headrace.data_plane.adapters import transfer_queue_mooncake as mooncake
 from headrace.data_plane.adapters.transfer_queue_index import Garbage, Located, StoreFacts, wire_tags
 from headrace.data_plane.adapters.transfer_queue_socket import IndexClient
-from headrace.data_plane.interfaces import KVBatchMeta, meta_of_checked
+from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.store.blocks import (
     BlockError,
     BlockInfo,
@@ -44,12 +44,11 @@ from headrace.data_plane.store.blocks import (
     pack,
 )
 from headrace.data_plane.store.client import StoreClient
-from headrace.data_plane.store.columns import Known, Rows, checked_put, shown
-from headrace.data_plane.store.partition import RowFacts
+from headrace.data_plane.store.columns import Known, RowFacts, Rows, checked_put
 from headrace.data_plane.wire import wire_tensordict
 from headrace.distributed.ray_connection import Deadline, Part, check_parts, connect, wait_for
 from headrace.errors import DataPlaneError, HeadraceError, TransportError
-from headrace.utils.arguments import texts
+from headrace.utils.arguments import shown, texts
 
 T = TypeVar("T")
 
@@ -393,8 +392,8 @@ class TransferQueueDataPlaneClient(StoreClient):
         asked = (link.index.owner, told, packed.columns, deadline.left + _LEASE_MARGIN_S)
         ticket = self._ask("begin_put", *asked, deadline=deadline)
         facts = None if ticket is None else self._commit(ticket, packed, deadline)
-        ids, lengths, own_tags = (put.ids, facts.sequence_lengths, facts.tags) if facts else ([], [], None)
-        return meta_of_checked(partition_id, "", ids, list(chunks), lengths, tags=own_tags)
+        facts = facts._replace(sample_ids=put.ids) if facts else RowFacts([], [], None)
+        return facts.meta(partition_id, "", list(chunks))
 
     def _commit(self, ticket: int, packed: PackedColumns, deadline: Deadline) -> RowFacts | None:
         """Store the blocks of a put that has begun, and return what the index says of its rows."""

@@ -29,8 +29,7 @@ from headrace.data_plane.claim_terms import PartitionReport
 from headrace.data_plane.object_codec import SCALARS, from_ext, to_wire
 from headrace.data_plane.store.blocks import BlockInfo, placed
 from headrace.data_plane.store.claims import ClaimRequest, Registration
-from headrace.data_plane.store.columns import Form, Places, Put, Rows
-from headrace.data_plane.store.partition import RowFacts
+from headrace.data_plane.store.columns import Form, Places, Put, RowFacts, Rows
 from headrace.data_plane.store.sample_store import SampleStore
 from headrace.errors import DataPlaneError, HeadraceError, SchemaError, TransportError
 

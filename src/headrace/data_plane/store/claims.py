@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data_plane.claim_terms import LeaseReport, TagRule, TaskReport
-from headrace.data_plane.store.columns import Rows, grown, shown
+from headrace.data_plane.store.columns import Rows, grown
 from headrace.data_plane.store.groups import Groups
 from headrace.errors import ClaimExpired, DataPlaneError
+from headrace.utils.arguments import shown
 
 Mask = NDArray[np.bool_]
 Held = Callable[[Rows], Mask]

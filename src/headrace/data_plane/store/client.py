@@ -7,10 +7,10 @@ from typing import Any, Literal
 from tensordict import TensorDict
 
 from headrace.data_plane.claim_terms import ORDERS, PartitionReport, TagRule, seconds
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, meta_of_checked
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.schema import CLAIM
 from headrace.data_plane.store.claims import ClaimRequest, Registration
-from headrace.data_plane.store.partition import RowFacts
+from headrace.data_plane.store.columns import RowFacts
 from headrace.errors import ClaimTimeout, DataPlaneError
 from headrace.utils.arguments import names_list, texts, whole_number
 
@@ -84,9 +84,9 @@ class StoreClient(DataPlaneClient):
             raise ClaimTimeout(self._ask("claim_timeout_text", request))
         if facts is None or not facts.sample_ids:
             return None
-        ids, lengths, own_tags, claim = facts
-        extra = None if claim is None else {CLAIM: claim}
-        return meta_of_checked(partition_id, task_name, ids, names, lengths, extra, own_tags)
+        return facts.meta(
+            partition_id, task_name, names, None if facts.claim is None else {CLAIM: facts.claim}
+        )
 
     def renew_claim(self, meta: KVBatchMeta, lease_s: float) -> None:
         self._ask("renew", meta.partition_id, _claim_of(meta), seconds("lease_s", lease_s, above_zero=True))

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from headrace.data_plane.object_codec import copied_tag, decode_column, encode_column
+from headrace.data_plane.interfaces import KVBatchMeta
+from headrace.data_plane.object_codec import checked_tags, decode_column, encode_column
 from headrace.data_plane.schema import INPUT_LENGTHS, PER_TOKEN_FIELDS
 from headrace.data_plane.wire import Leaf, check_declared, leaf_rows, read_wire
 from headrace.distributed.columns import object_array
@@ -33,7 +34,7 @@ from headrace.distributed.ragged import (
 from headrace.distributed.ragged_cpu import byte_view
 from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
-from headrace.utils.arguments import names_list, texts
+from headrace.utils.arguments import shown, texts
 
 Array = TypeVar("Array", bound=NDArray[Any])
 Rows = NDArray[np.int64]
@@ -42,15 +43,8 @@ Known = list[tuple[torch.Tensor, torch.Tensor]]
 """Offsets that a call has met, each with the store's or the caller's own copy."""
 
 _LONGEST = 2**31 - 1
-_SHOWN = 8
 _NOWHERE = -1
 _NO_ROWS: Rows = np.empty(0, np.int64)
-
-
-def shown(names: Sequence[str]) -> str:
-    """Return names for a message, the first few of many: "'a', 'b' and 3 more"."""
-    text = ", ".join(f"'{name}'" for name in names[:_SHOWN])
-    return text if len(names) <= _SHOWN else f"{text} and {len(names) - _SHOWN} more"
 
 
 def grown(array: Array, size: int, fill: int) -> Array:
@@ -276,6 +270,25 @@ class Put(NamedTuple):
     once: bool = False
 
 
+class RowFacts(NamedTuple):
+    """What a store says of rows, and a meta of them; `claim` is that of rows that are leased."""
+
+    sample_ids: list[str]
+    sequence_lengths: list[int] | None
+    tags: list[dict[str, Any]] | None
+    claim: str | None = None
+
+    def meta(
+        self, partition_id: str, task_name: str, fields: list[str], extra_info: dict[str, Any] | None = None
+    ) -> KVBatchMeta:
+        """Return the meta of the rows; what it is given is what it asks for, and is neither checked nor copied."""
+        meta = object.__new__(KVBatchMeta)
+        meta.partition_id, meta.task_name, meta.sample_ids = partition_id, task_name, self.sample_ids
+        meta.fields, meta.sequence_lengths, meta.tags = fields, self.sequence_lengths, self.tags
+        meta.extra_info = extra_info or {}
+        return meta
+
+
 def checked_put(
     sample_ids: Sequence[str],
     partition_id: str,
@@ -301,18 +314,6 @@ def checked_put(
         check_declared(name, leaf)
         chunks[name] = chunk_of_leaf(name, leaf, ids, known, read)
     return Put(partition_id, ids, own_tags, said_lengths(chunks)), chunks
-
-
-def checked_tags(tags: Sequence[Mapping[str, Any]], rows: int) -> list[dict[str, Any]]:
-    """Return copies of the tags of a put."""
-    if len(names_list("tags", tags)) != rows:
-        raise SchemaError(f"{len(tags)} tags for {rows} sample ids; give one per sample")
-    other = next((tag for tag in tags if not isinstance(tag, Mapping)), None)
-    if other is not None:
-        raise SchemaError(
-            f"tags hold a {type(other).__name__}; expected a mapping of names to values per sample"
-        )
-    return [copied_tag(tag, row) for row, tag in enumerate(tags)]
 
 
 def said_lengths(chunks: Mapping[str, Chunk]) -> dict[str, Lengths]:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.data_plane.store.columns import Rows, shown
+from headrace.data_plane.store.columns import Rows
 from headrace.errors import DataPlaneError, SchemaError
+from headrace.utils.arguments import shown
 
 _MARK = "_g"
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 import numpy as np
 
@@ -16,26 +16,18 @@ from headrace.data_plane.store.columns import (
     Columns,
     Lengths,
     Put,
+    RowFacts,
     Rows,
     Selection,
     Slots,
     grown,
-    shown,
 )
 from headrace.data_plane.store.spent import SpentIds
 from headrace.errors import CapacityExceeded, SampleNotFound, SchemaError
+from headrace.utils.arguments import shown
 
 _FEW_SLOTS = 1024
 _UNKNOWN = -1
-
-
-class RowFacts(NamedTuple):
-    """What a meta says about rows; `claim` is that of rows that are leased."""
-
-    sample_ids: list[str]
-    sequence_lengths: list[int] | None
-    tags: list[dict[str, Any]] | None
-    claim: str | None = None
 
 
 class Partition(Generic[Block]):

@@ -13,9 +13,10 @@ import numpy as np
 
 from headrace.data_plane.claim_terms import PartitionReport
 from headrace.data_plane.store.claims import ClaimRequest, Clock, Registration, claim_expired
-from headrace.data_plane.store.columns import Block, Columns, Put, Selection, Slots, shown
-from headrace.data_plane.store.partition import Partition, RowFacts
+from headrace.data_plane.store.columns import Block, Columns, Put, RowFacts, Selection, Slots
+from headrace.data_plane.store.partition import Partition
 from headrace.errors import CapacityExceeded, DataPlaneError, SampleNotFound
+from headrace.utils.arguments import shown
 
 _REMEMBERED = 1000
 """Registrations that are kept of partitions that have ended."""
