@@ -1,9 +1,11 @@
 """The fused output head: which heads it takes, and its numbers against log-softmax and the plain path."""
 
+import weakref
 from itertools import product
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.fused_head import chunks_at_once, fused_scores
@@ -68,6 +70,30 @@ def test_ids_without_a_token_have_no_share_and_no_gradient_but_a_target_has(chun
     theirs = torch.autograd.grad((truth * pull).sum(), (hidden, weight))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert not ours[1][[0, 1, 17]].any()
+
+
+class _ScoresAtOnce(TorchDispatchMode):
+    """Notes how many chunks' scores there are whenever a product makes some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+        self._live: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and out.shape == (4, VOCABULARY):
+            self._live.add(out)
+            self.counts.append(len(self._live))
+        return out
+
+
+def test_the_scores_of_one_chunk_are_gone_before_those_of_the_next_are_made() -> None:
+    hidden, weight, targets = inputs(tokens=12)
+    with _ScoresAtOnce() as scores:
+        logprobs, _ = fused_scores(hidden, weight, targets, scale=1.0, chunk_tokens=4)
+        logprobs.sum().backward()
+    assert scores.counts == [1] * 6, "three chunks forward, three backward"
 
 
 def test_no_tokens_give_no_scores_and_zero_gradients() -> None:

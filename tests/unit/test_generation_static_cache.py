@@ -1,4 +1,5 @@
 import copy
+import gc
 
 import pytest
 import torch
@@ -75,3 +76,18 @@ def test_layers_that_drop_keys_take_no_static_cache():
     assert not StaticSteps.fits(cache, config)
     sliding = model_of("sliding").config
     assert not StaticSteps.fits(DynamicCache(config=sliding), sliding)
+
+
+def test_a_static_cache_leaves_nothing_of_the_cache_of_the_prefill():
+    generator = generator_of("moe", static_cache=True)
+    held = []
+
+    def note(module, args, kwargs):
+        gc.collect()
+        caches = [c for c in gc.get_objects() if type(c) is DynamicCache and c.get_seq_length()]
+        held.append((kwargs["input_ids"].shape[1], len(caches)))
+
+    generator._model.register_forward_pre_hook(note, with_kwargs=True)
+    generator.generate(PROMPTS, SamplingParams(3), seed=3)
+    assert len(held) > 2
+    assert [count for tokens, count in held if tokens == 1] == [0] * (len(held) - 1)

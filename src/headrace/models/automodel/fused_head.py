@@ -67,6 +67,7 @@ class _FusedScores(torch.autograd.Function):
         for rows in _chunks(len(targets), chunk):
             logits = _logits(hidden[rows], matrix, targets[rows], unknown_ids)
             parts.append(_statistics(logits, targets[rows], scale))
+            del logits  # before the next chunk's are made
         logprobs, normalizers, entropies = (torch.cat(column) for column in zip(*parts))
         ctx.save_for_backward(hidden, weight, targets, normalizers)
         ctx.scale, ctx.chunk, ctx.unknown_ids = scale, chunk, unknown_ids
@@ -88,6 +89,8 @@ class _FusedScores(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 part = logits.t() @ hidden[rows]
                 grad_weight = part.to(weight.dtype) if grad_weight is None else grad_weight.add_(part)
+                del part
+            del logits
         return grad_hidden, grad_weight, None, None, None, None
 
 

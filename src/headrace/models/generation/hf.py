@@ -177,6 +177,7 @@ class HFGenerator:
             recording.add_prefill(routes)
         logits = logits[batch.source]
         steps = self._steps(forward, cache, batch, max(limits))
+        del cache  # a static one leaves nothing in it
         for step in range(max(limits)):
             noise = None if uniforms is None else uniforms[live, step]
             ids, logprobs = _choose(logits, params, noise, self._unknown_ids)
