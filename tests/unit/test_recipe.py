@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from headrace.config import DatasetConfig, MathConfig, ReasoningGymConfig, RecipeConfig
 from headrace.errors import ConfigError
-from headrace.utils.recipe import changed_keys, dump_recipe, load_recipe
+from headrace.utils.recipe import changed_keys, dump_recipe, key_origins, load_recipe
 from tiny_recipe import tiny_recipe
 
 BASE = """\
@@ -257,6 +257,37 @@ def test_a_file_of_another_kind_than_its_defaults_inherits_nothing_of_that_secti
     )
     child.write_text("defaults: recipe.yaml\nenv: {lowercase: true}\n")
     assert load_recipe(child).env == ReasoningGymConfig(task="spell_backward", lowercase=True)
+
+
+@pytest.mark.parametrize(
+    ("env", "settings", "name"),
+    [
+        ("{kind: reasoning_gym, task: spell_backward, config: {min_word_len: 3}}", "config", "task"),
+        ("{kind: python, target: a:b, args: {n: 3}}", "args", "target"),
+        ("{kind: verifiers, id: a, args: {n: 3}}", "args", "id"),
+    ],
+)
+def test_settings_of_a_task_are_not_those_of_another(
+    tmp_path: Path, env: str, settings: str, name: str
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BASE.replace("{kind: reasoning_gym, task: spell_backward}", env))
+    own = getattr(load_recipe(path).env, settings)
+    assert len(own) == 1
+
+    def left(*overrides: str) -> Any:
+        origins = [key for key in key_origins(path, overrides) if key.startswith(f"env.{settings}.")]
+        found = getattr(load_recipe(path, overrides).env, settings)
+        assert sorted(origins) == sorted(f"env.{settings}.{key}" for key in found)
+        return found
+
+    assert left("seed=3") == own
+    assert left(f"env.{name}={getattr(load_recipe(path).env, name)}") == own, "nothing changed"
+    assert left(f"env.{name}=c:d") == {}
+    assert left(f"env.{settings}.m=5", f"env.{name}=c:d") == {"m": 5}
+    child = tmp_path / "child.yaml"
+    child.write_text(f"defaults: recipe.yaml\nenv: {{{name}: 'c:d'}}\n")
+    assert getattr(load_recipe(child).env, settings) == {}
 
 
 def test_a_mistyped_key_is_named_before_the_key_that_it_leaves_missing(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ _YAML_MARKS = "'\"|>!&*"
 _NO_MAPPING = "expected a mapping of sections at the top level; got a list or a scalar"
 _TOO_LONG = "a whole number of thousands of digits, which is more than can be read"
 _LONGEST_KEY = 60
+_SETTINGS = {"env.task": "env.config", "env.target": "env.args", "env.id": "env.args"}
+"""Keys that name what runs, each with the key of its own settings, which mean nothing to another."""
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
@@ -37,7 +39,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, of_a_run: bo
     `path` is a file, or the name of a recipe that ships. `defaults` names recipes to start from, relative to the file
     or by such a name; later ones win, and the file itself wins over all. Sections merge key by key, lists are
     replaced. Where the key that says of which kind a section is changes (`env.kind`), nothing of the section is
-    inherited.
+    inherited; where what it runs changes (`env.task`), the settings of that are not (`env.config`).
 
     An override's value is YAML, but for a key whose type is text: that takes what was typed, `#`, quotes and spaces
     included (and `null` as no value, where the key may have none).
@@ -119,16 +121,16 @@ def _escaped(value: Any) -> Any:
 def key_origins(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     """Return, of each dotted key that a recipe sets, what set it last: the name of a file, or `override`."""
     layers = [(file.name, _plain(part)) for file, part in _parts(find_recipe(path), children=())]
-    layers += [("override", _plain(_parse_override(text).values)) for text in overrides]
+    if overrides:
+        layers.append(("override", _plain(_merge(*(_parse_override(text).values for text in overrides)))))
     found: dict[str, str] = {}
-    kinds: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
     for name, values in layers:
         set_here = dict(leaves(values))
-        for section, tag in kinds_of_sections(RecipeConfig):
-            kind = set_here.get(f"{section}.{tag}", kinds.get(section))
-            if kind != kinds.setdefault(section, kind):
-                kinds[section] = kind
-                found = {key: origin for key, origin in found.items() if not key.startswith(f"{section}.")}
+        for decides, dropped in _not_inherited():
+            if decides in set_here and set_here[decides] != seen.setdefault(decides, set_here[decides]):
+                seen[decides] = set_here[decides]
+                found = {k: origin for k, origin in found.items() if not f"{k}.".startswith(f"{dropped}.")}
         found |= dict.fromkeys(set_here, name)
     return found
 
@@ -245,16 +247,21 @@ def _culprit(overrides: Sequence[_Override], key: str, message: str) -> _Overrid
 
 
 def _without_other_kinds(base: DictConfig, extra: DictConfig) -> DictConfig:
-    """Return `base` without the sections that `extra` makes sections of another kind."""
-    for key, tag in kinds_of_sections(RecipeConfig):
+    """Return `base` without the sections that `extra` makes sections of another kind, and settings of what it changes."""
+    for decides, dropped in _not_inherited():
         old, new = (
-            OmegaConf.select(config, f"{key}.{tag}", throw_on_resolution_failure=False)
-            for config in (base, extra)
+            OmegaConf.select(config, decides, throw_on_resolution_failure=False) for config in (base, extra)
         )
         if old is not None and new is not None and old != new:
             base = _merge(base)
-            OmegaConf.update(base, key, {}, merge=False)
+            OmegaConf.update(base, dropped, {}, merge=False)
     return base
+
+
+def _not_inherited() -> list[tuple[str, str]]:
+    """Return keys, each with the key of what is inherited only where their value stays."""
+    kinds = [(f"{section}.{tag}", section) for section, tag in kinds_of_sections(RecipeConfig)]
+    return [*kinds, *_SETTINGS.items()]
 
 
 def _merge(base: DictConfig, *extra: DictConfig) -> DictConfig:
