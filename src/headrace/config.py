@@ -394,6 +394,12 @@ class RecipeConfig(Section):
                 f"policy.lora.rank={self.policy.lora.rank} with generation.backend=vllm, whose engines take whole "
                 "weights only; set generation.backend=hf, or remove policy.lora"
             )
+        sglang = self.generation.backend == "sglang" and self.generation.sglang.weights == "tensor"
+        if self.policy.lora.rank is not None and sglang:
+            yield (
+                f"policy.lora.rank={self.policy.lora.rank} with generation.sglang.weights=tensor, which sends whole "
+                "weights only; set generation.sglang.weights=disk, or remove policy.lora"
+            )
 
     def _length_faults(self) -> Iterator[str]:
         if self.generation.max_new_tokens >= self.policy.max_total_sequence_length:

@@ -139,6 +139,12 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "whole weights",
         "set generation.backend=hf",
     ),
+    "policy.lora.rank=8 generation.backend=sglang generation.sglang.weights=tensor": (
+        "policy.lora.rank=8",
+        "generation.sglang.weights=tensor",
+        "whole weights",
+        "set generation.sglang.weights=disk",
+    ),
     "policy.lora.rank=0": ("policy.lora.rank=0", "rank=0", "greater than 0"),
     "data_plane.enabled=true policy.workers=2": (
         "data_plane.impl=local",
