@@ -247,7 +247,7 @@ def _culprit(overrides: Sequence[_Override], key: str, message: str) -> _Overrid
 
 
 def _without_other_kinds(base: DictConfig, extra: DictConfig) -> DictConfig:
-    """Return `base` without the sections that `extra` makes sections of another kind, and settings of what it changes."""
+    """Return `base` without what `extra` makes of another kind: a section, or the settings of what it runs."""
     for decides, dropped in _not_inherited():
         old, new = (
             OmegaConf.select(config, decides, throw_on_resolution_failure=False) for config in (base, extra)
