@@ -73,10 +73,10 @@ class Way:
             self.progress,
         )
         producers.start()
-        producers.publish(first - 1, grpo_async.snapshot(policy))
+        grpo_async.publish(self.session, producers, first - 1)
         for step in range(first, first + self.steps):
             result = grpo_async.run_step(session, producers, step, self.timer)
-            producers.publish(step, grpo_async.snapshot(policy))
+            grpo_async.publish(self.session, producers, step)
             self.lags.append(result.metrics["async/lag_max"])
         self.progress.prompt_position, self.progress.prompts_ahead = producers.tickets.progress()
         producers.close()

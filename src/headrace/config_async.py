@@ -26,7 +26,7 @@ class AsyncConfig(Section):
     """Which of the ready groups a step takes first."""
     collectors: PositiveInt = 1
     """Collectors that make samples side by side. They share `generation.engines`; more collectors than engines score
-    while others generate."""
+    while others generate. On Ray each is an actor with an engine of its own at least."""
     prompts_per_call: PositiveInt | None = None
     """Prompts that a collector answers together; their groups are put together. None: a step's prompts, divided among
     the collectors."""
@@ -65,10 +65,10 @@ def async_faults(recipe: Any) -> Iterator[str]:
             f"async.max_lag={cfg.max_lag} trains on samples of older weights, which have to be weighed: set "
             "loss.importance_correction=tis (or icepop, sequence_mask), or async.max_lag=0"
         )
-    if not recipe.uses_store or recipe.data_plane.impl != "local":
+    if not recipe.uses_store:
         yield (
-            "async.enabled=true joins collectors and one trainer by a store of the driver's process; set "
-            "data_plane.impl=local, policy.workers=1, and data_plane.enabled=true or null"
+            "async.enabled=true joins collectors and trainer by the store; set data_plane.enabled=true or null, and "
+            f"data_plane.impl=transfer_queue where policy.workers={recipe.policy.workers} is more than 1"
         )
     if grpo.dynamic_sampling.enabled:
         yield "grpo.dynamic_sampling.enabled=true is not built for async.enabled=true; switch one of them off"

@@ -106,7 +106,7 @@ def test_a_sampler_of_ones_own_cannot_break_the_bound(tmp_path: Path) -> None:
             "loss.force_on_policy_ratio=true takes samples to be of the present",
         ),
         (["data_plane.enabled=false"], "data_plane.enabled=true or null"),
-        (["data_plane.impl=transfer_queue"], "set data_plane.impl=local"),
+        (["policy.workers=2"], "data_plane.impl=transfer_queue where policy.workers=2"),
         (["grpo.dynamic_sampling.enabled=true"], "dynamic_sampling.enabled=true is not built"),
         (["async.prompts_per_call=3"], "does not divide grpo.num_prompts_per_step=4"),
         (["async.collectors=3"], "async.collectors=3 do not divide"),

@@ -19,8 +19,9 @@ from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.schema import CLAIM
 from headrace.distributed.worker_groups import LocalWorkerGroup
 from headrace.errors import ClaimExpired, ConfigError, GenerationError
+from headrace.experience.collecting_actor import CollectingActor
+from headrace.experience.published_weights import PublishedWeights
 from headrace.experience.rollouts import RolloutSettings
-from headrace.experience.sync_rollout_actor import SyncRolloutActor
 from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
 from headrace.utils.run_state import Progress
 from reference_experience import BigramGenerator, GuessingGame, character_tokenizer
@@ -47,6 +48,16 @@ class MoodyGenerator(BigramGenerator):
         return super().generate(prompts, params, seed=seed)
 
 
+class Publishing(Producers):
+    """Publishes weights of a version that have nothing but it."""
+
+    weights: PublishedWeights
+
+    def publish(self, version: int) -> None:
+        self.weights.keep([None], version)
+        super().publish(version)
+
+
 def recipe_of(**asynchrony: Any) -> RecipeConfig:
     return bare_recipe(
         None,
@@ -61,9 +72,11 @@ def recipe_of(**asynchrony: Any) -> RecipeConfig:
 def producing(
     recipe: RecipeConfig, generators: Sequence[BigramGenerator], progress: Progress | None = None
 ) -> Iterator[tuple[Producers, LocalDataPlaneClient]]:
-    store, game = LocalDataPlaneClient(), GuessingGame()
-    actors = [SyncRolloutActor(g, TOKENIZER, game, SETTINGS, dp_client=store) for g in generators]
-    producers = Producers(
+    store, game, weights = LocalDataPlaneClient(), GuessingGame(), PublishedWeights()
+    actors = [CollectingActor(g, TOKENIZER, game, SETTINGS, dp_client=store) for g in generators]
+    for actor in actors:
+        actor.follow(weights.newer_than)
+    producers = Publishing(
         recipe,
         store,
         "train",
@@ -71,6 +84,7 @@ def producing(
         [LocalWorkerGroup(actor) for actor in actors],
         progress or Progress.at_start(),
     )
+    producers.weights = weights
     producers.start()
     try:
         yield producers, store
@@ -85,7 +99,7 @@ def train(producers: Producers, store: LocalDataPlaneClient, step: int) -> KVBat
     assert rows is not None
     store.clear_samples(rows.sample_ids, "train", claim=rows.extra_info[CLAIM])
     producers.used([rows])
-    producers.publish(step, [None])
+    producers.publish(step)
     return rows
 
 
@@ -116,7 +130,7 @@ def test_no_group_is_older_than_the_bound_or_trained_on_twice(
     trained: list[str] = []
     positions: set[int] = set()
     with producing(recipe, moods) as (producers, store):
-        producers.publish(0, [None])
+        producers.publish(0)
         for step in range(1, STEPS + 1):
             time.sleep(draws.random() * train_ms / 1000)
             rows = train(producers, store, step)
@@ -140,7 +154,7 @@ def store_is_empty(store: LocalDataPlaneClient) -> bool:
 def test_a_generator_that_always_fails_ends_the_run_with_its_words() -> None:
     mood = MoodyGenerator(random.Random(0), slow_s=0, fails=1.0)
     with producing(recipe_of(max_failures=3), [mood]) as (producers, _):
-        producers.publish(0, [None])
+        producers.publish(0)
         with pytest.raises(
             GenerationError, match=r"4 calls .* failed within one step, .*max_failures=3.*out of luck"
         ):
@@ -152,7 +166,7 @@ def test_calls_that_fail_keep_no_room_and_lose_no_group() -> None:
     recipe = recipe_of(max_lag=0, collectors=2)
     moods = [MoodyGenerator(random.Random(n), slow_s=0, fails=0.8) for n in range(2)]
     with producing(recipe, moods) as (producers, store):
-        producers.publish(0, [None])
+        producers.publish(0)
         ids = [sample_id for step in (1, 2, 3) for sample_id in train(producers, store, step).sample_ids]
         failed = producers.take_metrics()["async/failed_calls"]
     assert failed > GROUPS
@@ -165,7 +179,7 @@ def test_an_error_that_no_retry_mends_ends_the_run_at_once() -> None:
             raise ConfigError("generation.top_k=0: expected more")
 
     with producing(recipe_of(), [Refusing(TOKENIZER)]) as (producers, _):
-        producers.publish(0, [None])
+        producers.publish(0)
         with pytest.raises(ConfigError, match="top_k"):
             producers.take(1, GROUPS)
 
@@ -173,24 +187,24 @@ def test_an_error_that_no_retry_mends_ends_the_run_at_once() -> None:
 def test_collectors_wait_for_room_and_go_on_when_a_step_has_cleared_its_rows() -> None:
     recipe = recipe_of(max_lag=2, on_stale="drop", room=GROUPS)
     with producing(recipe, [BigramGenerator(TOKENIZER)]) as (producers, store):
-        producers.publish(0, [None])
+        producers.publish(0)
         rows = producers.take(1, GROUPS)
         assert rows is not None
         time.sleep(0.05)
         assert len(store.sample_ids("train")) == GROUPS * GROUP, "the store is full, and nobody puts more"
         store.clear_samples(rows.sample_ids, "train", claim=rows.extra_info[CLAIM])
         producers.used([rows])
-        producers.publish(1, [None])
+        producers.publish(1)
         assert producers.take(2, GROUPS) is not None
 
 
 def test_what_is_too_old_is_dropped_and_counted() -> None:
     recipe = recipe_of(max_lag=0, on_stale="drop", room=GROUPS)
     with producing(recipe, [BigramGenerator(TOKENIZER)]) as (producers, store):
-        producers.publish(0, [None])
+        producers.publish(0)
         while len(store.sample_ids("train")) < GROUPS * GROUP:
             time.sleep(0.001)
-        producers.publish(1, [None])
+        producers.publish(1)
         rows = producers.take(2, GROUPS)
         assert rows is not None
         assert {tag["weight_version_min"] for tag in rows.tags or []} == {1}
@@ -200,7 +214,7 @@ def test_what_is_too_old_is_dropped_and_counted() -> None:
 
 def test_a_lease_that_ran_out_is_told_with_its_key_and_its_groups_are_taken_anew() -> None:
     with producing(recipe_of(max_lag=0, lease_s=0.05), [BigramGenerator(TOKENIZER)]) as (producers, _):
-        producers.publish(0, [None])
+        producers.publish(0)
         rows = producers.take(1, GROUPS)
         assert rows is not None
         producers.buffer.renew(rows)
@@ -214,7 +228,7 @@ def test_a_lease_that_ran_out_is_told_with_its_key_and_its_groups_are_taken_anew
 
 def test_a_step_that_fails_gives_its_groups_back() -> None:
     with producing(recipe_of(max_lag=0), [BigramGenerator(TOKENIZER)]) as (producers, store):
-        producers.publish(0, [None])
+        producers.publish(0)
         rows = producers.take(1, GROUPS)
         assert rows is not None
         with pytest.raises(GenerationError), producers.buffer.leased([rows]):
@@ -225,17 +239,17 @@ def test_a_step_that_fails_gives_its_groups_back() -> None:
 def test_a_run_that_goes_on_makes_what_was_not_trained_on_and_nothing_else() -> None:
     recipe = recipe_of(max_lag=1)
     with producing(recipe, [BigramGenerator(TOKENIZER)]) as (producers, store):
-        producers.publish(0, [None])
+        producers.publish(0)
         whole = [train(producers, store, step).sample_ids for step in range(1, 5)]
     with producing(recipe, [BigramGenerator(TOKENIZER)]) as (producers, store):
-        producers.publish(0, [None])
+        producers.publish(0)
         first = [train(producers, store, step).sample_ids for step in (1, 2)]
         position, ahead = producers.tickets.progress()
     at = Progress.at_start().model_copy(
         update={"step": 2, "prompt_position": position, "prompts_ahead": ahead}
     )
     with producing(recipe, [BigramGenerator(TOKENIZER)], at) as (producers, store):
-        producers.publish(2, [None])
+        producers.publish(2)
         rest = [train(producers, store, step).sample_ids for step in (3, 4)]
     assert first + rest == whole
 

@@ -56,6 +56,7 @@ from headrace.errors import HeadraceError
 from headrace.experience.metrics import combine_calls
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.lm_policy import Policy
+from headrace.models.policy.results import Traffic, moved_by
 from headrace.utils.run_state import Metrics
 from headrace.utils.seeding import derive_seed
 from headrace.utils.timer import Timer
@@ -90,11 +91,15 @@ class Session:
     loss_fn: LossFn
     others: Sequence[WorkerGroup] = ()
     """Further groups of one `SyncRolloutActor` each, in an asynchronous run."""
+    weights: WorkerGroup | None = None
+    """A group of one `PublishedWeights`, where these actors find the newest weights."""
     on_stage: Callable[[int, str], None] = lambda step, stage: None
     should_stop: Callable[[], bool] = lambda: False
     trace_dir: Path | None = None
     """Where the routes of every step are written, with `policy.router_replay.trace`."""
     detail: StepDetail = field(default_factory=StepDetail)
+    moved: Callable[[], Traffic] = field(init=False)
+    """Returns what the side that makes samples has moved so far."""
     before_clearing: Callable[[Any], None] = lambda rows: None
     """Is given a step's rows, trained on, before they are cleared."""
 
@@ -103,12 +108,15 @@ class Session:
         """The right answer to each training prompt, by the prompt's uid, where there is one."""
         return {prompt.uid: prompt.answer for prompt in self.environment.prompts("train")}
 
+    def __post_init__(self) -> None:
+        self.moved = lambda: moved_by(self.rollouts)
+
     def validate(self) -> Metrics:
         metrics: Metrics = self.rollouts.run_all("validate", self.recipe.seed)[0]
         return metrics
 
     def close(self) -> None:
-        for group in (self.rollouts, *self.others):
+        for group in (self.rollouts, *self.others, *([self.weights] if self.weights else [])):
             group.shutdown()
         self.policy.shutdown()
 
@@ -199,7 +207,7 @@ def finish(
     for part in parts:
         session.before_clearing(part.rows)
         policy.finish_step(part.rows)
-    traffic = policy.traffic(session.rollouts)
+    traffic = policy.traffic(session.moved())
     updates = update_metrics(trained, recipe.samples_per_step // recipe.policy.train_global_batch_size)
     told = {**metrics, **updates, **replayed, **traffic.metrics()}
     tokens = sum(int(part.table.total_tokens.sum()) for part in parts)

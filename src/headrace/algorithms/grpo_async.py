@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -37,7 +36,6 @@ from headrace.algorithms.rollout_table import RolloutTable
 from headrace.algorithms.updates import check_finite
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.errors import HeadraceError
-from headrace.models.policy.lm_policy import Policy
 from headrace.models.policy.tq_policy import TQPolicy
 from headrace.utils.background import in_background
 from headrace.utils.run_state import Metrics
@@ -136,10 +134,11 @@ def _leased_stage(
         yield
 
 
-def snapshot(policy: Policy) -> list[Any]:
-    """Return a copy of what the policy's `weight_stream` yields, which training does not change."""
-    items = policy.workers.stream("weight_stream")
-    return [(item[0], item[1].clone()) if isinstance(item, tuple) else item for item in items]
+def publish(session: Session, producers: Producers, version: int) -> None:
+    """Give collectors a copy of the policy's weights, bucket by bucket; between Ray actors not through this process."""
+    assert session.weights is not None
+    session.policy.workers.stream_to(session.weights, "weight_stream", "keep", version)
+    producers.publish(version)
 
 
 class AsyncLoop(Loop):
@@ -160,6 +159,7 @@ class AsyncLoop(Loop):
             (session.rollouts, *session.others),
             self.progress,
         )
+        session.moved = self.producers.moved
         with ExitStack() as ending:
             ending.callback(self.producers.close)
             self.producers.start()
@@ -176,7 +176,7 @@ class AsyncLoop(Loop):
         return run_step(self.session, self.producers, step, timer)
 
     def _update_weights(self, step: int) -> None:
-        self.producers.publish(step, snapshot(self.session.policy))
+        publish(self.session, self.producers, step)
 
     @contextmanager
     def _guarded(self, step: int) -> Iterator[None]:

@@ -4,13 +4,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from transformers.utils import logging as hf_logging
 
-from headrace.algorithms.async_utils.actors import build_actors
+from headrace.algorithms.async_utils.actors import build_actors, start_actors
 from headrace.algorithms.grpo import Session
 from headrace.algorithms.grpo_async import AsyncLoop
 from headrace.algorithms.loop import Loop, save_checkpoint, update_weights
@@ -84,38 +85,46 @@ def build_session(recipe: RecipeConfig) -> Session:
     policy = _build_policy(recipe, tokenizer, in_actor)
     with ExitStack() as undo:
         undo.callback(policy.shutdown)
-        rollouts, *others = _build_rollouts(recipe, policy, tokenizer, environment, in_actor)
+        (rollouts, *others), weights = _build_rollouts(recipe, policy, tokenizer, environment, in_actor)
         undo.pop_all()
-    return Session(recipe, policy, rollouts, environment, prompts, build_loss(recipe), others)
+    return Session(recipe, policy, rollouts, environment, prompts, build_loss(recipe), others, weights)
 
 
 def _build_rollouts(
     recipe: RecipeConfig, policy: Policy, tokenizer: Any, environment: Environment, in_actor: bool
-) -> list[WorkerGroup]:
-    """Return a group of one rollout actor; in an asynchronous run, one for each collector."""
+) -> tuple[list[WorkerGroup], WorkerGroup | None]:
+    """Return a group of one rollout actor; in an asynchronous run one for each collector, and that of the weights."""
     if not isinstance(policy, TQPolicy):
-        return [LocalWorkerGroup(SyncRolloutActor.from_recipe(recipe, tokenizer, environment))]
+        return [LocalWorkerGroup(SyncRolloutActor.from_recipe(recipe, tokenizer, environment))], None
     if in_actor:
-        return [_start_rollout_actor(recipe, policy.dp_cfg)]
+        start = partial(_start_rollout_actor, recipe, policy.dp_cfg)
+        if recipe.asynchrony.enabled:
+            return start_actors(recipe, start, partial(_start_actor, recipe))
+        return [start(WorkerSpec(SyncRolloutActor.from_recipe, (recipe,)), "the rollout actor")], None
     if recipe.asynchrony.enabled:
-        actors = build_actors(recipe, tokenizer, environment, policy.dp_client)
-        return [LocalWorkerGroup(actor) for actor in actors]
-    return [LocalWorkerGroup(SyncRolloutActor.from_recipe(recipe, tokenizer, environment, policy.dp_client))]
+        return build_actors(recipe, tokenizer, environment, policy.dp_client)
+    actor = SyncRolloutActor.from_recipe(recipe, tokenizer, environment, policy.dp_client)
+    return [LocalWorkerGroup(actor)], None
 
 
-def _start_rollout_actor(recipe: RecipeConfig, dp_cfg: DataPlaneConfig | Mapping[str, Any]) -> WorkerGroup:
-    """Start a Ray actor; rows go from there to the store, weights from the policy's actors, on Ray too, to it."""
-    gpus = rollout_gpus(recipe.policy, recipe.cluster)
-    group = start_on_ray(
-        WorkerSpec(SyncRolloutActor.from_recipe, (recipe,)),
+def _start_actor(recipe: RecipeConfig, spec: WorkerSpec, name: str, gpus: int = 0) -> WorkerGroup:
+    return start_on_ray(
+        spec,
         lay_out_ranks(1),
         device="cuda" if gpus else "cpu",
-        alone="the rollout actor",
+        alone=name,
         gpus_per_node=gpus,
         cpus_per_worker=0,
         startup_timeout_s=recipe.cluster.startup_timeout_s,
         autoscales=recipe.cluster.autoscales,
     )
+
+
+def _start_rollout_actor(
+    recipe: RecipeConfig, dp_cfg: DataPlaneConfig | Mapping[str, Any], spec: WorkerSpec, name: str
+) -> WorkerGroup:
+    """Start a Ray actor; rows go from there to the store, weights from the policy's actors, on Ray too, to it."""
+    group = _start_actor(recipe, spec, name, rollout_gpus(recipe.policy, recipe.cluster))
     with ExitStack() as undo:
         undo.callback(group.shutdown)
         group.run_all("setup_data_plane", dp_cfg, added_fields())
@@ -147,11 +156,15 @@ def rolls_out_in_actor(recipe: RecipeConfig) -> bool:
 
 
 def _build_policy(recipe: RecipeConfig, tokenizer: Any, in_actor: bool) -> Policy:
+    actors = recipe.asynchrony.collectors if recipe.asynchrony.enabled else 1
+    place: dict[str, Any] = {"rollout": "driver"}
+    if in_actor:
+        place = {"rollout": "actor", "rollout_gpus": actors * rollout_gpus(recipe.policy, recipe.cluster)}
     common: dict[str, Any] = {
         "tokenizer": tokenizer,
         "seed": recipe.seed,
         "with_reference": recipe.needs_reference,
-        "cluster": recipe.cluster.model_copy(update={"rollout": "actor" if in_actor else "driver"}),
+        "cluster": recipe.cluster.model_copy(update=place),
     }
     if not recipe.uses_store:
         return Policy(recipe.policy, recipe.generation, **common)

@@ -4,7 +4,7 @@ Rows go from the actor to the store; the thread sees metadata only. The actor ma
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from headrace.distributed.worker_groups import WorkerGroup
 from headrace.errors import ConfigError, HeadraceError
 from headrace.experience.types import Prompt
+from headrace.models.policy.results import Traffic, moved_by
 from headrace.utils.background import in_background
 
 POSITION, MADE_FOR = "position", "made_for"
@@ -60,18 +61,11 @@ class Tickets(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Weights:
-    """The policy's weights after `version` steps, as its `weight_stream` yields them; nobody changes them."""
-
-    version: int
-    items: Sequence[Any]
-
-
 class Collector:
-    """Makes samples until there are no more tickets.
+    """Makes samples until there are no more tickets; `rollouts` is a group of one `CollectingActor`.
 
-    Before each call the actor gets the newest weights, if it has older ones. `lock` is held during a call.
+    Before each call the actor takes the newest weights, if it has older ones. `lock` is held during a call. `moved` is
+    what the calls so far have moved.
     """
 
     def __init__(
@@ -79,21 +73,20 @@ class Collector:
         name: str,
         rollouts: WorkerGroup,
         tickets: Tickets,
-        latest: Callable[[], Weights | None],
         *,
         partition_id: str,
         group_size: int,
         tag_keys: Iterable[str],
     ) -> None:
         self.rollouts, self.lock = rollouts, threading.Lock()
-        self._tickets, self._latest = tickets, latest
+        self.moved = Traffic()
+        self._tickets = tickets
         self._arguments = {
             "partition_id": partition_id,
             "group_size": group_size,
             "carry_keys": [],
             "tag_keys": list(tag_keys),
         }
-        self._version = -1
         self._name = name
         self._running: Future[None] | None = None
 
@@ -107,12 +100,8 @@ class Collector:
             wait([self._running], timeout_s)
 
     def take_weights(self) -> int:
-        """Give the actor the newest weights, and return their version; called with `lock` held."""
-        weights = self._latest()
-        if weights is not None and weights.version > self._version:
-            self.rollouts.take_stream(iter(weights.items), "update_weights", weights.version)
-            self._version = weights.version
-        return self._version
+        """Have the actor take the newest weights, and return their version; called with `lock` held."""
+        return int(self.rollouts.run_all("take_weights")[0])
 
     def _run(self) -> None:
         while (ticket := self._tickets.next()) is not None:
@@ -127,6 +116,7 @@ class Collector:
             with self.lock:
                 self.take_weights()
                 made = self.rollouts.run_all("rollout_to_tq", ticket.request(self._name), **self._arguments)
+                self.moved = moved_by(self.rollouts)
         except ConfigError:
             raise
         except HeadraceError as error:

@@ -49,11 +49,11 @@ class LiveGenerator:
     def held(self) -> Iterator[None]:
         """Return a context in which this thread alone generates, with the weights that there are."""
         with self._lock:
-            self._is_held = True
+            was_held, self._is_held = self._is_held, True
             try:
                 yield
             finally:
-                self._is_held = False
+                self._is_held = was_held
 
     def release(self) -> None:
         """Nothing: the next call comes soon."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers.utils import logging as hf_logging
@@ -97,7 +97,7 @@ class SyncRolloutActor:
         environment: Environment | None = None,
         dp_client: DataPlaneClient | None = None,
         generator: Generator | None = None,
-    ) -> "SyncRolloutActor":
+    ) -> Self:
         """Build all that is not given from a recipe.
 
         Raises:

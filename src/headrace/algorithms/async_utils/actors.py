@@ -1,38 +1,84 @@
-"""The rollout actors of an asynchronous run in the driver's process, one for each collector."""
+"""The rollout actors of an asynchronous run, one for each collector, and the weights that they follow."""
 
-from functools import partial
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 from headrace.config import RecipeConfig
 from headrace.data_plane.interfaces import DataPlaneClient
+from headrace.distributed.worker_groups import LocalWorkerGroup, WorkerGroup, WorkerSpec
+from headrace.distributed.worker_groups.interfaces import Reader
 from headrace.environments.interfaces import Environment
+from headrace.experience.collecting_actor import CollectingActor
 from headrace.experience.live_generator import LiveGenerator
-from headrace.experience.sync_rollout_actor import SyncRolloutActor
+from headrace.experience.published_weights import PublishedWeights
 from headrace.models.automodel.setup import resolve_device
+
+Start = Callable[[WorkerSpec, str], WorkerGroup]
+"""Starts a worker as a Ray actor, which messages call so."""
+_AT_ONCE = 16
 
 
 def build_actors(
     recipe: RecipeConfig, tokenizer: Any, environment: Environment, store: DataPlaneClient
-) -> list[SyncRolloutActor]:
-    """Return `async.collectors` actors, which share `generation.engines`; more actors than engines share a generator.
+) -> tuple[list[WorkerGroup], WorkerGroup]:
+    """Return `async.collectors` actors in this process, each a group, and the group of their weights.
 
-    On GPUs all of them share one, since each generator takes the same GPUs for its engines. The first has the given
-    tokenizer and environment, each of the others its own, since neither is safe in two threads.
+    They share `generation.engines`; more actors than engines share a generator. On GPUs all of them share one, since
+    each generator takes the same GPUs for its engines. The first has the given tokenizer and environment, each of the
+    others its own, since neither is safe in two threads.
     """
-    cfg, engines = recipe.asynchrony, recipe.generation.engines
-    generators = min(cfg.collectors, engines) if resolve_device(recipe.policy).type == "cpu" else 1
-    piece = cfg.piece_tokens if cfg.on_update == "resume" else None
-    actors: list[SyncRolloutActor] = []
-    for index in range(cfg.collectors):
-        own_tokenizer, own_environment = (tokenizer, environment) if index == 0 else (None, None)
-        build = partial(SyncRolloutActor.from_recipe, tokenizer=own_tokenizer, environment=own_environment)
+    collectors, weights = recipe.asynchrony.collectors, PublishedWeights()
+    on_cpu = resolve_device(recipe.policy).type == "cpu"
+    generators = min(collectors, recipe.generation.engines) if on_cpu else 1
+    actors: list[CollectingActor] = []
+    for index in range(collectors):
+        parts: dict[str, Any] = {"dp_client": store}
+        if index == 0:
+            parts |= {"tokenizer": tokenizer, "environment": environment}
         if index >= generators:
-            actors.append(build(recipe, dp_client=store, generator=actors[index % generators].generator))
-            continue
-        own = engines // generators + (index < engines % generators)
-        generation = recipe.generation.model_copy(update={"engines": own})
-        actor = build(recipe.model_copy(update={"generation": generation}), dp_client=store)
-        if cfg.collectors > generators or piece is not None:
-            actor.generator = LiveGenerator(actor.generator, piece)
-        actors.append(actor)
-    return actors
+            parts["generator"] = actors[index % generators].generator
+        own = _with_part_of_engines(recipe, index, generators)
+        actors.append(_collecting_actor(own, weights.newer_than, collectors > generators, **parts))
+    return [LocalWorkerGroup(actor) for actor in actors], LocalWorkerGroup(weights)
+
+
+def start_actors(
+    recipe: RecipeConfig, start: Start, start_keeper: Start
+) -> tuple[list[WorkerGroup], WorkerGroup]:
+    """Do the same with Ray actors, each with engines of its own: one at least."""
+    collectors = recipe.asynchrony.collectors
+    with ExitStack() as undo:
+        weights = start_keeper(WorkerSpec(PublishedWeights), "the keeper of the weights")
+        undo.callback(weights.shutdown)
+        newer_than = weights.reader("newer_than")
+
+        def start_one(index: int) -> WorkerGroup:
+            own = _with_part_of_engines(recipe, index, collectors)
+            group = start(WorkerSpec(_collecting_actor, (own, newer_than)), f"rollout actor {index}")
+            undo.callback(group.shutdown)
+            return group
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:  # each takes as long as its model's loading
+            groups = list(pool.map(start_one, range(collectors)))
+        undo.pop_all()
+    return groups, weights
+
+
+def _collecting_actor(
+    recipe: RecipeConfig, newer_than: Reader, is_shared: bool = False, **parts: Any
+) -> CollectingActor:
+    """Build an actor that follows weights; `is_shared`: others use its generator, too."""
+    actor, cfg = CollectingActor.from_recipe(recipe, **parts), recipe.asynchrony
+    piece = cfg.piece_tokens if cfg.on_update == "resume" else None
+    if not isinstance(actor.generator, LiveGenerator) and (is_shared or piece is not None):
+        actor.generator = LiveGenerator(actor.generator, piece)
+    actor.follow(newer_than)
+    return actor
+
+
+def _with_part_of_engines(recipe: RecipeConfig, index: int, parts: int) -> RecipeConfig:
+    engines = recipe.generation.engines
+    own = max(1, engines // parts + (index < engines % parts))
+    return recipe.model_copy(update={"generation": recipe.generation.model_copy(update={"engines": own})})

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 from headrace.algorithms.async_utils.dispatcher import Dispatcher, Plan
 from headrace.algorithms.async_utils.replay_buffer import ReplayBuffer
@@ -13,9 +12,10 @@ from headrace.algorithms.rollout_table import RolloutTable
 from headrace.config import RecipeConfig
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
-from headrace.experience.collector import POSITION, Collector, Weights
+from headrace.experience.collector import POSITION, Collector
 from headrace.experience.live_generator import LiveGenerator
 from headrace.experience.sync_rollout_actor import TAGS
+from headrace.models.policy.results import Traffic
 from headrace.utils.run_state import Progress
 
 _LOOK_S = 0.5
@@ -36,7 +36,7 @@ class Producers:
         rollouts: Sequence[WorkerGroup],
         progress: Progress,
     ) -> None:
-        """Open the partition; `rollouts` are groups of one `SyncRolloutActor`, each with a collector of its own."""
+        """Open the partition; `rollouts` are groups of one `CollectingActor`, each with a collector of its own."""
         cfg, grpo = recipe.asynchrony, recipe.grpo
         sampler = build_sampler(cfg)
         self.buffer = ReplayBuffer(client, partition_id, sampler, recipe)
@@ -55,30 +55,24 @@ class Producers:
         self.tickets = Dispatcher(
             plan, prompts, sampler, self.buffer.wait_for_room, max_failures=cfg.max_failures
         )
-        self._weights: Weights | None = None
         self._collectors = [
             Collector(
                 f"collector-{index}",
                 group,
                 self.tickets,
-                lambda: self._weights,
                 partition_id=partition_id,
                 group_size=plan.group_size,
                 tag_keys=dict.fromkeys([*TAGS, *RolloutTable.sources()]),
             )
             for index, group in enumerate(rollouts)
         ]
-        for collector in self._collectors:
-            if (generator := _live_generator(collector)) is not None:
-                generator.refresh = collector.take_weights
 
     def start(self) -> None:
         for collector in self._collectors:
             collector.start()
 
-    def publish(self, version: int, items: Sequence[Any]) -> None:
-        """Let collectors have weights: what the policy's `weight_stream` yields, which nobody changes any more."""
-        self._weights = Weights(version, items)
+    def publish(self, version: int) -> None:
+        """Tell collectors that there are weights of this version, where their actors find them."""
         self.tickets.publish(version)
 
     def take(
@@ -110,6 +104,10 @@ class Producers:
         generator = _live_generator(first)
         with first.lock, nullcontext() if generator is None else generator.held():
             yield first.take_weights()
+
+    def moved(self) -> Traffic:
+        """Return what collectors have moved so far."""
+        return sum((collector.moved for collector in self._collectors), Traffic())
 
     def take_metrics(self) -> dict[str, float]:
         return {**self.tickets.take_metrics(), **self.buffer.take_metrics()}

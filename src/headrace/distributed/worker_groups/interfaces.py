@@ -1,9 +1,11 @@
 """What a policy asks of its workers, and the group of one worker in the calling process."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
+
+Reader = Callable[..., Iterator[Any]]
 
 
 class WorkerGroup(ABC):
@@ -45,6 +47,10 @@ class WorkerGroup(ABC):
     def take_stream(self, items: Iterable[Any], into: str, *args: Any) -> None:
         self.run_all(into, list(items), *args)
 
+    def reader(self, method: str) -> Reader:
+        """Return what calls a generator method of the group's only worker, from any thread, and on Ray any process."""
+        raise NotImplementedError
+
     @abstractmethod
     def shutdown(self) -> None:
         """End the workers; may be called twice."""
@@ -72,6 +78,10 @@ class LocalWorkerGroup(WorkerGroup):
 
     def take_stream(self, items: Iterable[Any], into: str, *args: Any) -> None:
         getattr(self.worker, into)(items, *args)
+
+    def reader(self, method: str) -> Reader:
+        reader: Reader = getattr(self.worker, method)
+        return reader
 
     def shutdown(self) -> None:
         self.worker.shutdown()

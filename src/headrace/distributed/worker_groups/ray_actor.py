@@ -12,7 +12,7 @@ from typing import Any, Self
 import ray
 from ray.exceptions import RayError
 
-from headrace.distributed.worker_groups.failures import WorkerFailure, WorkerTraceback
+from headrace.distributed.worker_groups.failures import WorkerFailure, WorkerTraceback, raise_failures
 from headrace.distributed.worker_groups.rank import (
     Answer,
     Call,
@@ -22,9 +22,11 @@ from headrace.distributed.worker_groups.rank import (
     Reply,
     open_store,
 )
-from headrace.distributed.worker_groups.wire import Payload, decode
+from headrace.distributed.worker_groups.wire import Payload, decode, encode
 from headrace.errors import HeadraceError
 
+# Answers come in parts; two of them at most wait in the object store for the caller.
+ANSWERS: dict[str, Any] = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2}
 _IN_FLIGHT = 2
 _MESSAGE_BYTES = 16 << 20
 """Items are sent together up to this size: a message costs a millisecond or two, whatever it holds."""
@@ -176,3 +178,25 @@ class ActorSink:
             return ray.get(reference)
         except RayError as error:
             raise HeadraceError(f"{self._name} has died: {briefly(error)}") from error
+
+
+class ActorReader:
+    """Calls a generator method of an actor's worker from another process of the cluster; one that is read at a time.
+
+    `name` is what messages call the actor.
+    """
+
+    def __init__(self, actor: Any, method: str, name: str | None = None) -> None:
+        self._actor, self._method, self._name = actor, method, name
+
+    def __call__(self, *args: Any) -> Iterator[Any]:
+        serve = self._actor.serve.options(**ANSWERS)
+        for part in serve.remote(encode((args, {})), self._method, True, True, None):
+            try:
+                answer: Answer = ray.get(part)
+            except RayError as error:
+                raise HeadraceError(f"{self._name or 'an actor'} has died: {briefly(error)}") from error
+            if isinstance(answer, WorkerFailure):
+                raise_failures([answer], world_size=1, doing=self._method, alone=self._name)
+            if answer.value is not None:
+                yield decode(answer.value)

@@ -13,14 +13,12 @@ from headrace.distributed.virtual_cluster import RayVirtualCluster
 from headrace.distributed.worker_groups.failures import WorkerFailure
 from headrace.distributed.worker_groups.interfaces import WorkerGroup
 from headrace.distributed.worker_groups.rank import Answer, Call, RankInfo, RankSettings, WorkerSpec
-from headrace.distributed.worker_groups.ray_actor import ActorSink, RankActor, briefly
+from headrace.distributed.worker_groups.ray_actor import ANSWERS, ActorReader, ActorSink, RankActor, briefly
 from headrace.distributed.worker_groups.remote import GRACE_S, RemoteWorkerGroup
 from headrace.distributed.worker_groups.wire import encode
 from headrace.errors import HeadraceError
 
 _GENTLE_S = 10.0
-# Answers come in parts; two of them at most wait in the object store for the driver.
-_ANSWERS: dict[str, Any] = {"num_returns": "streaming", "_generator_backpressure_num_objects": 2}
 
 
 class RayWorkerGroup(RemoteWorkerGroup):
@@ -68,7 +66,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
             raise HeadraceError(f"Ray could not start {first}: {briefly(error)}") from error
         for rank, actor in enumerate(self._actors):
             info = RankInfo(rank, self.world_size, rank % per_node, per_node, host, port)
-            self._parts[rank] = actor.start.options(**_ANSWERS).remote(info, settings, carried, sys.path)
+            self._parts[rank] = actor.start.options(**ANSWERS).remote(info, settings, carried, sys.path)
         for _ in self._answers("start-up"):
             pass
 
@@ -81,6 +79,9 @@ class RayWorkerGroup(RemoteWorkerGroup):
         else:
             super().stream_to(target, method, into, *args)
 
+    def reader(self, method: str) -> ActorReader:
+        return ActorReader(self._actors[0], method, self._alone)
+
     def _post(self, calls: Mapping[int, Call]) -> None:
         arguments: dict[int, Any] = {}
         for rank, call in calls.items():
@@ -88,7 +89,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
             key = id(call.arguments)
             if key not in arguments:
                 arguments[key] = ray.put(call.arguments)
-            serve = self._actors[rank].serve.options(**_ANSWERS)
+            serve = self._actors[rank].serve.options(**ANSWERS)
             self._parts[rank] = serve.remote(arguments[key], call.method, call.streams, call.keeps, call.sink)
 
     def _wait(self, ranks: set[int], timeout_s: float | None) -> list[tuple[int, Answer]]:

@@ -131,8 +131,11 @@ class Policy:
     def finish_step(self, rows: Any) -> None:
         """Clear the step's rows; in memory they go with the batch."""
 
-    def traffic(self, rollouts: WorkerGroup) -> Traffic:
-        """Return what went through the data plane since the last call, by `rollouts` too; nothing in memory."""
+    def traffic(self, rollouts: Traffic) -> Traffic:
+        """Return what went through the data plane since the last call; nothing in memory.
+
+        `rollouts` is what the side that makes samples has moved, all in all.
+        """
         return Traffic()
 
     # Batches.

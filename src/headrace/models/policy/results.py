@@ -1,5 +1,6 @@
 """What a train step gives, and how the results of microbatches, replicas and updates become one."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.worker_groups import WorkerGroup
 from headrace.errors import HeadraceError
 
 Outcome = Literal["updated", "no_tokens", "no_gradient", "not_finite", "evaluated"]
@@ -68,6 +70,11 @@ class Traffic:
     by_column: Mapping[str, int] = field(default_factory=dict)
     driver_bytes: int = 0
 
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(
+            Counter(self.by_column) + Counter(other.by_column), self.driver_bytes + other.driver_bytes
+        )
+
     def __sub__(self, before: "Traffic") -> "Traffic":
         columns = {name: n - before.by_column.get(name, 0) for name, n in self.by_column.items()}
         return Traffic(columns, self.driver_bytes - before.driver_bytes)
@@ -81,6 +88,11 @@ class Traffic:
             "data_plane/driver_bytes": float(self.driver_bytes),
             "data_plane/driver_fraction": self.driver_bytes / total,
         }
+
+
+def moved_by(rollouts: WorkerGroup) -> Traffic:
+    """Return what a group of one rollout actor has moved so far."""
+    return Traffic(rollouts.run_all("moved_bytes")[0], rollouts.transferred_bytes)
 
 
 def collect_steps(steps: Sequence[StepResult]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from headrace.data_plane.schema import (
 )
 from headrace.data_plane.worker_mixin import bytes_moved, plan_fields
 from headrace.distributed.batched_data_dict import BatchedDataDict
-from headrace.distributed.worker_groups import WorkerGroup, registered
+from headrace.distributed.worker_groups import registered
 from headrace.errors import DataPlaneError, HeadraceError, SchemaError
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.launch import Launcher
@@ -164,12 +164,10 @@ class TQPolicy(Policy):
         parts = [bytes_moved(self.dp_client), *self.workers.run_all("moved_bytes")]
         return dict(sum((Counter(part) for part in parts), Counter()))
 
-    def traffic(self, rollouts: WorkerGroup) -> Traffic:
-        moved = Counter(self.moved_bytes()) + Counter(rollouts.run_all("moved_bytes")[0])
-        driver = self.workers.transferred_bytes + rollouts.transferred_bytes
-        if driver:
-            driver += sum(bytes_moved(self.dp_client).values())
-        now = Traffic(moved, driver)
+    def traffic(self, rollouts: Traffic) -> Traffic:
+        now = Traffic(self.moved_bytes(), self.workers.transferred_bytes) + rollouts
+        if now.driver_bytes:
+            now += Traffic(driver_bytes=sum(bytes_moved(self.dp_client).values()))
         since, self._moved_before = now - self._moved_before, now
         return since
 

@@ -1,0 +1,54 @@
+"""A rollout actor of an asynchronous run."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from headrace.data_plane.interfaces import KVBatchMeta
+from headrace.experience.live_generator import LiveGenerator
+from headrace.experience.probe import Probe
+from headrace.experience.sync_rollout_actor import SyncRolloutActor
+from headrace.experience.types import Rollout
+
+Tags = Sequence[Mapping[str, Any]]
+"""Those of a call's rows, whole groups."""
+
+
+class CollectingActor(SyncRolloutActor):
+    """Takes the newest weights by itself, once it follows some, and can stamp further tags on rows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._newer_than: Callable[[int], Iterator[Any]] = lambda version: iter(())
+        self._version = -1
+        self.judge: Callable[[Tags], Tags] = lambda tags: tags
+        """Returns tags with further ones."""
+
+    def follow(self, newer_than: Callable[[int], Iterator[Any]]) -> None:
+        """Take weights from now on where `newer_than` gives them, as `PublishedWeights` has it."""
+        self._newer_than = newer_than
+        if isinstance(self.generator, LiveGenerator):
+            self.generator.refresh = self.take_weights
+
+    def take_weights(self) -> int:
+        """Give the generator the newest weights, if it has older ones, and return their version."""
+        items = self._newer_than(self._version)
+        if (version := next(items, None)) is not None:
+            self.update_weights(items, version)
+            self._version = version
+        return self._version
+
+    def validate(self, seed: int) -> dict[str, float]:
+        with self._held():
+            return super().validate(seed)
+
+    def probe(self, *args: Any, **kwargs: Any) -> Probe:
+        with self._held():
+            return super().probe(*args, **kwargs)
+
+    def _held(self) -> AbstractContextManager[None]:
+        """Return a context in which no new weights are taken between two pieces of an answer."""
+        return self.generator.held() if isinstance(self.generator, LiveGenerator) else nullcontext()
+
+    def _put(self, rollouts: Sequence[Rollout], tags: Tags, *args: Any) -> KVBatchMeta:
+        return super()._put(rollouts, self.judge(tags), *args)
