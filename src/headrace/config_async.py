@@ -32,7 +32,7 @@ class AsyncConfig(Section):
     the collectors."""
     room: PositiveInt | None = None
     """Groups that the store holds at most, those in training included; collectors wait for room. None: those of
-    `max_lag` + 1 steps."""
+    `max_lag` + 1 steps, and of one more with dynamic sampling."""
     on_update: Literal["finish", "resume"] = "finish"
     """What new weights mean for answers that are being made: they are finished with the old ones, or go on with the
     new ones."""
@@ -47,6 +47,14 @@ class AsyncConfig(Section):
     step waits for all its groups first."""
     validation: Literal["between", "beside"] = "between"
     """`between`: training waits for a validation. `beside`: it goes on."""
+
+
+def room_of(recipe: Any) -> int:
+    """Return how many groups the store holds at most."""
+    cfg, grpo = recipe.asynchrony, recipe.grpo
+    # With dynamic sampling, new groups are made beside those of a step that is not full.
+    steps = cfg.max_lag + 1 + grpo.dynamic_sampling.enabled
+    return int(cfg.room or grpo.num_prompts_per_step * steps)
 
 
 def async_faults(recipe: Any) -> Iterator[str]:
@@ -70,8 +78,6 @@ def async_faults(recipe: Any) -> Iterator[str]:
             "async.enabled=true joins collectors and trainer by the store; set data_plane.enabled=true or null, and "
             f"data_plane.impl=transfer_queue where policy.workers={recipe.policy.workers} is more than 1"
         )
-    if grpo.dynamic_sampling.enabled:
-        yield "grpo.dynamic_sampling.enabled=true is not built for async.enabled=true; switch one of them off"
     if cfg.prompts_per_call and groups % cfg.prompts_per_call:
         yield (
             f"async.prompts_per_call={cfg.prompts_per_call} does not divide grpo.num_prompts_per_step={groups}; "
@@ -86,6 +92,17 @@ def async_faults(recipe: Any) -> Iterator[str]:
         yield (
             f"async.room={cfg.room} cannot hold the grpo.num_prompts_per_step={groups} groups of a step; raise it, or "
             "remove it"
+        )
+    elif cfg.room is not None and grpo.dynamic_sampling.enabled and cfg.room < 2 * groups:
+        yield (
+            f"async.room={cfg.room} with grpo.dynamic_sampling.enabled=true, where new groups are made beside those of "
+            f"a step that is not full; set {2 * groups} or more, or remove it"
+        )
+    rows = room_of(recipe) * grpo.num_generations_per_prompt
+    if recipe.uses_store and recipe.data_plane.storage_capacity < rows:
+        yield (
+            f"data_plane.storage_capacity={recipe.data_plane.storage_capacity} cannot hold the {rows} samples of "
+            f"async.room={room_of(recipe)} groups; raise the first, or lower the second or async.max_lag"
         )
     if cfg.micro_steps > 1:
         yield from _part_faults(recipe)

@@ -80,6 +80,7 @@ METRICS = {
     "async/lag_max": "the same, of the oldest sample",
     "async/age_mean_s": "seconds since the step's samples were put into the store, mean",
     "async/dropped_groups": "groups that became too old and were dropped",
+    "async/flat_groups": "groups that dynamic sampling dropped, since their rewards teach nothing",
     "async/failed_calls": "calls for samples that failed and were made again",
     "async/collectors_wait_s": "seconds that collectors waited for newer weights or for room, all together",
     "async/ready_groups": "groups in the store after the step",

@@ -51,6 +51,16 @@ def test_a_run_with_a_lag_trains_within_its_bound(tmp_path: Path, asynchrony: di
     assert made.summary["completed"]
 
 
+def test_dynamic_sampling_trains_on_groups_with_a_signal_and_reports_all_samples(tmp_path: Path) -> None:
+    sampling = {"dynamic_sampling": {"enabled": True, "max_refills": 5}}
+    made = run(tmp_path, asynchrony={"max_lag": 1, "prompts_per_call": 2}, grpo=sampling)
+    assert len(made.steps) == 5
+    flat = [record for record in made.steps if record.metrics.get("async/flat_groups")]
+    assert flat, "nothing was dropped"
+    assert all(r.metrics["reward/mean"] != r.metrics["reward/kept_mean"] for r in flat)
+    assert all(r.metrics["train/grad_norm"] > 0 for r in made.steps)
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_a_step_in_parts_is_the_whole_step_but_for_rounding(tmp_path: Path, aggregation: str) -> None:
     loss = {"aggregation": aggregation, "importance_correction": "tis", "max_sequence_logprob_error": 1.5}
@@ -107,7 +117,8 @@ def test_a_sampler_of_ones_own_cannot_break_the_bound(tmp_path: Path) -> None:
         ),
         (["data_plane.enabled=false"], "data_plane.enabled=true or null"),
         (["policy.workers=2"], "data_plane.impl=transfer_queue where policy.workers=2"),
-        (["grpo.dynamic_sampling.enabled=true"], "dynamic_sampling.enabled=true is not built"),
+        (["grpo.dynamic_sampling.enabled=true", "async.room=7"], "set 8 or more, or remove it"),
+        (["data_plane.storage_capacity=31"], "cannot hold the 32 samples of async.room=8 groups"),
         (["async.prompts_per_call=3"], "does not divide grpo.num_prompts_per_step=4"),
         (["async.collectors=3"], "async.collectors=3 do not divide"),
         (["async.room=3"], "async.room=3 cannot hold"),

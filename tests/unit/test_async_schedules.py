@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.algorithms.async_utils.producers import Producers
+from headrace.algorithms.async_utils.replay_buffer import TRAINS
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.config import RecipeConfig
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
@@ -58,10 +59,16 @@ class Publishing(Producers):
         super().publish(version)
 
 
-def recipe_of(**asynchrony: Any) -> RecipeConfig:
+def recipe_of(max_refills: int | None = None, **asynchrony: Any) -> RecipeConfig:
+    refills = {} if max_refills is None else {"enabled": True, "max_refills": max_refills}
     return bare_recipe(
         None,
-        grpo={"num_prompts_per_step": GROUPS, "num_generations_per_prompt": GROUP, "max_num_steps": STEPS},
+        grpo={
+            "num_prompts_per_step": GROUPS,
+            "num_generations_per_prompt": GROUP,
+            "max_num_steps": STEPS,
+            "dynamic_sampling": refills,
+        },
         policy={"model": {"path": "m"}, "train_global_batch_size": GROUP * GROUPS},
         loss={"importance_correction": "tis"},
         **{"async": {"enabled": True, "max_failures": 50, "prompts_per_call": 1, **asynchrony}},
@@ -70,12 +77,16 @@ def recipe_of(**asynchrony: Any) -> RecipeConfig:
 
 @contextmanager
 def producing(
-    recipe: RecipeConfig, generators: Sequence[BigramGenerator], progress: Progress | None = None
+    recipe: RecipeConfig,
+    generators: Sequence[BigramGenerator],
+    progress: Progress | None = None,
+    judge: Any = None,
 ) -> Iterator[tuple[Producers, LocalDataPlaneClient]]:
     store, game, weights = LocalDataPlaneClient(), GuessingGame(), PublishedWeights()
     actors = [CollectingActor(g, TOKENIZER, game, SETTINGS, dp_client=store) for g in generators]
     for actor in actors:
         actor.follow(weights.newer_than)
+        actor.judge = judge or actor.judge
     producers = Publishing(
         recipe,
         store,
@@ -196,6 +207,49 @@ def test_collectors_wait_for_room_and_go_on_when_a_step_has_cleared_its_rows() -
         producers.used([rows])
         producers.publish(1)
         assert producers.take(2, GROUPS) is not None
+
+
+def flat(share: float) -> Any:
+    """Return a judge that finds so many groups without a signal."""
+
+    def judge(sample_ids: Sequence[str], tags: Sequence[Any]) -> list[dict[str, Any]]:
+        return [{**tag, TRAINS: int(random.Random(tag["uid"]).random() >= share)} for tag in tags]
+
+    return judge
+
+
+@pytest.mark.parametrize(("max_lag", "on_stale"), [(0, "wait"), (1, "wait"), (1, "drop")])
+def test_groups_without_a_signal_are_dropped_counted_and_made_up_for(max_lag: int, on_stale: str) -> None:
+    recipe = recipe_of(max_refills=50, max_lag=max_lag, on_stale=on_stale, collectors=2)
+    made, dropped, trained = list[int](), 0, set[int]()
+    with producing(recipe, [BigramGenerator(TOKENIZER) for _ in range(2)], judge=flat(0.5)) as (p, store):
+        p.publish(0)
+        for step in range(1, STEPS + 1):
+            rows = train(p, store, step)
+            assert all(
+                tag[TRAINS] and step - 1 - tag["weight_version_min"] <= max_lag for tag in rows.tags or []
+            )
+            made += [tag["made_for"] - step for tag in rows.tags or []]
+            trained |= {tag["position"] for tag in rows.tags or []}
+            found = p.buffer.take_flat()
+            assert not any(tag[TRAINS] for group in found for tag in group.tags or [])
+            dropped += len(found)
+        first, ahead = p.tickets.progress()
+    assert len(trained) == STEPS * GROUPS
+    assert dropped > GROUPS
+    assert trained <= {*range(first), *ahead}
+    assert on_stale == "drop" or min(made) >= 0, "what is made for a step is not used later than in it"
+
+
+def test_a_step_that_finds_no_signal_ends_with_what_there_is() -> None:
+    with producing(recipe_of(max_refills=2, max_lag=0), [BigramGenerator(TOKENIZER)], judge=flat(1.0)) as (
+        p,
+        store,
+    ):
+        p.publish(0)
+        rows = train(p, store, 1)
+        assert not any(tag[TRAINS] for tag in rows.tags or [])
+        assert len(p.buffer.take_flat()) == 2 * GROUPS
 
 
 def test_what_is_too_old_is_dropped_and_counted() -> None:

@@ -310,7 +310,7 @@ def _collect_filtered(session: Session, step: int) -> Collected:
     rows, table, calls = _round(session, step, 0, needed)
     drawn, all_calls = [table], [calls]
     while True:
-        chosen = select_groups(**_compared(session.recipe, table), needed=needed)
+        chosen = select_groups(**compared(session.recipe, table), needed=needed)
         if not chosen.missing_groups or len(drawn) == grpo.dynamic_sampling.max_refills:
             break
         held = sorted([*chosen.keep, *chosen.spare])
@@ -334,7 +334,7 @@ def _collect_filtered(session: Session, step: int) -> Collected:
     )
 
 
-def _compared(recipe: RecipeConfig, table: RolloutTable) -> dict[str, Any]:
+def compared(recipe: RecipeConfig, table: RolloutTable) -> dict[str, Any]:
     """Return what tells useful groups from others: scaled and clipped rewards, and who counts in the loss."""
     reward, replay = recipe.grpo.reward, recipe.policy.router_replay
     valid = overlong_mask(table.truncated, reward).bool()
@@ -348,7 +348,7 @@ def _compared(recipe: RecipeConfig, table: RolloutTable) -> dict[str, Any]:
 
 def _counted(recipe: RecipeConfig, drawn: Sequence[RolloutTable]) -> dict[str, int]:
     """Return how many groups were drawn, and how many of them have rewards that differ."""
-    divided = [divide_groups(**_compared(recipe, table)) for table in drawn]
+    divided = [divide_groups(**compared(recipe, table)) for table in drawn]
     useful = sum(len(varied) for varied, _ in divided)
     return {"useful": useful, "drawn": useful + sum(len(equal) for _, equal in divided)}
 

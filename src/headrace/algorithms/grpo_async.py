@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from headrace.algorithms.async_utils.producers import Producers
-from headrace.algorithms.async_utils.replay_buffer import Staleness
+from headrace.algorithms.async_utils.replay_buffer import TRAINS, Staleness
 from headrace.algorithms.grpo import (
     Collected,
     Part,
@@ -71,7 +71,16 @@ def run_step(session: Session, producers: Producers, step: int, timer: Timer) ->
     producers.used(taken)
     # A collector counts a call after its put, so that the calls of these rows are counted only by now.
     result.metrics.update(producers.take_metrics())
+    if flat := producers.buffer.take_flat():
+        result.metrics.update(_drawn(taken, flat))
     return result
+
+
+def _drawn(taken: Sequence[KVBatchMeta], flat: Sequence[KVBatchMeta]) -> Metrics:
+    """Return the metrics of all samples that were drawn, where dynamic sampling has dropped some."""
+    tables = [RolloutTable.from_tags(rows.sample_ids, rows.tags or []) for rows in (*taken, *flat)]
+    drawn = RolloutTable.join(tables)
+    return {**drawn.drawn_metrics(), "async/flat_groups": float(len(flat))}
 
 
 def learn_in_parts(
@@ -106,7 +115,8 @@ def learn_in_parts(
 
 def collect(session: Session, rows: KVBatchMeta, step: int) -> Collected:
     """Return rows with what their tags say of them; refuse any that is older than the bound."""
-    table, staleness = RolloutTable.from_rows(rows), Staleness.of(rows, step)
+    tags = rows.tags or []
+    table, staleness = RolloutTable.from_tags(rows.sample_ids, tags), Staleness.of(rows, step)
     check_rewards(table.rewards, table.sample_ids)
     bound = session.recipe.asynchrony.max_lag
     if (oldest := max(staleness.lags)) > bound:
@@ -116,7 +126,7 @@ def collect(session: Session, rows: KVBatchMeta, step: int) -> Collected:
             "async.sampler must not let a step take it"
         )
     metrics = {**table.drawn_metrics(), **staleness.metrics()}
-    return Collected(rows, table, torch.ones(len(table)), metrics)
+    return Collected(rows, table, torch.tensor([float(tag.get(TRAINS, 1)) for tag in tags]), metrics)
 
 
 @contextmanager

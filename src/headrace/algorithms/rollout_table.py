@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.schema import SAMPLE_ID
 from headrace.experience.metrics import rollout_metrics
 
@@ -56,19 +55,21 @@ class RolloutTable:
         return [column.metadata.get("source", column.name) for column in fields(RolloutTable)]
 
     @staticmethod
+    def tag_keys() -> list[str]:
+        """Return those that rows have as tags, for `from_tags`."""
+        return [name for name in RolloutTable.sources() if name != SAMPLE_ID]
+
+    @staticmethod
     def from_values(values: Mapping[str, Any]) -> "RolloutTable":
         return RolloutTable(*[values[name] for name in RolloutTable.sources()])
 
     @staticmethod
-    def from_rows(rows: KVBatchMeta) -> "RolloutTable":
-        """Return the table of rows whose tags have all `sources` (their ids are the rows' own)."""
-        tags = rows.tags or []
-        values: dict[str, Any] = {
-            name: [tag[name] for tag in tags] for name in RolloutTable.sources() if name != SAMPLE_ID
-        }
+    def from_tags(sample_ids: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> "RolloutTable":
+        """Return the table of rows whose tags have all `sources` but their ids."""
+        values: dict[str, Any] = {name: [tag[name] for tag in tags] for name in RolloutTable.tag_keys()}
         for name, dtype in _DTYPES.items():
             values[name] = torch.tensor(values[name], dtype=dtype)
-        return RolloutTable.from_values({**values, SAMPLE_ID: list(rows.sample_ids)})
+        return RolloutTable.from_values({**values, SAMPLE_ID: list(sample_ids)})
 
     def select(self, indices: Sequence[int]) -> "RolloutTable":
         """Return the samples at `indices`, in that order."""

@@ -21,8 +21,8 @@ class CollectingActor(SyncRolloutActor):
         super().__init__(*args, **kwargs)
         self._newer_than: Callable[[int], Iterator[Any]] = lambda version: iter(())
         self._version = -1
-        self.judge: Callable[[Tags], Tags] = lambda tags: tags
-        """Returns tags with further ones."""
+        self.judge: Callable[[Sequence[str], Tags], Tags] = lambda sample_ids, tags: tags
+        """Returns the tags of rows with further ones."""
 
     def follow(self, newer_than: Callable[[int], Iterator[Any]]) -> None:
         """Take weights from now on where `newer_than` gives them, as `PublishedWeights` has it."""
@@ -51,4 +51,4 @@ class CollectingActor(SyncRolloutActor):
         return self.generator.held() if isinstance(self.generator, LiveGenerator) else nullcontext()
 
     def _put(self, rollouts: Sequence[Rollout], tags: Tags, *args: Any) -> KVBatchMeta:
-        return super()._put(rollouts, self.judge(tags), *args)
+        return super()._put(rollouts, self.judge([r.sample_id for r in rollouts], tags), *args)

@@ -1,16 +1,22 @@
 """The rollout actors of an asynchronous run, one for each collector, and the weights that they follow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
+from itertools import chain
 from typing import Any
 
+from headrace.algorithms.async_utils.replay_buffer import TRAINS
+from headrace.algorithms.filtering import divide_groups
+from headrace.algorithms.grpo import compared
+from headrace.algorithms.rollout_table import RolloutTable
 from headrace.config import RecipeConfig
 from headrace.data_plane.interfaces import DataPlaneClient
 from headrace.distributed.worker_groups import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from headrace.distributed.worker_groups.interfaces import Reader
 from headrace.environments.interfaces import Environment
-from headrace.experience.collecting_actor import CollectingActor
+from headrace.experience.collecting_actor import CollectingActor, Tags
 from headrace.experience.live_generator import LiveGenerator
 from headrace.experience.published_weights import PublishedWeights
 from headrace.models.automodel.setup import resolve_device
@@ -74,8 +80,17 @@ def _collecting_actor(
     piece = cfg.piece_tokens if cfg.on_update == "resume" else None
     if not isinstance(actor.generator, LiveGenerator) and (is_shared or piece is not None):
         actor.generator = LiveGenerator(actor.generator, piece)
+    if recipe.grpo.dynamic_sampling.enabled:
+        actor.judge = partial(_judged, recipe)
     actor.follow(newer_than)
     return actor
+
+
+def _judged(recipe: RecipeConfig, sample_ids: Sequence[str], tags: Tags) -> Tags:
+    """Return tags that also say whether a step can learn from the row's group."""
+    varied, _ = divide_groups(**compared(recipe, RolloutTable.from_tags(sample_ids, tags)))
+    trains = set(chain.from_iterable(varied))
+    return [{**tag, TRAINS: int(row in trains)} for row, tag in enumerate(tags)]
 
 
 def _with_part_of_engines(recipe: RecipeConfig, index: int, parts: int) -> RecipeConfig:

@@ -6,7 +6,7 @@ A call that fails keeps its room, and its ticket goes out again before all other
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from threading import Condition, Lock
 
@@ -20,6 +20,8 @@ from headrace.utils.seeding import derive_seed
 _LOOK_S = 0.5
 """How long a wait for the store's room lasts before it is looked whether a failed call is to be made again."""
 
+Drop = Callable[[int], Collection[int]]
+"""Clears the groups that a step and those after it cannot use; returns their positions."""
 Room = Callable[[int, float], None]
 """Waits until the store has room for so many rows; raises ClaimTimeout after so many seconds."""
 
@@ -42,8 +44,10 @@ class Plan:
     trained: frozenset[int] = frozenset()
     there: frozenset[int] = frozenset()
 
-    def made_for(self, position: int) -> int:
-        return self.first_step + (position - self.position) // self.per_step
+    def made_for(self, position: int, dropped: int) -> int:
+        """Return the step that a position is for, when so many groups were dropped, whose places later ones take."""
+        gone = dropped + sum(at < position for at in self.trained)
+        return self.first_step + max(position - self.position - gone, 0) // self.per_step
 
     def positions(self, start: int) -> list[int]:
         """Return the positions of the call that begins at `start` which are to be answered."""
@@ -55,16 +59,24 @@ class Dispatcher:
     """The tickets of a run, for any number of threads; what it knows of the weights is their version."""
 
     def __init__(
-        self, plan: Plan, prompts: PromptLoader, sampler: StalenessSampler, room: Room, *, max_failures: int
+        self,
+        plan: Plan,
+        prompts: PromptLoader,
+        sampler: StalenessSampler,
+        room: Room,
+        drop: Drop,
+        *,
+        max_failures: int,
     ) -> None:
         self._plan, self._prompts, self._sampler, self._room = plan, prompts, sampler, room
+        self._drop = drop
         self._max_failures = max_failures
         self._changed = Condition()
         # One thread at a time looks for room, so that what it finds is still there when it takes it.
         self._turn = Lock()
         self._next, self._again = plan.position, deque[Ticket]()
         self._version = plan.first_step - 2  # before the first weights nothing may begin
-        self._rows_in_making = 0
+        self._rows_in_making, self._dropped = 0, 0
         self._out = set(plan.there)
         self._failures = 0
         self._noted = {"waited_s": 0.0, "failed_calls": 0.0}
@@ -86,6 +98,8 @@ class Dispatcher:
         with self._changed:
             self._rows_in_making -= self._rows(ticket)
             self._calls.append(calls)
+            step = self._version + 1
+        self.drop(step)
 
     def failed(self, ticket: Ticket, error: HeadraceError) -> None:
         with self._changed:
@@ -134,7 +148,7 @@ class Dispatcher:
         plan = self._plan
         while not plan.positions(self._next):
             self._next += plan.per_call
-        made_for = plan.made_for(self._next)
+        made_for = plan.made_for(self._next, self._dropped)
         if self._version < plan.first_step - 1 or (plan.last_step is not None and made_for > plan.last_step):
             return False
         return self._sampler.may_begin(made_for, self._version)
@@ -144,7 +158,7 @@ class Dispatcher:
         step, number = divmod(self._next // plan.per_call, plan.per_step // plan.per_call)
         # As the synchronous loop has them, whose step is one call.
         return Ticket(
-            plan.made_for(self._next),
+            plan.made_for(self._next, self._dropped),
             tuple(positions),
             self._prompts.at(positions),
             derive_seed(plan.seed, "rollout", step + 1, number),
@@ -163,9 +177,17 @@ class Dispatcher:
             self._changed.notify_all()
 
     def used(self, positions: Iterable[int]) -> None:
-        """These groups were trained on or dropped."""
+        """These groups were trained on."""
         with self._changed:
             self._out.difference_update(positions)
+
+    def drop(self, step: int) -> None:
+        """Drop what this step cannot use; other groups take the places of those."""
+        gone = self._drop(step)
+        with self._changed:
+            self._out.difference_update(gone)
+            self._dropped += len(gone)
+            self._changed.notify_all()
 
     def progress(self) -> tuple[int, list[int]]:
         """Return the first position whose group has not been used, and the later ones whose groups have."""

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 from headrace.algorithms.async_utils.dispatcher import Dispatcher, Plan
 from headrace.algorithms.async_utils.replay_buffer import ReplayBuffer
-from headrace.algorithms.async_utils.staleness_sampler import InOrderSampler, build_sampler
+from headrace.algorithms.async_utils.staleness_sampler import build_sampler
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.algorithms.rollout_table import RolloutTable
 from headrace.config import RecipeConfig
@@ -38,7 +38,7 @@ class Producers:
     ) -> None:
         """Open the partition; `rollouts` are groups of one `CollectingActor`, each with a collector of its own."""
         cfg, grpo = recipe.asynchrony, recipe.grpo
-        sampler = build_sampler(cfg)
+        sampler = build_sampler(recipe)
         self.buffer = ReplayBuffer(client, partition_id, sampler, recipe)
         self.buffer.open()
         plan = Plan(
@@ -48,12 +48,17 @@ class Producers:
             seed=recipe.seed,
             first_step=progress.step + 1,
             position=progress.prompt_position,
-            last_step=grpo.max_num_steps if isinstance(sampler, InOrderSampler) else None,
+            last_step=grpo.max_num_steps if cfg.sampler is None and cfg.on_stale == "wait" else None,
             trained=frozenset(progress.prompts_ahead),
             there=frozenset(self.buffer.positions_there()),
         )
         self.tickets = Dispatcher(
-            plan, prompts, sampler, self.buffer.wait_for_room, max_failures=cfg.max_failures
+            plan,
+            prompts,
+            sampler,
+            self.buffer.wait_for_room,
+            self.buffer.drop,
+            max_failures=cfg.max_failures,
         )
         self._collectors = [
             Collector(
@@ -62,7 +67,7 @@ class Producers:
                 self.tickets,
                 partition_id=partition_id,
                 group_size=plan.group_size,
-                tag_keys=dict.fromkeys([*TAGS, *RolloutTable.sources()]),
+                tag_keys=dict.fromkeys([*TAGS, *RolloutTable.tag_keys()]),
             )
             for index, group in enumerate(rollouts)
         ]
@@ -84,7 +89,7 @@ class Producers:
             HeadraceError: no more can be made; what a collector raised.
         """
         while True:
-            self.tickets.used(self.buffer.drop_stale(step))
+            self.tickets.drop(step)
             rows = self.buffer.take(step, groups, _LOOK_S)
             if rows is not None:
                 return rows

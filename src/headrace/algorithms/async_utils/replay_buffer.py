@@ -4,9 +4,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from threading import Lock
 
 from headrace.algorithms.async_utils.staleness_sampler import OLDEST, StalenessSampler
 from headrace.config import RecipeConfig
+from headrace.config_async import room_of
 from headrace.data_plane.claim_terms import TagRule
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.schema import CLAIM, DP_TRAIN_FIELDS, ROLLOUT_FIELDS, ROUTED_EXPERTS_FIELD
@@ -15,6 +17,8 @@ from headrace.experience.collector import POSITION
 from headrace.experience.own_columns import columns_asked_for
 from headrace.experience.sync_rollout_actor import MADE_AT
 
+TRAINS = "trains"
+"""A tag: 1 where a step can learn from the row's group, else 0; stamped with dynamic sampling alone."""
 _TASK = "train"
 
 
@@ -48,11 +52,15 @@ class ReplayBuffer:
         cfg, grpo = recipe.asynchrony, recipe.grpo
         self.partition_id, self._client, self._sampler = partition_id, client, sampler
         self._group_size, self._order, self._lease_s = grpo.num_generations_per_prompt, cfg.order, cfg.lease_s
-        self.rows = self._group_size * (cfg.room or grpo.num_prompts_per_step * (cfg.max_lag + 1))
+        self.rows = self._group_size * room_of(recipe)
         self._columns = [*ROLLOUT_FIELDS, "message_log", *columns_asked_for(recipe.loss)]
         if recipe.policy.router_replay.enabled:
             self._columns.append(ROUTED_EXPERTS_FIELD)
-        self._dropped = 0
+        self._filter = grpo.dynamic_sampling
+        self._flat_of_step = 0, 0  # the step, and its groups without a signal so far
+        self._most_flat = self._filter.max_refills * grpo.num_prompts_per_step
+        self._dropped, self._flat = 0, list[KVBatchMeta]()
+        self._dropping = Lock()  # collectors drop, too
 
     def open(self) -> None:
         """Open the partition, unless there is one: rows that were restored are trained on."""
@@ -76,8 +84,12 @@ class ReplayBuffer:
         self._client.wait_for_room(self.partition_id, rows, timeout_s)
 
     def take(self, step: int, groups: int, timeout_s: float) -> KVBatchMeta | None:
-        """Lease groups to a step, in the order of their prompts; None: too few came in time."""
-        rows = self._claim(groups, self._sampler.rules(step), timeout_s)
+        """Lease groups to a step, in the order of their prompts; None: too few came in time.
+
+        With dynamic sampling they have a signal, until so many had none that `max_refills` rounds are over.
+        """
+        signal = [TagRule(TRAINS, at_least=1)] if self._filters(step) else []
+        rows = self._claim(groups, [*self._sampler.rules(step), *signal], timeout_s)
         if rows is None or rows.tags is None:
             return None
         tags = rows.tags
@@ -85,14 +97,36 @@ class ReplayBuffer:
             sorted(range(rows.size), key=lambda i: (tags[i][POSITION], tags[i]["group_index"]))
         )
 
-    def drop_stale(self, step: int) -> list[int]:
-        """Clear the groups that no step from this one on can train on; return their positions."""
-        rules, gone = self._sampler.stale(step), []
+    def drop(self, step: int) -> list[int]:
+        """Clear the groups that no step from this one on can train on, or learn from; return their positions."""
+        with self._dropping:
+            stale, flat = list(self._dropped_by(self._sampler.stale(step))), list[KVBatchMeta]()
+            self._dropped += len(stale)
+            while self._filters(step) and (
+                rows := next(self._dropped_by([TagRule(TRAINS, at_most=0)]), None)
+            ):
+                flat.append(rows)
+                self._flat_of_step = step, self._flat_of(step) + 1
+            self._flat += flat
+        return [(rows.tags or [])[0][POSITION] for rows in [*stale, *flat]]
+
+    def _dropped_by(self, rules: Sequence[TagRule]) -> Iterator[KVBatchMeta]:
         while rules and (rows := self._claim(1, rules)) is not None:
-            gone.append((rows.tags or [])[0][POSITION])
             self._client.clear_samples(rows.sample_ids, self.partition_id, claim=rows.extra_info[CLAIM])
-        self._dropped += len(gone)
-        return gone
+            yield rows
+
+    def _filters(self, step: int) -> bool:
+        return self._filter.enabled and self._flat_of(step) < self._most_flat
+
+    def _flat_of(self, step: int) -> int:
+        of, count = self._flat_of_step
+        return count if of == step else 0
+
+    def take_flat(self) -> list[KVBatchMeta]:
+        """Return the groups that were dropped since the last time because they teach nothing."""
+        with self._dropping:
+            flat, self._flat = self._flat, []
+        return flat
 
     def renew(self, rows: KVBatchMeta) -> None:
         """Count the lease anew.

@@ -7,7 +7,7 @@ version w then lag by s - 1 - w.
 from collections.abc import Sequence
 from typing import Protocol
 
-from headrace.config import AsyncConfig
+from headrace.config import RecipeConfig
 from headrace.data_plane.claim_terms import TagRule
 from headrace.errors import ConfigError
 from headrace.experience.collector import MADE_FOR
@@ -69,15 +69,26 @@ class WindowedSampler:
         return [TagRule(OLDEST, at_most=step - 2 - self.max_lag)]
 
 
-def build_sampler(cfg: AsyncConfig) -> StalenessSampler:
+class RefillingSampler(WindowedSampler):
+    """As `WindowedSampler`, and no answer begins with weights that would be too old in the step that it is made for.
+
+    With dynamic sampling a step takes what was made for later ones in place of groups without a signal.
+    """
+
+    def may_begin(self, made_for: int, version: int) -> bool:
+        return made_for - 1 - version <= self.max_lag
+
+
+def build_sampler(recipe: RecipeConfig) -> StalenessSampler:
     """Return the sampler that the recipe asks for.
 
     Raises:
         ConfigError: `async.sampler` names nothing that can be built with `max_lag`, or lacks a method.
     """
+    cfg = recipe.asynchrony
     if cfg.sampler is None:
-        kind = InOrderSampler if cfg.on_stale == "wait" else WindowedSampler
-        return kind(cfg.max_lag)
+        in_order = RefillingSampler if recipe.grpo.dynamic_sampling.enabled else InOrderSampler
+        return (in_order if cfg.on_stale == "wait" else WindowedSampler)(cfg.max_lag)
     who = f"async.sampler={cfg.sampler}"
     make = load_callable(cfg.sampler, "async.sampler")
     with user_code(who):
