@@ -1,33 +1,36 @@
 """The asynchronous loop on a Ray cluster: collectors and the policy's ranks in actors, rows in TransferQueue."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from test_cluster_loop import ROWS, numbers, on_the_cluster, run_steps
 
-from headrace.algorithms.observer import UPDATE_BYTES
+from headrace.algorithms.observer import UPDATE_BYTES, StepRecord
+from headrace.algorithms.run import build_session, start_loop, train
 from headrace.config import RecipeConfig
-
-STEPS = 3
-
-
-def asynchronous(recipe: RecipeConfig, **section: Any) -> RecipeConfig:
-    return RecipeConfig.model_validate({**recipe.model_dump(), "async": {"enabled": True, **section}})
+from recorder import NeverStop, Recorder
 
 
-def recipe_for(directory: Path, workers: int, **changes: Any) -> RecipeConfig:
-    grpo = {"max_num_steps": STEPS, **changes.pop("grpo", {})}
+def recipe_for(directory: Path, workers: int, steps: int = 3, **changes: Any) -> RecipeConfig:
     quiet = {"period": 0, "at_start": False, "batch_size": 8}
     loss = {"importance_correction": "tis"}
+    grpo = {"max_num_steps": steps}
     return on_the_cluster(directory, workers, grpo=grpo, validation=quiet, loss=loss, **changes)
+
+
+def check_driver(record: StepRecord) -> None:
+    """Neither rows nor weights go through the driver's process; metadata of two steps' rows does."""
+    assert ROWS * 100 < record.metrics["data_plane/driver_bytes"] < ROWS * 3000 < record.metrics[UPDATE_BYTES]
 
 
 def test_without_a_lag_actors_take_the_steps_of_the_synchronous_loop(
     tmp_path: Path, transfer_queue_engine: None
 ) -> None:
     want = run_steps(recipe_for(tmp_path, 1))
-    got = run_steps(asynchronous(recipe_for(tmp_path, 1), max_lag=0))
+    got = run_steps(recipe_for(tmp_path, 1, **{"async": {"enabled": True, "max_lag": 0}}))
     assert torch.equal(numbers(got["steps"]), numbers(want["steps"]))
     assert numbers(want["steps"])[:, 0].abs().max() > 1e-3, "a loss of zero proves nothing"
     assert got["recorder"].samples == want["recorder"].samples
@@ -38,20 +41,68 @@ def test_without_a_lag_actors_take_the_steps_of_the_synchronous_loop(
         check_driver(record)
 
 
-def test_two_ranks_and_two_collectors_train_within_the_bound_while_weights_change_inside_answers(
+def test_two_ranks_train_while_two_collectors_die_and_weights_change_inside_answers(
     tmp_path: Path, transfer_queue_engine: None
 ) -> None:
-    lagging = {"max_lag": 1, "collectors": 2, "on_update": "resume", "piece_tokens": 2}
-    steps = run_steps(asynchronous(recipe_for(tmp_path, 2), **lagging))["steps"]
-    assert [record.step for record in steps] == [1, 2, 3]
-    assert steps[0].metrics["async/lag_max"] == 0
-    assert all(0 <= record.metrics["async/lag_max"] <= 1 for record in steps)
-    assert all(record.metrics["async/failed_calls"] == 0 for record in steps)
-    assert all(record.metrics["train/grad_norm"] > 0 for record in steps)
-    for record in steps:
+    ray = pytest.importorskip("ray")
+    section = {"enabled": True, "max_lag": 1, "collectors": 2, "on_update": "resume", "piece_tokens": 2}
+    session = build_session(recipe_for(tmp_path, 2, 4, **{"async": section}))
+
+    class Killing(Recorder):
+        def on_step(self, record: StepRecord) -> None:
+            super().on_step(record)
+            if record.step == 1:
+                for group in (session.rollouts, *session.others):
+                    ray.kill(group._actors[0])  # type: ignore[attr-defined]
+
+    recorder = Killing()
+    try:
+        assert start_loop(session, recorder, NeverStop()).run()
+    finally:
+        session.close()
+    assert [record.step for record in recorder.steps] == [1, 2, 3, 4]
+    assert recorder.steps[0].metrics["async/lag_max"] == 0
+    assert sum(record.metrics["async/failed_calls"] for record in recorder.steps) >= 1
+    for record in recorder.steps:
+        assert 0 <= record.metrics["async/lag_max"] <= 1
+        assert record.metrics["train/grad_norm"] > 0
         check_driver(record)
 
 
-def check_driver(record: Any) -> None:
-    """Neither rows nor weights go through the driver's process; a row's metadata is some hundred bytes."""
-    assert ROWS * 100 < record.metrics["data_plane/driver_bytes"] < ROWS * 1500 < record.metrics[UPDATE_BYTES]
+class StopWith:
+    """The user asks to stop when so many steps are done."""
+
+    def __init__(self, recorder: Recorder, steps: int) -> None:
+        self._recorder, self._steps = recorder, steps
+
+    def is_set(self) -> bool:
+        return len(self._recorder.steps) >= self._steps
+
+    at_once = NeverStop.at_once
+
+
+def test_a_run_that_goes_on_has_the_rows_of_its_checkpoint_and_trains_on_no_sample_twice(
+    tmp_path: Path, transfer_queue_engine: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(steps: int) -> Recorder:
+        recipe = recipe_for(
+            tmp_path,
+            1,
+            4,
+            **{"async": {"enabled": True, "max_lag": 1, "prompts_per_call": 1}},
+            logging={"samples_per_step": ROWS},
+        )
+        journal = recipe.data_plane.model_copy(update={"journal": {"enabled": True}})
+        recipe = RecipeConfig.model_validate(recipe.model_copy(update={"data_plane": journal}).model_dump())
+        recorder = Recorder()
+        train(recipe, tmp_path, recorder, StopWith(recorder, steps))
+        return recorder
+
+    first = run(2)
+    with caplog.at_level(logging.WARNING):
+        second = run(9)
+    assert "rows are in the store again" in caplog.text
+    assert [record.step for part in (first, second) for record in part.steps] == [1, 2, 3, 4]
+    samples = [s["sample_id"] for part in (first, second) for _, _, some in part.samples for s in some]
+    assert len(set(samples)) == len(samples) == 4 * ROWS
+    assert all(r.metrics["async/lag_max"] <= 1 for r in second.steps)

@@ -221,7 +221,7 @@ def flat(share: float) -> Any:
 @pytest.mark.parametrize(("max_lag", "on_stale"), [(0, "wait"), (1, "wait"), (1, "drop")])
 def test_groups_without_a_signal_are_dropped_counted_and_made_up_for(max_lag: int, on_stale: str) -> None:
     recipe = recipe_of(max_refills=50, max_lag=max_lag, on_stale=on_stale, collectors=2)
-    made, dropped, trained = list[int](), 0, set[int]()
+    dropped, trained = 0, set[int]()
     with producing(recipe, [BigramGenerator(TOKENIZER) for _ in range(2)], judge=flat(0.5)) as (p, store):
         p.publish(0)
         for step in range(1, STEPS + 1):
@@ -229,7 +229,6 @@ def test_groups_without_a_signal_are_dropped_counted_and_made_up_for(max_lag: in
             assert all(
                 tag[TRAINS] and step - 1 - tag["weight_version_min"] <= max_lag for tag in rows.tags or []
             )
-            made += [tag["made_for"] - step for tag in rows.tags or []]
             trained |= {tag["position"] for tag in rows.tags or []}
             found = p.buffer.take_flat()
             assert not any(tag[TRAINS] for group in found for tag in group.tags or [])
@@ -238,7 +237,6 @@ def test_groups_without_a_signal_are_dropped_counted_and_made_up_for(max_lag: in
     assert len(trained) == STEPS * GROUPS
     assert dropped > GROUPS
     assert trained <= {*range(first), *ahead}
-    assert on_stale == "drop" or min(made) >= 0, "what is made for a step is not used later than in it"
 
 
 def test_a_step_that_finds_no_signal_ends_with_what_there_is() -> None:

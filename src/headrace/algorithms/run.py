@@ -97,17 +97,18 @@ def _build_rollouts(
     if not isinstance(policy, TQPolicy):
         return [LocalWorkerGroup(SyncRolloutActor.from_recipe(recipe, tokenizer, environment))], None
     if in_actor:
-        start = partial(_start_rollout_actor, recipe, policy.dp_cfg)
         if recipe.asynchrony.enabled:
-            return start_actors(recipe, start, partial(_start_actor, recipe))
-        return [start(WorkerSpec(SyncRolloutActor.from_recipe, (recipe,)), "the rollout actor")], None
+            gpus = rollout_gpus(recipe.policy, recipe.cluster)
+            start, start_keeper = partial(_start_actor, recipe, gpus), partial(_start_actor, recipe, 0)
+            return start_actors(recipe, policy.dp_cfg, start, start_keeper)
+        return [_start_rollout_actor(recipe, policy.dp_cfg)], None
     if recipe.asynchrony.enabled:
         return build_actors(recipe, tokenizer, environment, policy.dp_client)
     actor = SyncRolloutActor.from_recipe(recipe, tokenizer, environment, policy.dp_client)
     return [LocalWorkerGroup(actor)], None
 
 
-def _start_actor(recipe: RecipeConfig, spec: WorkerSpec, name: str, gpus: int = 0) -> WorkerGroup:
+def _start_actor(recipe: RecipeConfig, gpus: int, spec: WorkerSpec, name: str) -> WorkerGroup:
     return start_on_ray(
         spec,
         lay_out_ranks(1),
@@ -120,11 +121,10 @@ def _start_actor(recipe: RecipeConfig, spec: WorkerSpec, name: str, gpus: int = 
     )
 
 
-def _start_rollout_actor(
-    recipe: RecipeConfig, dp_cfg: DataPlaneConfig | Mapping[str, Any], spec: WorkerSpec, name: str
-) -> WorkerGroup:
+def _start_rollout_actor(recipe: RecipeConfig, dp_cfg: DataPlaneConfig | Mapping[str, Any]) -> WorkerGroup:
     """Start a Ray actor; rows go from there to the store, weights from the policy's actors, on Ray too, to it."""
-    group = _start_actor(recipe, spec, name, rollout_gpus(recipe.policy, recipe.cluster))
+    spec = WorkerSpec(SyncRolloutActor.from_recipe, (recipe,))
+    group = _start_actor(recipe, rollout_gpus(recipe.policy, recipe.cluster), spec, "the rollout actor")
     with ExitStack() as undo:
         undo.callback(group.shutdown)
         group.run_all("setup_data_plane", dp_cfg, added_fields())

@@ -3,6 +3,7 @@
 Rows go from the actor to the store; the thread sees metadata only. The actor may be in this process or in another.
 """
 
+import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -14,6 +15,8 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.experience.types import Prompt
 from headrace.models.policy.results import Traffic, moved_by
 from headrace.utils.background import in_background
+
+_log = logging.getLogger(__name__)
 
 POSITION, MADE_FOR = "position", "made_for"
 """Tags: a group's place in the stream of prompts, and the step that it was made for."""
@@ -64,8 +67,8 @@ class Tickets(Protocol):
 class Collector:
     """Makes samples until there are no more tickets; `rollouts` is a group of one `CollectingActor`.
 
-    Before each call the actor takes the newest weights, if it has older ones. `lock` is held during a call. `moved` is
-    what the calls so far have moved.
+    Before each call the actor takes the newest weights, if it has older ones; one that has died is started again.
+    `lock` is held during a call. `moved` is what the calls so far have moved.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Collector:
         tag_keys: Iterable[str],
     ) -> None:
         self.rollouts, self.lock = rollouts, threading.Lock()
-        self.moved = Traffic()
+        self.moved = self._moved_before = Traffic()
         self._tickets = tickets
         self._arguments = {
             "partition_id": partition_id,
@@ -111,12 +114,20 @@ class Collector:
         if (error := running.exception()) is not None:
             self._tickets.stop(error)
 
+    def _require_actor(self) -> None:
+        """Start the actor again if it has died."""
+        if self.rollouts.has_ended:
+            _log.warning("%s: its actor has died, and is started again", self._name)
+            self._moved_before = Traffic(self.moved.by_column)
+            self.rollouts.restart()
+
     def _make(self, ticket: Ticket) -> None:
         try:
             with self.lock:
+                self._require_actor()
                 self.take_weights()
                 made = self.rollouts.run_all("rollout_to_tq", ticket.request(self._name), **self._arguments)
-                self.moved = moved_by(self.rollouts)
+                self.moved = self._moved_before + moved_by(self.rollouts)
         except ConfigError:
             raise
         except HeadraceError as error:

@@ -1,6 +1,6 @@
 """The rollout actors of an asynchronous run, one for each collector, and the weights that they follow."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -11,8 +11,9 @@ from headrace.algorithms.async_utils.replay_buffer import TRAINS
 from headrace.algorithms.filtering import divide_groups
 from headrace.algorithms.grpo import compared
 from headrace.algorithms.rollout_table import RolloutTable
-from headrace.config import RecipeConfig
+from headrace.config import DataPlaneConfig, RecipeConfig
 from headrace.data_plane.interfaces import DataPlaneClient
+from headrace.data_plane.schema import FieldSpec, added_fields
 from headrace.distributed.worker_groups import LocalWorkerGroup, WorkerGroup, WorkerSpec
 from headrace.distributed.worker_groups.interfaces import Reader
 from headrace.environments.interfaces import Environment
@@ -51,7 +52,7 @@ def build_actors(
 
 
 def start_actors(
-    recipe: RecipeConfig, start: Start, start_keeper: Start
+    recipe: RecipeConfig, dp_cfg: DataPlaneConfig | Mapping[str, Any], start: Start, start_keeper: Start
 ) -> tuple[list[WorkerGroup], WorkerGroup]:
     """Do the same with Ray actors, each with engines of its own: one at least."""
     collectors = recipe.asynchrony.collectors
@@ -62,7 +63,8 @@ def start_actors(
 
         def start_one(index: int) -> WorkerGroup:
             own = _with_part_of_engines(recipe, index, collectors)
-            group = start(WorkerSpec(_collecting_actor, (own, newer_than)), f"rollout actor {index}")
+            spec = WorkerSpec(_attached_actor, (own, newer_than, dp_cfg, added_fields()))
+            group = start(spec, f"rollout actor {index}")
             undo.callback(group.shutdown)
             return group
 
@@ -83,6 +85,18 @@ def _collecting_actor(
     if recipe.grpo.dynamic_sampling.enabled:
         actor.judge = partial(_judged, recipe)
     actor.follow(newer_than)
+    return actor
+
+
+def _attached_actor(
+    recipe: RecipeConfig,
+    newer_than: Reader,
+    dp_cfg: DataPlaneConfig | Mapping[str, Any],
+    columns: Sequence[FieldSpec],
+) -> CollectingActor:
+    """Build an actor in a process of its own, which may be started again."""
+    actor = _collecting_actor(recipe, newer_than)
+    actor.setup_data_plane(dp_cfg, columns)
     return actor
 
 

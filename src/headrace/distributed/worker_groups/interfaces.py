@@ -16,6 +16,11 @@ class WorkerGroup(ABC):
     transferred_bytes: int = 0
     """Bytes of arguments and results that went between processes by way of this one."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the workers are gone."""
+        return False
+
     @abstractmethod
     def run_sharded(self, method: str, shards: Sequence[Any], **common: Any) -> list[Any]:
         """Call `method(shard, **common)` on every rank, with the shard of its replica.
@@ -49,6 +54,10 @@ class WorkerGroup(ABC):
 
     def reader(self, method: str) -> Reader:
         """Return what calls a generator method of the group's only worker, from any thread, and on Ray any process."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Start the workers anew, as they were at first, after they have ended."""
         raise NotImplementedError
 
     @abstractmethod

@@ -40,10 +40,15 @@ class RayWorkerGroup(RemoteWorkerGroup):
         **room: Any,
     ) -> None:
         super().__init__(layout, grace_s=grace_s, alone=alone)
-        self.cluster = RayVirtualCluster(layout.size, **room)
         self._actors: list[Any] = []
         self._parts: dict[int, Any] = {}
-        self._open(spec, settings)
+        self._spec, self._settings, self._room = spec, settings, room
+        self.restart()
+
+    def restart(self) -> None:
+        self.cluster = RayVirtualCluster(self.world_size, **self._room)
+        self._actors, self._ended = [], None
+        self._open(self._spec, self._settings)
 
     def _start(self, spec: WorkerSpec, settings: RankSettings) -> None:
         self._busy = "start-up"

@@ -63,6 +63,10 @@ class RemoteWorkerGroup(WorkerGroup):
 
     # The interface.
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended is not None
+
     def run_sharded(self, method: str, shards: Sequence[Any], **common: Any) -> list[Any]:
         if len(shards) != self.dp_size:
             raise ValueError(f"got {len(shards)} shards for {self.dp_size} replicas")
