@@ -15,6 +15,7 @@ from recorder import NeverStop, Recorder
 
 
 def recipe_for(directory: Path, workers: int, steps: int = 3, **changes: Any) -> RecipeConfig:
+    """Return a recipe of `workers` ranks on Ray, unless the changes say otherwise."""
     quiet = {"period": 0, "at_start": False, "batch_size": 8}
     loss = {"importance_correction": "tis"}
     grpo = {"max_num_steps": steps}
@@ -39,6 +40,17 @@ def test_without_a_lag_actors_take_the_steps_of_the_synchronous_loop(
         assert torch.equal(got["weights"][name], weight), name
     for record in got["steps"]:
         check_driver(record)
+
+
+@pytest.mark.slow
+def test_local_ranks_over_transfer_queue_take_the_same_steps_without_a_lag(
+    tmp_path: Path, transfer_queue_engine: None
+) -> None:
+    spawn = {"parallel": {"launcher": "spawn"}}
+    want = run_steps(recipe_for(tmp_path, 2, 2, policy=spawn))
+    got = run_steps(recipe_for(tmp_path, 2, 2, policy=spawn, **{"async": {"enabled": True, "max_lag": 0}}))
+    assert torch.equal(numbers(got["steps"]), numbers(want["steps"]))
+    assert got["recorder"].samples == want["recorder"].samples
 
 
 def test_two_ranks_train_while_two_collectors_die_and_weights_change_inside_answers(
@@ -85,17 +97,12 @@ def test_a_run_that_goes_on_has_the_rows_of_its_checkpoint_and_trains_on_no_samp
     tmp_path: Path, transfer_queue_engine: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run(steps: int) -> Recorder:
-        recipe = recipe_for(
-            tmp_path,
-            1,
-            4,
-            **{"async": {"enabled": True, "max_lag": 1, "prompts_per_call": 1}},
-            logging={"samples_per_step": ROWS},
-        )
-        journal = recipe.data_plane.model_copy(update={"journal": {"enabled": True}})
-        recipe = RecipeConfig.model_validate(recipe.model_copy(update={"data_plane": journal}).model_dump())
+        section = {"enabled": True, "max_lag": 1, "prompts_per_call": 1}
+        shown = {"samples_per_step": ROWS}
+        values = recipe_for(tmp_path, 1, 4, logging=shown, **{"async": section}).model_dump()
+        values["data_plane"]["journal"]["enabled"] = True
         recorder = Recorder()
-        train(recipe, tmp_path, recorder, StopWith(recorder, steps))
+        train(RecipeConfig.model_validate(values), tmp_path, recorder, StopWith(recorder, steps))
         return recorder
 
     first = run(2)
