@@ -49,12 +49,19 @@ def commands(page: Path) -> list[Command]:
     found = []
     for block in blocks(page):
         for line in block.text.replace("\\\n", " ").splitlines() if block.language == "bash" else ():
-            words = shlex.split(line, comments=True)
-            while words and re.match(r"[A-Z_]+=", words[0]):
-                words.pop(0)
-            if words and words[0] not in ("for", "done"):
-                found.append(Command(page, tuple(words)))
+            for part in line.split(" && "):
+                words = shlex.split(part, comments=True)
+                while words and re.match(r"[A-Z_]+=", words[0]):
+                    words.pop(0)
+                if words and words[0] not in ("for", "done"):
+                    found.append(Command(page, tuple(words)))
     return found
+
+
+def named_commands(page: Path) -> list[Command]:
+    """Return the command lines that the prose of a page names as code, up to what goes on (`...`) or goes to a file."""
+    lines = re.findall(r"`((?:headrace|make|pip|python|torchrun) [^`]*)`", prose(page))
+    return [Command(page, tuple(shlex.split(re.split(r" (?:>|\.\.\.)", line)[0]))) for line in lines]
 
 
 def headings(page: Path) -> set[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from headrace.dashboard.palette import colour
 from page_runs import PHONE, OpenPage, metrics_of, write_long_run
 
 Dashboard = Callable[..., str]
@@ -190,6 +191,29 @@ def test_a_running_run_is_followed_without_a_reload(
     expect(page.get_by_role("group", name="KL to the reference")).to_be_visible()
     (run / "summary.json").write_text('{"completed": true}')
     expect(page.locator("#overview")).to_contain_text("finished")
+
+
+def test_a_run_that_is_opened_before_its_first_step_gets_its_recipe_and_colours_as_they_come(
+    tmp_path: Path, dashboard: Dashboard, open_page: OpenPage
+) -> None:
+    run = write_long_run(tmp_path / "run", 0, 0)
+    recipe = run / "config.yaml"
+    recipe.unlink()
+    with (run / "metrics.jsonl").open("a") as file:
+        for number in (20, 40):
+            line = {"kind": "phase", "step": number, "phase": "warm_start", "warm_start/loss": 1 / number}
+            file.write(json.dumps(line) + "\n")
+    page = open_page(dashboard(run))
+    warm = page.get_by_role("group", name="Loss of the warm start")
+    expect(warm).to_be_visible()
+    expect(page.locator(".missing")).to_have_text("Everything else comes with the first step.")
+    recipe.write_text("grpo: {max_num_steps: 9}\n")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "step", "step": 3, **metrics_of(3, random.Random(3))}) + "\n")
+    expect(page.locator("#overview dd").first).to_have_text("3 of 9", timeout=4000)
+    expect(warm).to_be_hidden()
+    column = page.locator("#time .entry", has_text="token_mask").locator(".swatch")
+    assert column.evaluate("node => node.style.getPropertyValue('--colour')") == colour("token_mask")
 
 
 def test_a_run_that_begins_anew_is_shown_anew(

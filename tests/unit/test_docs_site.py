@@ -1,4 +1,4 @@
-"""The documents lead where they say, name what exists, and their commands and snippets are right."""
+"""The documents lead where they say and name what exists; their snippets run. Commands: test_docs_commands.py."""
 
 import ast
 import contextlib
@@ -12,43 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 import yaml
-from typer.testing import CliRunner
 
-from docs_pages import DOCS, PAGES, ROOT, Block, Command, blocks, commands, headings, links, prose
-from headrace.cli import app
+from docs_pages import DOCS, PAGES, ROOT, Block, blocks, headings, links, prose
+from docs_plan import BLOCKS, name_of
 from headrace.config import RecipeConfig
 from headrace.metric_names import METRICS, meaning_of
-from headrace.utils.recipe import dump_recipe, load_recipe
-from headrace.utils.shipped import shipped_recipes
+from headrace.utils.recipe import load_recipe
 from tiny_models import tiny_model
-from tiny_recipe import tiny_recipe
 
-NAME = {page: str(page.relative_to(ROOT)) for page in PAGES}
+NAME = {page: name_of(page) for page in PAGES}
 MKDOCS: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)
-COMMANDS = [command for page in PAGES for command in commands(page)]
-# Recipes that a reader writes; here they stand for a tiny one.
-OWN_RECIPES = ("mine.yaml", "recipe.yaml", "RECIPE.yaml")
-# Pages with a test of their own, which runs their snippets.
-ELSEWHERE = ("README.md", "bring_your_own.md", "cluster.md", "add_a_", "nemo_rl.md")
-# What a CPU has not, or not at this size, or what another test runs: such a command is read, and its recipe built.
-NOT_HERE = ("train mine.yaml", "vllm", "sglang", "transfer_queue", "workers=", "--gpu-gib", "opentelemetry")
-RUN_ON = ("algorithms", "get_started", "operations", "packing", "troubleshooting")
-# Programs of others; what follows them is looked at only where it names files of the checkout.
-KNOWN = ("cd", "python", "hf", "kubectl", "sbatch", "torchrun", "pre-commit")
-DEMO = (
-    "policy.train_global_batch_size=16",
-    "policy.model.config.hidden_size=32",
-    "policy.model.config.moe_intermediate_size=32",
-    "grpo.num_prompts_per_step=4",
-    "grpo.num_generations_per_prompt=4",
-    "grpo.max_num_steps=1",
-    "warm_start.enabled=false",
-    "data.train_size=64",
-    "data.validation_size=4",
-)
-SHORT = ("grpo.max_num_steps=1", "warm_start.steps=1", "validation.at_start=false", "validation.at_end=false")
 
 
 # Links and names.
@@ -112,90 +86,19 @@ def test_recipe_keys_and_metrics_that_a_page_names_exist(page: Path) -> None:
     assert {name for name in METRIC.findall(text) if not is_metric(name)} == set()
 
 
-# Commands.
-
-
-def parse(words: tuple[str, ...]) -> None:
-    """Read a command line as `headrace` does, without running it; a mistake is an error of typer's."""
-    found: Any = typer.main.get_command(app)
-    rest = [word for word in words[1:] if word != "--debug"]
-    context = None
-    while hasattr(found, "commands"):
-        context = typer.Context(found, parent=context)
-        found, rest = found.commands[rest[0]], rest[1:]
-    found.make_context(words[1], list(rest), parent=context)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the recipes that a reader writes, and a run of two steps in runs/mine."""
-    folder = tmp_path_factory.mktemp("reader")
-    recipe = tiny_recipe(
-        folder / "runs" / "mine",
-        batching="packed",
-        policy={"train_global_batch_size": 64},
-        grpo={"num_prompts_per_step": 16, "max_num_steps": 2},
-    )
-    for name in OWN_RECIPES:
-        (folder / name).write_text(dump_recipe(recipe))
-    done = CliRunner().invoke(app, ["train", str(folder / "mine.yaml")])
-    assert done.exit_code == 0, done.stderr
-    return folder
-
-
-def runs_here(command: Command) -> bool:
-    """Return whether a command is to be run, not only read."""
-    first = command.words[0] if command.words[0] != "headrace" else command.words[1]
-    runs = first in ("cd", "config", "data", "eval", "init", "plan", "report", "train")
-    return runs and command.page.stem in RUN_ON and not any(word in command.line for word in NOT_HERE)
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: f"{c.page.stem}: {c.line[:50]}")
-def test_a_command_exists_with_its_options_and_keys(command: Command, folder: Path) -> None:
-    program, *words = command.words
-    if program == "make":
-        assert words[0] in re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    elif program == "pip":
-        extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-        asked = re.findall(r"\[([\w,]+)\]", words[-1])
-        assert {extra for part in asked for extra in part.split(",")} <= set(extras)
-    elif program == "headrace":
-        parse(command.words)
-        own = folder / words[1] if len(words) > 1 else folder
-        if words[0] == "train" and (own.is_file() or words[1] in shipped_recipes()):
-            load_recipe(own if own.is_file() else words[1], [word for word in words[2:] if "=" in word])
-    else:
-        files = [word for word in words if re.match(r"(examples|tests|benchmarks|docs)/\S+\.\w+$", word)]
-        assert all((ROOT / file).exists() for file in files)
-        assert program in KNOWN, command.line
-
-
-@pytest.mark.parametrize("page", sorted({c.page for c in COMMANDS if runs_here(c)}), ids=NAME.get)
-def test_commands_for_a_cpu_run_one_after_the_other(
-    page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder)
-    for command in (c for c in commands(page) if runs_here(c)):
-        program, *words = command.words
-        if program == "cd":
-            monkeypatch.chdir(words[0])
-            continue
-        small = DEMO if words[:2] == ["train", "demo_moe"] else SHORT if words[0] == "train" else ()
-        done = CliRunner().invoke(app, [*words, *small])
-        assert done.exit_code == 0, (command.line, done.stderr)
-        assert "error" not in done.stderr, command.line
-
-
 # Snippets.
 
 
-SNIPPETS = [page for page in PAGES if not NAME[page].removeprefix("docs/").startswith(ELSEWHERE)]
+SNIPPETS = [page for page in PAGES if (NAME[page], "python") not in BLOCKS and page.name != "nemo_rl.md"]
 
 
 @pytest.mark.parametrize(
     "page", [p for p in SNIPPETS if any(b.language == "python" for b in blocks(p))], ids=NAME.get
 )
-def test_python_of_a_page_runs_from_top_to_bottom_and_prints_what_the_page_says(page: Path) -> None:
+def test_python_of_a_page_runs_from_top_to_bottom_and_prints_what_the_page_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     if page.name == "operations.md":
         pytest.importorskip("opentelemetry.sdk.trace", reason="needs headrace[opentelemetry]")
     torch.manual_seed(0)
@@ -220,7 +123,9 @@ def test_a_script_written_against_nemo_rl_puts_its_rows_with_one_line_more() -> 
     assert done.stdout == "['a_g0', 'a_g1']\n", done.stderr
 
 
-YAML = [b for page in SNIPPETS for b in blocks(page) if b.language == "yaml"]
+YAML = [
+    b for page in PAGES if (NAME[page], "yaml") not in BLOCKS for b in blocks(page) if b.language == "yaml"
+]
 
 
 @pytest.mark.parametrize("block", YAML, ids=lambda b: f"{b.page.stem}: {b.text[:30].strip()!r}")

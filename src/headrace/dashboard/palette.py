@@ -102,6 +102,7 @@ CHARTS = (
         (observer.ROUTE_AGREEMENT,),
         key="policy.router_replay.enabled",
     ),
+    Chart("Loss of the warm start", ("warm_start/loss",), of="phases"),  # until the first step
 )
 """What a person looks at first, in this order; every other metric has a chart under its name."""
 

@@ -49,12 +49,16 @@ class Run:
         self._lock = threading.Lock()
         self._decode = msgspec.json.Decoder().decode
         self._version = 0
+        self._recipe_s = 0.0
         self._metrics, self._detail = Metrics(), Detail()
         self._samples = SampleIndex(self._directory.samples_path)
 
     def poll(self) -> None:
         """Read what has been appended since the last call."""
         with self._lock:
+            recipe_s = _changed_s(self._directory.config_path)
+            self._version += recipe_s != self._recipe_s
+            self._recipe_s = recipe_s
             for name, tail in self._lines.items():
                 if tail.has_news():
                     self._read(name, tail)
@@ -124,6 +128,7 @@ class Run:
                 "steps": self._metrics.steps.rows_from(steps),
                 "validations": self._metrics.validations.rows_from(validations),
                 "phases": self._metrics.phases.rows_from(phases),
+                "colours": self._colours(),
             }
 
     def _state(self) -> dict[str, Any]:

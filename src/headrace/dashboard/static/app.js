@@ -94,7 +94,7 @@ class Live {
       return;
     }
     for (const table of ["steps", "validations", "phases"]) append(data[table], news[table]);
-    for (const key of ["cursor", "state", "summary", "step", "samples", "detail", "damaged"]) data[key] = news[key];
+    for (const key of ["cursor", "state", "summary", "step", "samples", "detail", "damaged", "colours"]) data[key] = news[key];
     page.refresh();
     this.paint();
   }

@@ -91,7 +91,7 @@ export class LineChart {
 
   key(event) {
     const all = this.longest();
-    if (!all.length) return;
+    if (!all.length || this.isApart) return;
     const at = this.view.step === null ? all.length : place(all, this.view.step), jump = event.shiftKey ? 10 : 1;
     const targets = { ArrowLeft: at - jump, ArrowRight: at + jump, Home: 0, End: all.length - 1 };
     if (event.key === "Escape") { this.view.hover(null, this); return; }
@@ -107,7 +107,7 @@ export class LineChart {
   get drawn() { return this.lines().filter((line) => line.values.some((value) => value !== null)); }
 
   stepAt(event) {
-    if (!this.scale) return null;
+    if (!this.scale || this.isApart) return null;
     const x = event.clientX - this.base.canvas.getBoundingClientRect().left;
     const { first, last, x0, x1 } = this.scale;
     const wanted = first + ((x - x0) / (x1 - x0)) * (last - first);
@@ -138,7 +138,10 @@ export class LineChart {
 
   draw(context, width, height) {
     const lines = this.drawn;
-    const [first, last] = this.view.range ?? span(this.view.extent ? this.view.extent() : lines.map((line) => line.steps));
+    // What does not count the run's steps, such as those of a warm start, has a scale of its own.
+    this.isApart = lines.some((line) => line.isApart);
+    const shared = this.view.range ?? span(this.view.extent ? this.view.extent() : lines.map((line) => line.steps));
+    const [first, last] = this.isApart ? span(lines.map((line) => line.steps)) : shared;
     let low = Infinity, high = -Infinity;
     for (const line of lines) {
       const from = Math.max(0, place(line.steps, first)), to = place(line.steps, last + 0.5);
@@ -188,9 +191,9 @@ export class LineChart {
   // Values in the legend: at the step under the hover line, or the last ones.
   tell() {
     const rows = this.drawn.map((line) => {
-      const at = this.view.step === null ? line.steps.length - 1 : nearest(line.steps, this.view.step);
+      const step = this.isApart ? null : this.view.step, at = step === null ? line.steps.length - 1 : nearest(line.steps, step);
       let value = at === null ? null : line.values[at];
-      if (this.view.step === null && value === null) value = line.values.findLast((other) => other !== null) ?? null;
+      if (step === null && value === null) value = line.values.findLast((other) => other !== null) ?? null;
       return el("span", { class: "entry" }, swatch(line.colour, line.dash), line.label ? `${line.label} ` : "",
         el("b", {}, metric(line.name, value)));
     });
@@ -210,7 +213,7 @@ export class LineChart {
     context.clearRect(0, 0, width, height);
     const { first, last, x, y, y0, y1, lines } = this.scale, { step } = this.view;
     this.tell();
-    if (step === null || step < first || step > last) return;
+    if (step === null || this.isApart || step < first || step > last) return;
     if (from !== null) {
       context.fillStyle = css("--accent");
       context.globalAlpha = 0.15;

@@ -82,8 +82,12 @@ export class Page {
     this.more();
     this.inside(absent);
     this.showSamples(absent);
+    if (!this.shown.some((run) => this.data(run).step)) {
+      this.missing.replaceChildren("Everything else comes with the first step.");
+      return;
+    }
     this.missing.replaceChildren(absent.length ? "Not drawn, since the run has not written it: " : "",
-      ...absent.flatMap(([what, key], at) => [at ? "; " : "", `${what.toLowerCase()} (`, el("code", {}, key), ")"]), absent.length ? "." : "");
+      ...absent.flatMap(([what, key], at) => [at ? "; " : "", `${what} (`, el("code", {}, key), ")"]), absent.length ? "." : "");
   }
 
   empty() {
@@ -163,7 +167,8 @@ export class Page {
     const tools = el("div", { class: "filters" }, el("label", {}, el("span", {}, "Smoothing"), slider, about),
       el("label", {}, el("span", {}, "Steps"), el("span", { class: "pair" }, this.bounds)),
       el("p", { class: "note" }, "Thin: each step; thick: the average. Drag over a chart to zoom, double-click to go back; arrow keys move the line."));
-    this.charts = this.about.charts.map((chart) => this.chart(chart));
+    const until = (run, of) => of === "phases" && this.data(run).step > 0;
+    this.charts = this.about.charts.map((chart) => this.chart(chart, until));
     this.extra = el("div", { class: "grid" });
     this.choice = el("input", { type: "search", placeholder: "part of a name", "aria-label": "Name of a metric", on: { input: () => this.more() } });
     this.all = el("details", { class: "all", on: { toggle: () => this.more() } }, el("summary", {}, "All metrics"),
@@ -172,8 +177,9 @@ export class Page {
     this.sections.curves.append(tools, el("div", { class: "grid" }, this.charts.map((chart) => chart.node)), this.all);
   }
 
-  chart({ title, names, labels, of, key, instead }) {
-    const lines = () => this.shown.flatMap((run) => names.map((name, at) => this.line(run, of, name, names.length > 1 ? labels[at] : "", at > 0)).filter(Boolean));
+  // `until`: of these charts those of phases go when training begins.
+  chart({ title, names, labels, of, key, instead }, until = () => false) {
+    const lines = () => this.shown.filter((run) => !until(run, of)).flatMap((run) => names.map((name, at) => this.line(run, of, name, names.length > 1 ? labels[at] : "", at > 0)).filter(Boolean));
     const chart = new LineChart(this.view, title, lines, names.map((name) => `${name}: ${this.meaning(name)}`).join("\n"));
     Object.assign(chart, { writtenBy: key, instead });
     return chart;
@@ -184,7 +190,7 @@ export class Page {
     if (!table?.values[name]) return null;
     return {
       run, name, steps: table.steps, values: table.values[name], low: table.low?.[name], high: table.high?.[name],
-      isSparse: of === "validations", label: this.isCompared ? [data.name, label].filter(Boolean).join(" ") : label,
+      isSparse: of === "validations", isApart: of === "phases", label: this.isCompared ? [data.name, label].filter(Boolean).join(" ") : label,
       colour: this.isCompared ? this.colour(run) : this.colourOf(name), dash: this.isCompared && isSecond,
     };
   }
@@ -253,10 +259,10 @@ export class Page {
     const line = timeLine(detail, known, window.innerWidth < 600 ? 4 : 8);
     const picked = this.isCompared ? this.picker() : null;
     this.fill("time", made.length || line ? [picked, ...made.map((one) => one.node), line] : []);
-    if (!line) absent.push(["The time line", "logging.detail_every"]);
+    if (!line) absent.push(["Time line", "logging.detail_every"]);
     const parts = plane(detail, known);
     this.fill("plane", parts ? [el("div", { class: "cards" }, parts)] : []);
-    if (!parts) absent.push(["The data plane", data.recipe["data_plane.enabled"] === false ? "data_plane.enabled" : "logging.detail_every"]);
+    if (!parts) absent.push(["Data plane", data.recipe["data_plane.enabled"] === false ? "data_plane.enabled" : "logging.detail_every"]);
     this.fill("packing", detail.packing.map((record) => packing(record, known)));
     if (!detail.packing.length) absent.push(["Microbatches", "logging.detail_every"]);
     const heat = routes(steps);
