@@ -11,7 +11,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from headrace.algorithms.observer import GRAD_NORM, LOSS, REWARD, TOKENS_PER_S, StepRecord
+from headrace.algorithms.observer import (
+    COLLECTORS_WAIT_S,
+    FAILED_CALLS,
+    GRAD_NORM,
+    LAG,
+    LOSS,
+    REWARD,
+    TOKENS_PER_S,
+    StepRecord,
+)
 from headrace.run_tables import (
     RunTotals,
     format_bytes,
@@ -68,6 +77,8 @@ class ViewState:
     validation: tuple[int, dict[str, float]] | None = None
     last: StepRecord | None = None
     totals: RunTotals = field(default_factory=RunTotals)
+    failed_calls: int = 0
+    """Of collectors, in all steps of this session."""
     notice: str | None = None
 
     @property
@@ -77,6 +88,7 @@ class ViewState:
     def add(self, record: StepRecord) -> None:
         self.metrics, self.last = dict(record.metrics), record
         self.totals.add(record.timings_s, record.bytes_by_column, record.tokens)
+        self.failed_calls += int(record.metrics.get(FAILED_CALLS, 0))
         if math.isfinite(record.metrics.get(REWARD, math.nan)):
             self.rewards.append(record.metrics[REWARD])
 
@@ -167,6 +179,12 @@ def _metric_rows(state: ViewState) -> Table:
         if name in state.metrics:
             trend = Text(sparkline(state.rewards), style="green") if name == REWARD else ""
             grid.add_row(label, format(state.metrics[name], form), trend)
+    if LAG in state.metrics:
+        waited = format_seconds(state.metrics.get(COLLECTORS_WAIT_S, 0.0))
+        grid.add_row("lag", format(state.metrics[LAG], ".2f"), Text("steps", style="dim"))
+        grid.add_row("collectors wait", waited)
+    if state.failed_calls:
+        grid.add_row("failed calls", str(state.failed_calls), Text("made again", style="dim"))
     for name, value in state.metrics.items() if state.label != "step" else ():
         grid.add_row(name, format_number(value))
     if state.validation is not None:

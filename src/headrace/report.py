@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.algorithms.observer import GENERATION_KL, GRAD_NORM, LOSS, REWARD, ROUTE_AGREEMENT
+from headrace.algorithms.observer import GENERATION_KL, GRAD_NORM, LAG, LOSS, REWARD, ROUTE_AGREEMENT
 from headrace.dashboard.palette import colour
 from headrace.errors import ConfigError
 from headrace.run_tables import HELD_OUT, RunTotals, in_step_order
@@ -22,6 +22,7 @@ _LINES = {
     LOSS: "loss",
     GRAD_NORM: "gradient norm",
     GENERATION_KL: "k3 estimate of KL(generator || trainer)",
+    LAG: "steps that a sample's weights lag behind, mean",
     ROUTE_AGREEMENT: "routes that the trainer would have chosen too",
 }
 _MARKERS = {"greedy": "o", "sampled": "s"}

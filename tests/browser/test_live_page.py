@@ -140,7 +140,7 @@ def test_several_runs_are_compared_in_curves_results_and_recipe(address: str, op
     page = open_page(f"{address}?run=long")
     page.get_by_label("other").check()
     table = page.get_by_role("table", name="Results")
-    expect(table.locator("tbody tr")).to_have_count(2)
+    expect(table.locator("tbody tr")).to_have_count(3)  # and what lies between them
     expect(page.locator("#recipe")).to_contain_text("policy.optimizer.lr")
     expect(page.locator("#recipe tbody tr")).to_have_count(2)
     expect(page.get_by_role("group", name="Reward").locator(".entry")).to_have_count(2)

@@ -45,6 +45,23 @@ def check_panels(page: Page) -> None:
     expect(page.get_by_role("img", name="Agreement of routes by layer")).to_be_visible()
 
 
+def test_an_asynchronous_run_shows_who_makes_samples_how_old_they_are_and_what_was_lost(
+    tmp_path: Path, dashboard: Dashboard, open_page: OpenPage
+) -> None:
+    changes = {"loss": {"importance_correction": "tis"}, "grpo": {"max_num_steps": 4}}
+    run_recipe(tiny_recipe(tmp_path / "run", **{"async": {"enabled": True, "max_lag": 1}}, **changes))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"async/failed_calls": 0.0', '"async/failed_calls": 1.0'))
+    page = open_page(dashboard(tmp_path / "run"))
+    for title in ("Lag of samples, in steps", "Seconds of waiting", "Groups in the store", "Lost work"):
+        expect(page.get_by_role("group", name=title)).to_be_visible()
+    expect(page.get_by_role("img", name="Time line of steps 1 to 4: collector-0 works")).to_be_visible()
+    lost = page.locator("#overview div", has_text="Failed calls").locator("dd").first
+    expect(lost).to_have_text("4")
+    expect(page.locator("#plane")).to_contain_text("lease of")
+    expect(page.locator("#plane")).to_contain_text("16 rows by collector-0")
+
+
 def check_tokens(page: Page) -> None:
     page.locator("#samples details").filter(has_text="step 3").last.locator("summary").click()
     page.get_by_label("Search").fill("_g0")
@@ -80,10 +97,11 @@ def test_a_report_opens_from_a_file_and_shows_what_differs(report: str, open_pag
     page = open_page(report)
     check_panels(page)
     check_tokens(page)
-    expect(page.locator("#recipe h3")).to_have_text("2 keys differ")
+    expect(page.locator("#recipe h3")).to_have_text("1 key of the recipes differs")
     expect(page.locator("#recipe tbody")).to_contain_text("policy.optimizer.lr")
     rows = page.get_by_role("table", name="Results").locator("tbody tr")
-    expect(rows).to_have_count(2)
+    expect(rows).to_have_count(3)
+    expect(rows.last).to_contain_text("difference")
     page.get_by_label("From here on of run").select_option("fast")
     expect(page.locator("#samples [role=status]")).to_have_text("6 samples.")
 

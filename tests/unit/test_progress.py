@@ -18,7 +18,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headrace.algorithms.observer import GREEDY_ACCURACY, REWARD, SAMPLED_ACCURACY, StepRecord
+from headrace.algorithms.observer import (
+    COLLECTORS_WAIT_S,
+    FAILED_CALLS,
+    GREEDY_ACCURACY,
+    LAG,
+    REWARD,
+    SAMPLED_ACCURACY,
+    StepRecord,
+)
 from headrace.live_view import Pace, ViewState, render, sparkline
 from headrace.progress import CompositeObserver, ConsoleObserver, FileObserver
 from headrace.run_tables import (
@@ -351,6 +359,19 @@ def test_the_picture_shows_progress_metrics_stages_and_bytes() -> None:
     assert format_bytes(in_step) in text
     assert f"{format_bytes(in_all)} in all" in text
     assert max(map(len, text.splitlines())) <= 96
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_an_asynchronous_run_shows_its_lag_its_waits_and_what_was_lost(width: int) -> None:
+    state = ViewState("runs/demo", pace=Pace(80, started_s=100.0))
+    for step in (1, 2):
+        record = toy_record(step, 80, random.Random(step))
+        record.metrics.update({LAG: 0.75, COLLECTORS_WAIT_S: 1.5, FAILED_CALLS: 2.0})
+        state.add(record)
+    text = picture(state, 140.0, width)
+    for part in (r"lag +0\.75 +steps", r"collectors wait +1\.50 s", "failed calls +4 +made again"):
+        assert re.search(part, text)
+    assert max(map(len, text.splitlines())) <= width
 
 
 @pytest.mark.parametrize("width", [50, 60, 80, 100])

@@ -73,6 +73,7 @@ def run_step(session: Session, producers: Producers, step: int, timer: Timer) ->
     result.metrics.update(producers.take_metrics())
     if flat := producers.buffer.take_flat():
         result.metrics.update(_drawn(taken, flat))
+    session.detail.beside(step, producers.take_calls())
     return result
 
 

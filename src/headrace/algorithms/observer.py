@@ -18,6 +18,7 @@ GREEDY_REWARD, SAMPLED_REWARD = metrics.GREEDY_REWARD, metrics.SAMPLED_REWARD
 TOKENS_PER_S = metrics.TOKENS_PER_S
 GENERATION_KL = "mismatch/generation_kl"
 ROUTE_AGREEMENT = "router_replay/route_exact"
+LAG, FAILED_CALLS, COLLECTORS_WAIT_S = "async/lag_mean", "async/failed_calls", "async/collectors_wait_s"
 UPDATE_BYTES = "weights/update_bytes"
 BEST_BY = (GREEDY_ACCURACY, GREEDY_REWARD)
 """What the best checkpoint is best at, where the recipe does not say: the first of these that is measured."""

@@ -5,7 +5,7 @@ It is bounded by the keys `logging.detail_*` and `logging.token*`, and told to `
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,6 +78,12 @@ class StepDetail:
         report = policy.store_report(limit=_UNCONSUMED_SHOWN)
         if report is not None and report[1].rows:
             self._tell(step, "store", {"stage": name, "partitions": [_partition(*report)]})
+
+    def beside(self, step: int, calls: Iterable[tuple[str, float, float]]) -> None:
+        """Tell of rollouts that have gone on beside the stages: whose, their begin by `time.time`, their seconds."""
+        for who, started, seconds in calls if self._is_due(step) else ():
+            times = {"start_s": round(started, 4), "seconds": round(seconds, 6)}
+            self._tell(step, "span", {"name": "rollout", "tracks": [who], "beside": True, **times})
 
     def microbatches(self, policy: Policy, lengths: Sequence[int]) -> None:
         """Tell of the microbatches in which the present step's rows have trained."""

@@ -16,6 +16,7 @@ _COLOURS = {
     "update_weights": "#228833",
     "validation": "#ee8866",
     "checkpoint": "#8c8c8c",
+    "wait": "#b4b4b4",
     # Columns; some are named like the stage that makes them.
     "input_ids": "#4477aa",
     "input_lengths": "#7f9fc6",
@@ -40,6 +41,12 @@ _COLOURS = {
     "train/approx_kl": "#56b4d3",
     observer.GRAD_NORM: "#99944d",
     observer.TOKENS_PER_S: "#228833",
+    observer.LAG: "#4477aa",
+    "async/lag_max": "#ee8866",
+    "time_s/wait": "#e5606f",
+    observer.COLLECTORS_WAIT_S: "#4477aa",
+    "async/ready_groups": "#228833",
+    "async/room_groups": "#8c8c8c",
 }
 
 
@@ -102,6 +109,14 @@ CHARTS = (
         (observer.ROUTE_AGREEMENT,),
         key="policy.router_replay.enabled",
     ),
+    Chart("Lag of samples, in steps", (observer.LAG, "async/lag_max"), ("mean", "oldest")),
+    Chart(
+        "Seconds of waiting",
+        ("time_s/wait", observer.COLLECTORS_WAIT_S),
+        ("trainer for samples", "collectors for room or weights"),
+    ),
+    Chart("Groups in the store", ("async/ready_groups", "async/room_groups"), ("ready", "room for more")),
+    Chart("Lost work", (observer.FAILED_CALLS, "async/dropped_groups"), ("failed calls", "groups dropped")),
     Chart("Loss of the warm start", ("warm_start/loss",), of="phases"),  # until the first step
 )
 """What a person looks at first, in this order; every other metric has a chart under its name."""

@@ -5,6 +5,8 @@ Rows go from the actor to the store; the thread sees metadata only. The actor ma
 
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from headrace.utils.background import in_background
 
 _log = logging.getLogger(__name__)
 
+_CALLS_NOTED = 64
 POSITION, MADE_FOR = "position", "made_for"
 """Tags: a group's place in the stream of prompts, and the step that it was made for."""
 
@@ -83,6 +86,9 @@ class Collector:
     ) -> None:
         self.rollouts, self.lock = rollouts, threading.Lock()
         self.moved = self._moved_before = Traffic()
+        self.name = name
+        self.calls: deque[tuple[float, float]] = deque(maxlen=_CALLS_NOTED)
+        """When each of the last calls began, as `time.time` has it, and its seconds; who shows them takes them out."""
         self._tickets = tickets
         self._arguments = {
             "partition_id": partition_id,
@@ -90,11 +96,10 @@ class Collector:
             "carry_keys": [],
             "tag_keys": list(tag_keys),
         }
-        self._name = name
         self._running: Future[None] | None = None
 
     def start(self) -> None:
-        self._running = in_background(self._run, self._name)
+        self._running = in_background(self._run, self.name)
         self._running.add_done_callback(self._tell)
 
     def join(self, timeout_s: float) -> None:
@@ -126,7 +131,9 @@ class Collector:
             with self.lock:
                 self._require_actor()
                 self.take_weights()
-                made = self.rollouts.run_all("rollout_to_tq", ticket.request(self._name), **self._arguments)
+                started, begun = time.time(), time.perf_counter()
+                made = self.rollouts.run_all("rollout_to_tq", ticket.request(self.name), **self._arguments)
+                self.calls.append((started, time.perf_counter() - begun))
                 self.moved = self._moved_before + moved_by(self.rollouts)
         except ConfigError:
             raise

@@ -117,6 +117,10 @@ class Producers:
     def take_metrics(self) -> dict[str, float]:
         return {**self.tickets.take_metrics(), **self.buffer.take_metrics()}
 
+    def take_calls(self) -> list[tuple[str, float, float]]:
+        """Return the calls that have ended since this was asked last: collector, begin by `time.time`, seconds."""
+        return [(one.name, *one.calls.popleft()) for one in self._collectors for _ in range(len(one.calls))]
+
     def close(self) -> None:
         """End the collectors and clear the partition; a collector that is amid a call is given some seconds."""
         self.tickets.close()

@@ -16,6 +16,7 @@ const RESULTS = [
   ["mismatch/generation_kl", "KL of generator and trainer", "steps", true],
   ["router_replay/route_exact", "routes that agree", "steps", true],
   ["rollout/tokens_per_s", "generated tokens/s", "steps"],
+  ["async/lag_mean", "lag of samples, steps", "steps"],
 ];
 const LAST = 20;
 
@@ -124,6 +125,8 @@ export class Page {
       const values = present(data[of].values[name]);
       if (values.length) found.push([title, metric(name, values.at(-1)), of === "validations" && values.length > 1 ? `${metric(name, values[0])} before` : ""]);
     }
+    const lost = total(data.steps.values["async/failed_calls"] ?? []);
+    if (lost) found.push(["Failed calls", number(lost), "made again"]);
     if (recent.length) found.push(["A step", seconds(each), `mean of the last ${recent.length}`]);
     if (data.state === "running" && total && recent.length && total > data.step) found.push(["Left", seconds((total - data.step) * each), ""]);
     return found;
@@ -138,17 +141,30 @@ export class Page {
   results() {
     const rows = this.wanted().filter(([name, , of]) => this.shown.some((run) => present(this.data(run)[of].values[name]).length));
     const head = el("tr", {}, el("th", { scope: "col" }, "run"), el("th", { scope: "col" }, "step"), rows.map(([, title]) => el("th", { scope: "col" }, title)), el("th", { scope: "col" }, "a step"));
-    const body = this.shown.map((run) => {
-      const data = this.data(run), times = stepSeconds(data.steps);
-      const cells = rows.map(([name, , of]) => {
-        const values = present(data[of].values[name]);
-        return el("td", {}, values.length ? metric(name, values.at(-1)) : "–",
-          of === "validations" && values.length > 1 ? el("span", { class: "small" }, ` from ${metric(name, values[0])}`) : null);
+    const found = this.shown.map((run) => {
+      const data = this.data(run), times = stepSeconds(data.steps).slice(-LAST);
+      const values = rows.map(([name, , of]) => {
+        const all = present(data[of].values[name]);
+        return of === "validations" ? [all.at(-1), all.length > 1 ? all[0] : undefined] : [mean(all.slice(-LAST))];
       });
-      return el("tr", {}, el("th", { scope: "row" }, swatch(this.colour(run)), data.name), el("td", {}, number(data.step)), cells,
-        el("td", {}, times.length ? seconds(times.reduce((a, b) => a + b, 0) / times.length) : "–"));
+      return { run, data, values, each: mean(times) };
     });
-    return el("div", { class: "card scroll" }, el("table", { class: "plain wide" }, el("caption", { class: "hidden" }, "Results, last values"), el("thead", {}, head), el("tbody", {}, body)));
+    const body = found.map(({ run, data, values, each }) => el("tr", {}, el("th", { scope: "row" }, swatch(this.colour(run)), data.name), el("td", {}, number(data.step)),
+      rows.map(([name], at) => el("td", {}, metric(name, values[at][0]),
+        values[at][1] === undefined ? null : el("span", { class: "small" }, ` from ${metric(name, values[at][1])}`))),
+      el("td", {}, each === undefined ? "–" : seconds(each))));
+    return el("div", { class: "card" },
+      el("div", { class: "scroll" }, el("table", { class: "plain wide" }, el("caption", { class: "hidden" }, "Results"), el("thead", {}, head),
+        el("tbody", {}, body, found.length === 2 ? this.difference(found, rows) : null))),
+      el("p", { class: "note" }, `Held-out results are the last ones; all others are means of the last ${LAST} steps.`));
+  }
+
+  // The second of two runs less the first.
+  difference([first, second], rows) {
+    const signed = (value, said) => (value === undefined || Number.isNaN(value) ? "–" : (value < 0 ? "−" : "+") + said(Math.abs(value)));
+    return el("tr", { class: "difference" }, el("th", { scope: "row" }, "difference"), el("td", {}, signed(second.data.step - first.data.step, number)),
+      rows.map(([name], at) => el("td", {}, signed(second.values[at][0] - first.values[at][0], (value) => metric(name, value).replace(" %", " points")))),
+      el("td", {}, signed(second.each - first.each, seconds)));
   }
 
   // Curves.
@@ -293,6 +309,10 @@ export class Page {
   // Recipes: what differs between several, or all keys of one.
 
   recipe() {
+    // What differs stands beside the results; the recipe of one run stands at the end.
+    const section = this.sections.recipe.parentElement, link = this.links.recipe;
+    section.parentElement.insertBefore(section, this.isCompared ? this.sections.curves.parentElement : this.missing);
+    link.parentElement.insertBefore(link, this.isCompared ? this.links.curves : null);
     const recipes = this.shown.map((run) => this.data(run).recipe);
     const keys = [...new Set(recipes.flatMap((recipe) => Object.keys(recipe)))].sort();
     const said = (value) => (value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
@@ -301,8 +321,10 @@ export class Page {
       this.isCompared ? el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "key"), this.shown.map((run) => el("th", { scope: "col" }, swatch(this.colour(run)), this.data(run).name)))) : null,
       el("tbody", {}, rows.map((key) => el("tr", {}, el("th", { scope: "row" }, key), recipes.map((recipe) => el("td", {}, said(recipe[key]))))))));
     if (this.isCompared) {
-      const differing = keys.filter((key) => new Set(recipes.map((recipe) => said(recipe[key]))).size > 1);
-      this.fill("recipe", [el("div", { class: "card" }, el("h3", {}, differing.length ? `${plural(differing.length, "key")} differ` : "The recipes are the same"), differing.length ? table(differing) : null)]);
+      // Each run has a directory of its own.
+      const differing = keys.filter((key) => key !== "run_dir" && new Set(recipes.map((recipe) => said(recipe[key]))).size > 1);
+      const title = differing.length ? `${plural(differing.length, "key")} of the recipes ${differing.length === 1 ? "differs" : "differ"}` : "The recipes are the same";
+      this.fill("recipe", [el("div", { class: "card" }, el("h3", {}, title), differing.length ? table(differing) : null)]);
       return;
     }
     this.fill("recipe", [el("details", { class: "card" }, el("summary", {}, `${plural(keys.length, "key")} of config.yaml`), table(keys))]);
@@ -319,6 +341,10 @@ function stateOf(data) {
 
 function present(values) {
   return (values ?? []).filter((value) => value !== null && value !== undefined);
+}
+
+function mean(values) {
+  return values.length ? total(values) / values.length : undefined;
 }
 
 function total(values) {

@@ -3,6 +3,7 @@ import { css, el, picture, swatch, tooltip } from "./dom.js";
 import { bytes, number, percent, plural, seconds } from "./format.js";
 
 const MOST_BINS = 240;
+const LEFT_SHOWN = 3;
 
 // A partition after each stage of the newest step: which columns are there for how many rows, and their bytes.
 export function plane(detail, colours) {
@@ -54,15 +55,17 @@ function tasks(part) {
 
 function leases(part) {
   if (!part.leases?.length) return null;
-  return el("table", { class: "plain" }, el("thead", {}, el("tr", {}, ["lease", "task", "holder", "rows", "left"].map((kind) => el("th", { scope: "col" }, kind)))),
-    el("tbody", {}, part.leases.map((one) => el("tr", {}, el("th", { scope: "row" }, one.claim), el("td", {}, one.task),
-      el("td", {}, one.holder ?? "–"), el("td", {}, number(one.rows)), el("td", {}, one.left_s === null ? "for ever" : seconds(Math.max(0, one.left_s)))))));
+  return el("table", { class: "plain" }, el("thead", {}, el("tr", {}, ["lease of", "task", "rows", "ends in"].map((kind) => el("th", { scope: "col" }, kind)))),
+    el("tbody", {}, part.leases.map((one) => el("tr", { title: `lease ${one.claim}` }, el("th", { scope: "row" }, one.holder ?? "–"), el("td", {}, one.task),
+      el("td", {}, number(one.rows)), el("td", {}, one.left_s === null ? "never" : seconds(Math.max(0, one.left_s)))))));
 }
 
 function left(part) {
   if (!part.left?.length || !Object.values(part.tasks ?? {}).some((task) => task.claimed)) return null;
-  const shown = part.left.map((one) => one.id + (one.producer ? ` (${one.producer})` : ""));
-  return el("p", { class: "note" }, `Not consumed yet: ${shown.join(", ")}${part.left_count > shown.length ? `, and ${part.left_count - shown.length} more` : ""}`);
+  const makers = Object.entries(part.producers ?? {}).map(([name, rows]) => `${plural(rows, "row")} by ${name}`);
+  const ids = part.left.slice(0, LEFT_SHOWN).map((one) => one.id), more = part.left_count - ids.length;
+  return el("p", { class: "note" }, `In the store: ${makers.join(", ") || plural(part.rows, "row")}. `,
+    `Not finished by every task: ${ids.join(", ")}${more > 0 ? `, and ${number(more)} more` : ""}.`);
 }
 
 // Bars of stacked samples against the budget, one lane per rank.

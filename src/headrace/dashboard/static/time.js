@@ -70,12 +70,18 @@ export function strip(title, steps, parts, order, colours, format, view) {
 export function timeLine(detail, colours, most) {
   // Step 0 is a validation before the first.
   const steps = [...new Set(detail.spans.map((one) => one.step))].filter((step) => step > 0).slice(-most);
-  // Operations of the store have a lane of their own.
-  const spans = detail.spans.filter((one) => steps.includes(one.step)).flatMap((one) => [one,
-    ...(one.operations ?? []).map(([name, start_s, long]) => ({ step: one.step, name, tracks: ["store"], start_s, seconds: long }))]);
-  if (!spans.length) return null;
+  const own = detail.spans.filter((one) => steps.includes(one.step)), within = own.filter((one) => !one.beside);
+  if (!within.length) return null;
+  const start = Math.min(...within.map((one) => one.start_s)), end = Math.max(...within.map((one) => one.start_s + one.seconds));
+  const isBeside = own.length > within.length;
+  const spans = own.flatMap((one) => {
+    if (one.beside) return clipped(one, start, end);
+    // Where rollouts go on beside the steps, new weights are only laid out for them.
+    const tracks = isBeside && one.name === "update_weights" ? one.tracks.filter((track) => track !== "rollout") : one.tracks;
+    // Operations of the store have a lane of their own.
+    return [{ ...one, tracks }, ...(one.operations ?? []).map(([name, start_s, long]) => ({ step: one.step, name, tracks: ["store"], start_s, seconds: long }))];
+  });
   const tracks = [...new Set(spans.flatMap((one) => one.tracks))].sort((a, b) => laneOf(a) - laneOf(b) || (a > b ? 1 : -1));
-  const start = Math.min(...spans.map((one) => one.start_s)), end = Math.max(...spans.map((one) => one.start_s + one.seconds));
   const height = HEAD + tracks.length * (LANE + GAP) + 20;
   let drawn = [];
   const busy = tracks.map((track) => union(spans.filter((one) => one.tracks.includes(track))));
@@ -109,7 +115,7 @@ export function timeLine(detail, colours, most) {
     context.textAlign = "left";
     let free = 0;
     for (const step of steps) {
-      const at = x(Math.min(...spans.filter((one) => one.step === step).map((one) => one.start_s)));
+      const at = x(Math.min(...within.filter((one) => one.step === step).map((one) => one.start_s)));
       context.globalAlpha = 0.5;
       context.beginPath();
       context.moveTo(Math.round(at) + 0.5, 4);
@@ -130,9 +136,15 @@ export function timeLine(detail, colours, most) {
     el("figcaption", {}, el("h3", {}, `The last ${steps.length === 1 ? "step" : `${steps.length} steps`}: who works, who waits`)), made.node);
 }
 
+// The part of a span between two times, or nothing.
+function clipped(one, start, end) {
+  const from = Math.max(start, one.start_s), to = Math.min(end, one.start_s + one.seconds);
+  return to > from ? [{ ...one, start_s: from, seconds: to - from }] : [];
+}
+
 function laneOf(track) {
-  const order = ["rollout", "store", "ranks", "rank", "driver"];
-  const at = order.findIndex((name) => track === name || track.startsWith(`${name} `));
+  const order = ["rollout", "collector", "store", "ranks", "rank", "driver"];
+  const at = order.indexOf(track.replace(/[ -]\d+$/, ""));
   return at < 0 ? order.length : at;
 }
 
