@@ -171,7 +171,10 @@ BLOCKS: dict[tuple[str, str], tuple[Decision, ...]] = {
     ("docs/cluster.md", "dockerfile"): (Read("needs Docker"),),
     ("docs/cluster.md", "python"): (By("tests/unit/test_docs_cluster.py"),),
     ("docs/cluster.md", ""): (By("tests/unit/test_docs_cluster.py"),),
-    ("docs/engines.md", "text"): (Read("a drawing"), Read("an error of a run on a GPU")),
+    ("docs/engines.md", "text"): (
+        Read("a drawing"),
+        Read("figures of one run; tests/unit/test_mismatch_guard.py makes such messages"),
+    ),
 }
 
 

@@ -25,7 +25,7 @@ def parse_lengths(text: str, *, seed: int = 0) -> list[int]:
     >>> parse_lengths("512,80,300")
     [512, 80, 300]
     >>> parse_lengths("lognormal:4:200:1500")  # 4 rows with median 200, none above 1500
-    [390, 75, 189, 337]
+    [176, 205, 326, 187]
 
     Raises:
         ConfigError: text of another form, an unreadable file, or a length below 1.

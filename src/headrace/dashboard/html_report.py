@@ -46,8 +46,12 @@ def html_report(runs: Sequence[Run]) -> str:
     payloads = [run.payload(_points(run, len(runs))) for run in runs]
     samples = [list(_newest(run, _MOST_SAMPLE_BYTES // len(runs))) for run in runs]
     thinned = any("every" in payload["steps"] for payload in payloads)
-    counts = [(len(some), payload["samples"]["count"]) for some, payload in zip(samples, payloads)]
-    left_out = [f"the newest {some:,} of {count:,} samples" for some, count in counts if some < count]
+    counts = [(run.name, len(some), p["samples"]["count"]) for run, some, p in zip(runs, samples, payloads)]
+    left_out = [
+        f"the newest {some:,} of {count:,} samples{f' of {name}' if len(runs) > 1 else ''}"
+        for name, some, count in counts
+        if some < count
+    ]
     notes = [*(["curves as means of neighbouring steps"] if thinned else []), *left_out]
     given = {
         "about": about([run.name for run in runs]),

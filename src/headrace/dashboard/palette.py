@@ -65,7 +65,7 @@ def _made(number: int) -> str:
 class Chart:
     """Metrics that share a picture; `of` is the kind of lines that they stand in, `key` what writes them.
 
-    `instead`: it is drawn only where the chart of that title is not.
+    `instead`: it is drawn only where the chart of that title is not. `is_rare`: only once a value is not 0.
     """
 
     title: str
@@ -74,6 +74,7 @@ class Chart:
     of: str = "steps"
     key: str = ""
     instead: str = ""
+    is_rare: bool = False
 
 
 CHARTS = (
@@ -116,7 +117,12 @@ CHARTS = (
         ("trainer for samples", "collectors for room or weights"),
     ),
     Chart("Groups in the store", ("async/ready_groups", "async/room_groups"), ("ready", "room for more")),
-    Chart("Lost work", (observer.FAILED_CALLS, "async/dropped_groups"), ("failed calls", "groups dropped")),
+    Chart(
+        "Lost work",
+        (observer.FAILED_CALLS, "async/dropped_groups"),
+        ("failed calls", "groups dropped"),
+        is_rare=True,
+    ),
     Chart("Loss of the warm start", ("warm_start/loss",), of="phases"),  # until the first step
 )
 """What a person looks at first, in this order; every other metric has a chart under its name."""

@@ -183,8 +183,9 @@ export class Page {
     const tools = el("div", { class: "filters" }, el("label", {}, el("span", {}, "Smoothing"), slider, about),
       el("label", {}, el("span", {}, "Steps"), el("span", { class: "pair" }, this.bounds)),
       el("p", { class: "note" }, "Thin: each step; thick: the average. Drag over a chart to zoom, double-click to go back; arrow keys move the line."));
-    const until = (run, of) => of === "phases" && this.data(run).step > 0;
-    this.charts = this.about.charts.map((chart) => this.chart(chart, until));
+    // What a phase before the first step has made goes when training begins; it stays among all metrics.
+    const isOver = (run, of) => of === "phases" && this.data(run).step > 0;
+    this.charts = this.about.charts.map((chart) => this.chart(chart, isOver));
     this.extra = el("div", { class: "grid" });
     this.choice = el("input", { type: "search", placeholder: "part of a name", "aria-label": "Name of a metric", on: { input: () => this.more() } });
     this.all = el("details", { class: "all", on: { toggle: () => this.more() } }, el("summary", {}, "All metrics"),
@@ -193,9 +194,12 @@ export class Page {
     this.sections.curves.append(tools, el("div", { class: "grid" }, this.charts.map((chart) => chart.node)), this.all);
   }
 
-  // `until`: of these charts those of phases go when training begins.
-  chart({ title, names, labels, of, key, instead }, until = () => false) {
-    const lines = () => this.shown.filter((run) => !until(run, of)).flatMap((run) => names.map((name, at) => this.line(run, of, name, names.length > 1 ? labels[at] : "", at > 0)).filter(Boolean));
+  chart({ title, names, labels, of, key, instead, is_rare: isRare }, isOver = () => false) {
+    const lines = () => {
+      const found = this.shown.filter((run) => !isOver(run, of))
+        .flatMap((run) => names.map((name, at) => this.line(run, of, name, names.length > 1 ? labels[at] : "", at > 0)).filter(Boolean));
+      return isRare && !found.some((line) => line.values.some(Boolean)) ? [] : found;
+    };
     const chart = new LineChart(this.view, title, lines, names.map((name) => `${name}: ${this.meaning(name)}`).join("\n"));
     Object.assign(chart, { writtenBy: key, instead });
     return chart;

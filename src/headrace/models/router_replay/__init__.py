@@ -2,8 +2,8 @@
 
 >>> replay = install(model)
 >>> routes = Routes.record()
->>> model(input_ids=ids, routes=routes)
->>> model(input_ids=ids, routes=Routes.replay(routes.ids))
+>>> recorded = model(input_ids=ids, routes=routes)
+>>> replayed = model(input_ids=ids, routes=Routes.replay(routes.ids))
 """
 
 from headrace.data_plane.routes_codec import check_routes, route_digest, row_digests

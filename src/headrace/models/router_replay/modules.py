@@ -32,8 +32,8 @@ def install(model: torch.nn.Module) -> RouterReplay:
 
     >>> replay = install(model)
     >>> routes = Routes.record()
-    >>> model(input_ids=ids, routes=routes)
-    >>> model(input_ids=ids, routes=Routes.replay(routes.ids))
+    >>> recorded = model(input_ids=ids, routes=routes)
+    >>> replayed = model(input_ids=ids, routes=Routes.replay(routes.ids))
 
     Raises:
         ReplayError: not a transformers model, a dense one, or one with a router that cannot be replayed (the message
