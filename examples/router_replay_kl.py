@@ -76,6 +76,8 @@ def warm_up(recipe: RecipeConfig, directory: Path) -> None:
             cfg,
             seed=recipe.seed,
             first=0,
+            on_non_finite=recipe.loss.on_non_finite,
+            filtered=recipe.generation.filters,
             on_progress=lambda done, metrics: print(f"warm start {done}/{cfg.steps}", metrics, flush=True),
             should_stop=lambda: False,
         )

@@ -137,7 +137,9 @@ COMMANDS: dict[str, dict[str, Decision]] = {
         "python benchmarks/plot.py": By("tests/unit/test_docs_performance.py"),
     },
     "docs/router_replay.md": {
-        "python examples/router_replay_kl.py run": Run(DEMO, {"$seed": "0", "/tmp/r3": "r3"}, slow=True),
+        "python examples/router_replay_kl.py run": Run(
+            (*DEMO, "warm_start.steps=2"), {"$seed": "0", "/tmp/r3": "r3"}, slow=True
+        ),
         "python examples/router_replay_kl.py plot": Run(
             instead={"/tmp/r3": "r3", "docs/router_replay_kl.png": "kl.png"}, slow=True
         ),

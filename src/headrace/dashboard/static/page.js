@@ -125,7 +125,7 @@ export class Page {
       const values = present(data[of].values[name]);
       if (values.length) found.push([title, metric(name, values.at(-1)), of === "validations" && values.length > 1 ? `${metric(name, values[0])} before` : ""]);
     }
-    const lost = total(data.steps.values["async/failed_calls"] ?? []);
+    const lost = present(data.steps.values["async/failed_calls"]).reduce((a, b) => a + b, 0);
     if (lost) found.push(["Failed calls", number(lost), "made again"]);
     if (recent.length) found.push(["A step", seconds(each), `mean of the last ${recent.length}`]);
     if (data.state === "running" && total && recent.length && total > data.step) found.push(["Left", seconds((total - data.step) * each), ""]);

@@ -87,7 +87,7 @@ export function timeLine(detail, colours, most) {
   const busy = tracks.map((track) => union(spans.filter((one) => one.tracks.includes(track))));
   const words = tracks.map((track, at) => `${track} works ${percent(busy[at] / (end - start), 0)} of the time`).join(", ");
   const made = picture(height, `Time line of steps ${steps[0]} to ${steps.at(-1)}: ${words}`, (context, width) => {
-    const x0 = 92, x1 = width - RIGHT;
+    const x0 = 112, x1 = width - RIGHT;
     const x = (at) => x0 + ((at - start) / (end - start || 1)) * (x1 - x0);
     context.textBaseline = "middle";
     drawn = [];
