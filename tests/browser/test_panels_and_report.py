@@ -55,7 +55,7 @@ def test_an_asynchronous_run_shows_who_makes_samples_how_old_they_are_and_what_w
     page = open_page(dashboard(tmp_path / "run"))
     for title in ("Lag of samples, in steps", "Seconds of waiting", "Groups in the store", "Lost work"):
         expect(page.get_by_role("group", name=title)).to_be_visible()
-    expect(page.get_by_role("img", name="Time line of steps 1 to 4: collector-0 works")).to_be_visible()
+    expect(page.locator("#time canvas[aria-label*='collector-0 works']")).to_be_visible()
     lost = page.locator("#overview div", has_text="Failed calls").locator("dd").first
     expect(lost).to_have_text("4")
     expect(page.locator("#plane")).to_contain_text("lease of")
