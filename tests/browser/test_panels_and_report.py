@@ -56,7 +56,7 @@ def test_an_asynchronous_run_shows_who_makes_samples_how_old_they_are_and_what_w
     for title in ("Lag of samples, in steps", "Seconds of waiting", "Groups in the store", "Lost work"):
         expect(page.get_by_role("group", name=title)).to_be_visible()
     expect(page.locator("#time canvas[aria-label*='collector-0 works']")).to_be_visible()
-    lost = page.locator("#overview div", has_text="Failed calls").locator("dd").first
+    lost = page.locator("#overview dl > div", has_text="Failed calls").locator("dd").first
     expect(lost).to_have_text("4")
     expect(page.locator("#plane")).to_contain_text("lease of")
     expect(page.locator("#plane")).to_contain_text("16 rows by collector-0")
