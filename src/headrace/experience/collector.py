@@ -122,7 +122,7 @@ class Collector:
     def _require_actor(self) -> None:
         """Start the actor again if it has died."""
         if self.rollouts.has_ended:
-            _log.warning("%s: its actor has died, and is started again", self._name)
+            _log.warning("%s: its actor has died, and is started again", self.name)
             self._moved_before = Traffic(self.moved.by_column)
             self.rollouts.restart()
 
