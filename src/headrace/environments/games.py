@@ -1,7 +1,7 @@
 """Environments of several turns: a calculator that answers, and a number to find."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -12,31 +12,12 @@ from headrace.environments.dataset import last_number
 from headrace.environments.interfaces import Environment, StepResult
 from headrace.environments.judge_process import NoVerdict, judge_process
 from headrace.environments.prompts import Splits, read_splits
-from headrace.environments.single_turn import DATA_SEED, conversation
+from headrace.environments.single_turn import DATA_SEED, TurnEnvironment, conversation
 from headrace.experience.types import Message, Prompt
 from headrace.utils.seeding import derive_seed
 
 _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 _TRAIN_SIZE = 2048
-
-Turn = Callable[[Prompt, Sequence[Message], bool], StepResult]
-"""Judges the last message of a conversation, which a token limit may have cut."""
-
-
-class TurnEnvironment:
-    """Prompts in two splits, and a function that judges each turn and may answer it."""
-
-    def __init__(self, splits: Splits, turn: Turn) -> None:
-        self._splits = {"train": splits.train, "validation": splits.validation}
-        self._turn = turn
-
-    def prompts(self, split: str) -> list[Prompt]:
-        return list(self._splits[split])
-
-    def step(
-        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], truncated: Sequence[bool]
-    ) -> list[StepResult]:
-        return [self._turn(*each) for each in zip(prompts, conversations, truncated, strict=True)]
 
 
 def calculator_environment(
@@ -73,7 +54,7 @@ def calculator_environment(
             float(correct), correct=correct, answer=None if said is None else str(said.normalize())
         )
 
-    return TurnEnvironment(splits, turn)
+    return TurnEnvironment(splits.train, splits.validation, turn)
 
 
 def guess_number_environment(cfg: GuessNumberConfig, data: DataConfig) -> Environment:
@@ -87,7 +68,7 @@ def guess_number_environment(cfg: GuessNumberConfig, data: DataConfig) -> Enviro
         said = "no number" if guess is None else "too low" if guess < secret else "too high"
         return StepResult(0.0, done=False, correct=False, observation=(Message("user", said),))
 
-    return TurnEnvironment(splits, turn)
+    return TurnEnvironment(splits.train, splits.validation, turn)
 
 
 def _computed(text: str) -> str | None:

@@ -120,16 +120,10 @@ class _Processes:
         elif function.is_batched or function.is_async:
             replies = self._ask(function, samples)
         else:
-            replies = self._call_each(function, samples)
+            asked = self._start().map(lambda sample: self._ask(function, [sample]), samples)
+            replies = [reply for (reply,) in asked]
         # One reply that is wrong may stand for all.
         return replies if len(replies) == len(samples) else replies * len(samples)
-
-    def _call_each(self, function: RewardFunction, samples: Sequence[Sample]) -> list[Reply]:
-        self._start()
-        assert self._threads is not None
-        return [
-            reply for (reply,) in self._threads.map(lambda sample: self._ask(function, [sample]), samples)
-        ]
 
     def _ask(self, function: RewardFunction, samples: Sequence[Sample]) -> list[Reply]:
         self._start()
@@ -145,13 +139,14 @@ class _Processes:
         finally:
             self._free.put(process)
 
-    def _start(self) -> None:
+    def _start(self) -> ThreadPoolExecutor:
         if self._threads is None:
             assert self._timeout_s is not None
             self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="rewards")
             for _ in range(self._count):
                 # A little more, so that of asynchronous calls those that are late are told from the others.
                 self._free.put(JudgeProcess(limit_s=1.1 * self._timeout_s, code_of_user=True))
+        return self._threads
 
 
 def _sample(prompt: Prompt, completion: str, truncated: bool) -> Sample:
