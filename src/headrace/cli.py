@@ -187,8 +187,7 @@ def evaluate(
         str | None,
         typer.Option(
             help="best, latest, or the path of a checkpoint. Without it a run is evaluated at its best one, "
-            "and a recipe with its own weights.",
-            show_default=False,
+            "and a recipe with its own weights."
         ),
     ] = None,
 ) -> None:

@@ -54,7 +54,6 @@ Overrides = Annotated[
     typer.Argument(
         metavar="KEY=VALUE",
         help="Keys of the recipe to change.",
-        show_default=False,
         autocompletion=complete_key,
     ),
 ]

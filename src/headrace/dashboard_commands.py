@@ -28,7 +28,6 @@ def dashboard(
         typer.Argument(
             metavar="[RUN ...]",
             help="Run directories, or folders that hold some. Without any: the folder runs, or the working directory.",
-            show_default=False,
         ),
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8765,
@@ -40,7 +39,6 @@ def dashboard(
         typer.Option(
             envvar=TOKEN_VARIABLE,
             help="What a browser has to bring. With another --host one is made up, unless you give it.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -85,9 +83,7 @@ def report(
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Where the page goes; else into the first run directory.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="Where the page goes; else into the first run directory."),
     ] = None,
 ) -> None:
     """Write what a run came to: a page with its pictures in one file, plots as PNG, tables; works while it trains.

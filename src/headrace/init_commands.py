@@ -32,7 +32,6 @@ def init(
             "--from",
             metavar="CONFIG",
             help="Start from this recipe, by its name or file. Without it: a small model, data and a reward.",
-            show_default=False,
             autocompletion=complete_recipe,
         ),
     ] = None,

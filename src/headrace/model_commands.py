@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from headrace.algorithms.observer import BEST_BY
 from headrace.config import RecipeConfig, SequencePackingConfig
@@ -18,6 +16,7 @@ from headrace.distributed.planner import plan_microbatches
 from headrace.errors import ConfigError
 from headrace.length_spec import parse_lengths
 from headrace.progress import print_line
+from headrace.run_tables import plain_table
 from headrace.utils.checkpoints import CheckpointInfo, CheckpointManager, read_checkpoint
 from headrace.utils.paths import user_path
 from headrace.utils.recipe import load_recipe
@@ -69,11 +68,7 @@ def plan(
     ] = False,
     gpu_gib: Annotated[
         float | None,
-        typer.Option(
-            min=1.0,
-            help="With --memory: a GPU's GiB; exit code 1 if the run does not fit.",
-            show_default=False,
-        ),
+        typer.Option(min=1.0, help="With --memory: a GPU's GiB; exit code 1 if the run does not fit."),
     ] = None,
     budget: Annotated[
         int, _whole(1, 10**12, "Tokens that fit into one microbatch (max_tokens_per_microbatch).")
@@ -126,9 +121,7 @@ def _plan_memory(config: str, overrides: Sequence[str], gpu_gib: float | None) -
     from headrace.models.memory_plan import PARTS, STAGES, plan_memory  # noqa: PLC0415  (imports transformers: seconds)
 
     plan = plan_memory(load_recipe(config, overrides))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("GiB on one GPU at the peak of", *STAGES):
-        table.add_column(title, justify="left" if not table.columns else "right")
+    table = plain_table("GiB on one GPU at the peak of", *STAGES)
     for part in PARTS:
         sizes = [plan.parts[stage].get(part, 0) for stage in STAGES]
         if any(sizes):

@@ -92,6 +92,14 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
+def plain_table(*titles: str) -> Table:
+    """Return a table of a column of names, and others of figures."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in titles:
+        table.add_column(title, justify="right" if table.columns else "left", overflow="fold")
+    return table
+
+
 def summary_table(summary: Mapping[str, Any]) -> RenderableType:
     """Return the result of a run: accuracy (or reward) before and after, and the other figures below."""
     kind = "accuracy" if any(summary.get(f"val_accuracy_{end}") is not None for end in _ENDS) else "reward"

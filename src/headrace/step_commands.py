@@ -1,18 +1,18 @@
 """`headrace record-step` and `headrace replay-step`: one step of a run in a folder, to look at, send and compare."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from headrace.config_commands import Overrides, RunOrRecipe
 from headrace.errors import ConfigError
 from headrace.progress import print_line
-from headrace.run_tables import format_bytes
+from headrace.run_tables import format_bytes, plain_table
 from headrace.utils.paths import user_path
 from headrace.utils.recipe import load_recipe
 from headrace.utils.run_directory import RunDirectory
@@ -26,15 +26,11 @@ def record_step(
     overrides: Overrides = None,
     to: Annotated[
         Path | None,
-        typer.Option(
-            "--to", metavar="FOLDER", help="Where to write; step_000012 here unless set.", show_default=False
-        ),
+        typer.Option("--to", metavar="FOLDER", help="Where to write; step_000012 here unless set."),
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Which step; the one after the newest checkpoint unless set.", show_default=False
-        ),
+        typer.Option(min=1, help="Which step; the one after the newest checkpoint unless set."),
     ] = None,
     weights: Annotated[
         bool, typer.Option(help="Copy the weights that the step starts from; or only say where they are.")
@@ -58,11 +54,7 @@ def record_step(
     recipe = load_recipe(target if run is None else run.config_path, overrides or (), of_a_run=is_run)
     from headrace.algorithms import step_recorder  # noqa: PLC0415  (imports transformers: seconds)
 
-    console = Console()
-
-    def say(line: str) -> None:
-        print_line(console, line)
-
+    say = partial(print_line, Console())
     folder = step_recorder.record_step(
         recipe,
         None if to is None else user_path(to, "--to"),
@@ -83,21 +75,16 @@ def replay_step(
         typer.Option(
             metavar="OTHER",
             help="What to compare with: a replay that --save wrote, or a recorded step. What was recorded unless set.",
-            show_default=False,
         ),
     ] = None,
     save: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Write the results there, for another's --compare.", show_default=False
-        ),
+        typer.Option(metavar="DIR", help="Write the results there, for another's --compare."),
     ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
-            min=0.0,
-            help="Exit code 1 if a gap in a column, or in loss or gradient norm, is larger.",
-            show_default=False,
+            min=0.0, help="Exit code 1 if a gap in a column, or in loss or gradient norm, is larger."
         ),
     ] = None,
 ) -> None:
@@ -155,16 +142,9 @@ def _told(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _table(*titles: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in titles:
-        table.add_column(title, justify="right" if table.columns else "left", overflow="fold")
-    return table
-
-
 def _metrics_table(label: str, one: dict[str, float], other: dict[str, float]) -> Table:
     """Loss and gradient norm, then every metric that differs."""
-    table = _table("metric", label, "replayed", "gap")
+    table = plain_table("metric", label, "replayed", "gap")
     for name in _order(one, other):
         before, after = one[name], other[name]
         same = before == after or (before != before and after != after)
@@ -182,7 +162,7 @@ def _order(one: dict[str, float], other: dict[str, float]) -> Iterator[str]:
 
 
 def _columns_table(gaps: Sequence[Any], total: int) -> Table:
-    table = _table("column", "samples that differ", "largest gap", "first")
+    table = plain_table("column", "samples that differ", "largest gap", "first")
     for gap in gaps:
         first = "" if gap.sample_id is None else gap.sample_id
         where = first if gap.token is None else f"{first}, token {gap.token}"

@@ -13,9 +13,7 @@ from headrace.run_tables import format_bytes
 _Address = Annotated[
     str | None,
     typer.Option(
-        metavar="HOST:PORT",
-        help="The Ray cluster. Without it RAY_ADDRESS, or the cluster on this machine.",
-        show_default=False,
+        metavar="HOST:PORT", help="The Ray cluster. Without it RAY_ADDRESS, or the cluster on this machine."
     ),
 ]
 
