@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from headrace.utils.section import Integers, Section
 from headrace.utils.targets import TARGET
@@ -64,6 +64,24 @@ class ValidationSourceConfig(SourceConfig):
                     yield f"{key}={list(getattr(self, key))}: {k} of samples={self.samples}; raise samples"
 
 
+def _named(value: Any) -> Any:
+    """Return sets by name, of a path, of one set, or of paths and sets by name."""
+    if isinstance(value, str):
+        value = {"path": value}
+    if not isinstance(value, Mapping):
+        return value
+    path = value.get("path")
+    if isinstance(path, str) and not TARGET.fullmatch(path):
+        return {PurePath(path).stem or "data": value}
+    if isinstance(path, str):
+        return {path.partition(":")[2]: value}
+    return {name: {"path": entry} if isinstance(entry, str) else entry for name, entry in value.items()}
+
+
+def _sets_of(source: Any) -> BeforeValidator:
+    return BeforeValidator(_named, json_schema_input_type=str | source | dict[str, str | source])
+
+
 class DataConfig(Section):
     """Which prompts, and how they are written."""
 
@@ -82,32 +100,15 @@ class DataConfig(Section):
     """A prompt that fills `policy.max_total_sequence_length`: end the run before it starts; leave the prompt out of its
     split; or cut the beginning of its last message, so that `generation.max_new_tokens` have room. A warning counts
     them."""
-    train: dict[str, TrainSourceConfig] = Field(default_factory=dict)
+    train: Annotated[dict[str, TrainSourceConfig], _sets_of(TrainSourceConfig)] = Field(default_factory=dict)
     """Training sets by name. A path alone is a set of the file's name."""
-    validation: dict[str, ValidationSourceConfig] = Field(default_factory=dict)
+    validation: Annotated[dict[str, ValidationSourceConfig], _sets_of(ValidationSourceConfig)] = Field(
+        default_factory=dict
+    )
     """Validation sets by name; none: `validation_size` prompts of the training sets. A path alone is a set."""
-
-    @field_validator("train", "validation", mode="before")
-    @classmethod
-    def _name_single_sets(cls, value: object) -> object:
-        return _named(value)
 
     def faults(self) -> Iterator[str]:
         weighted = [name for name, source in self.train.items() if source.weight is not None]
         if weighted and len(weighted) < len(self.train):
             other = next(name for name in self.train if name not in weighted)
             yield f"train.{other} has no weight, and train.{weighted[0]} has one; give all of them one, or none"
-
-
-def _named(value: Any) -> Any:
-    """Return sets by name, of a path, of one set, or of paths and sets by name."""
-    if isinstance(value, str):
-        value = {"path": value}
-    if not isinstance(value, Mapping):
-        return value
-    path = value.get("path")
-    if isinstance(path, str) and not TARGET.fullmatch(path):
-        return {PurePath(path).stem or "data": value}
-    if isinstance(path, str):
-        return {path.partition(":")[2]: value}
-    return {name: {"path": entry} if isinstance(entry, str) else entry for name, entry in value.items()}

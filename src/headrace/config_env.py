@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from headrace.utils.renamed import with_score
 from headrace.utils.section import Section
@@ -86,6 +86,12 @@ class MathConfig(FileSection):
     """Makes this section math problems."""
 
 
+def _named(value: object) -> object:
+    if not isinstance(value, list | tuple):
+        return value
+    return [{"target": entry} if isinstance(entry, str) else entry for entry in value]
+
+
 class DatasetConfig(FileSection):
     """Questions and answers, compared as text, or scored by functions of your own."""
 
@@ -94,7 +100,11 @@ class DatasetConfig(FileSection):
     match: Match = "exact"
     """Without `rewards`: a completion is right if it equals the answer but for outer whitespace (`exact`), if it holds
     it (`contains`), or if the last numbers of both are equal (`last_number`)."""
-    rewards: Annotated[tuple[RewardFunctionConfig, ...], Field(strict=False)] = ()
+    rewards: Annotated[
+        tuple[RewardFunctionConfig, ...],
+        Field(strict=False),
+        BeforeValidator(_named, json_schema_input_type=tuple[str | RewardFunctionConfig, ...]),
+    ] = ()
     """Functions that score a completion, in place of `match`: `package.module:function`, or a mapping with `target`,
     `weight` and `name`."""
     reward_timeout_s: PositiveFloat | None = 30.0
@@ -102,13 +112,6 @@ class DatasetConfig(FileSection):
     rollout's own process."""
     reward_workers: PositiveInt = 1
     """Processes in which the functions run, beside the rollout's."""
-
-    @field_validator("rewards", mode="before")
-    @classmethod
-    def _name_functions(cls, value: object) -> object:
-        if not isinstance(value, list | tuple):
-            return value
-        return [{"target": entry} if isinstance(entry, str) else entry for entry in value]
 
     def faults(self) -> Iterator[str]:
         labels = [function.label for function in self.rewards]

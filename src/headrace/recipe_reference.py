@@ -39,24 +39,10 @@ def recipe_schema() -> dict[str, Any]:
         for key, values in part["properties"].items():
             if key in docs:
                 values["description"] = docs[key]
-    _allow_short_forms(schema["$defs"])
     files = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     about = "Recipes to start from, relative to this file or by the name of one that ships."
     schema["properties"]["defaults"] = {**files, "description": about}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "headrace recipe"}
-
-
-def _allow_short_forms(sections: dict[str, Any]) -> None:
-    """Allow what validators of the config take in place of a section: a name alone, or one set for several."""
-    text = {"type": "string"}
-    for key in ("train", "validation"):
-        values = sections["DataConfig"]["properties"][key]
-        one = values["additionalProperties"]
-        about = {"description": values.pop("description"), "default": values.pop("default", {})}
-        several = {**values, "additionalProperties": {"anyOf": [text, one]}}
-        sections["DataConfig"]["properties"][key] = {"anyOf": [text, one, several], **about}
-    rewards = sections["DatasetConfig"]["properties"]["rewards"]
-    rewards["items"] = {"anyOf": [text, rewards["items"]]}
 
 
 def keys_reference() -> str:

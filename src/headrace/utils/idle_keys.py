@@ -18,8 +18,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from headrace.config_logging import LoggingConfig
 from headrace.utils.algorithm_presets import PRESETS
-from headrace.utils.section import written
+from headrace.utils.section import Section, written
 
 
 @dataclass(frozen=True)
@@ -143,12 +144,6 @@ _GUARDED = _need(
 )
 _ASYNC = _is("async.enabled", True)
 _ANY_READY = _is("async.on_stale", "drop") | _given("async.sampler")
-_TRACKERS = {
-    "wandb": "project name entity group tags mode",
-    "mlflow": "tracking_uri experiment name",
-    "trackio": "project name space_id",
-    "jsonl": "path",
-}
 _FUNCTIONS = Need("env.rewards", lambda recipe: bool(getattr(_value(recipe, "env"), "rewards", ())))
 _LIMITED = Need(
     "env.reward_timeout_s",
@@ -234,6 +229,10 @@ EFFECTS: tuple[Effect, ...] = (
     _when(_SAMPLES & _above_0("logging.tokens_of_samples"), "logging", "tokens_per_sample"),
     _when(_DETAIL, "logging", "detail_mb"),
     _when(_given("logging.prometheus_port"), "logging", "prometheus_address"),
-    *(_when(_tracked(name), f"logging.{name}", keys) for name, keys in _TRACKERS.items()),
+    *(
+        _when(_tracked(name), f"logging.{name}", " ".join(type(section).model_fields))
+        for name, section in LoggingConfig()
+        if isinstance(section, Section)
+    ),
 )
 """When each key has an effect; a key that is not here always has one."""
