@@ -147,7 +147,6 @@ class GenerationConfig(Section):
         return self.backend != "hf" or self.placement != "in_place"
 
     def faults(self) -> Iterator[str]:
-        """Yield keys of engines' processes that contradict an engine in place."""
         if self.placement == "in_place" and self.engines > 1:
             yield (
                 f"generation.engines={self.engines} with generation.placement=in_place, where there is one; set "
@@ -277,7 +276,6 @@ class RecipeConfig(Section):
 
     @property
     def samples_per_step(self) -> int:
-        """Samples of one step: prompts times generations."""
         return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
 
     @property

@@ -24,7 +24,6 @@ class JournalConfig(Section):
     was written just before a machine dies is lost then, and what a process wrote before it died is not."""
 
     def faults(self) -> Iterator[str]:
-        """Yield sizes that contradict each other."""
         if self.max_bytes < 2 * self.segment_bytes:
             yield (
                 f"max_bytes={self.max_bytes} holds fewer than two files of segment_bytes={self.segment_bytes}; raise "

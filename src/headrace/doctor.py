@@ -158,10 +158,11 @@ def answer_devices() -> None:
     """Import torch, look at its devices, and write what was found to standard output as a line of JSON."""
     import torch  # noqa: PLC0415  (a second; `headrace --help` must not pay for it)
 
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     looks: dict[str, Callable[[], Finding]] = {
-        "cpu": lambda: _ok(f"{_cores()} cores, torch takes {torch.get_num_threads()} threads"),
+        "cpu": lambda: _ok(f"{cores} cores, torch takes {torch.get_num_threads()} threads"),
         **(
             {f"cuda:{index}": partial(_gpu, torch, index) for index in gpus}
             or {
@@ -205,10 +206,6 @@ def _packed_attention(torch: ModuleType) -> Finding:
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     chosen = choose_attention(torch.device(device), dtype, packed=True, wanted="sdpa")
     return _ok(f"{chosen} on {device} in {str(dtype).removeprefix('torch.')}")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory() -> Finding:

@@ -253,13 +253,12 @@ class CompositeObserver(RunObserver):
     def __init__(self, observers: Sequence[RunObserver]) -> None:
         self._observers = tuple(observers)
 
-    def _relay(self, event: str, *args: Any, **kwargs: Any) -> None:
-        self._tell(event, *args, **kwargs)
-
     def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
         for observer in self._observers:
             getattr(observer, event)(*args, **kwargs)
 
 
 for _event in [name for name in vars(RunObserver) if name.startswith("on_")]:
-    setattr(CompositeObserver, _event, partialmethod(CompositeObserver._relay, _event))
+    setattr(
+        CompositeObserver, _event, partialmethod(lambda self, *args, **kw: self._tell(*args, **kw), _event)
+    )

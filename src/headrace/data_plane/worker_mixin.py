@@ -85,9 +85,7 @@ class TQWorkerMixin:
             self._dp_client.close()
             self._dp_client = None
 
-    def shutdown(self) -> None:
-        """Let go of what outlives a call; may be called twice."""
-        self.close_data_plane()
+    shutdown = close_data_plane
 
     def _client(self) -> DataPlaneClient:
         if self._dp_client is None:
@@ -205,7 +203,6 @@ class TQWorkerMixin:
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """Train on this rank's rows; see the worker's `train`."""
         return self.train(self._fetch_named(meta), loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs)
 
     def train_microbatches_presharded(self, meta: KVBatchMeta, loss_fn: Any, mbs: int | None = None) -> None:

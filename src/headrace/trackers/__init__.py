@@ -5,7 +5,7 @@ while a run goes on is named in a warning once, and the run goes on without it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 from headrace.algorithms.observer import RunObserver
 from headrace.config import RecipeConfig
@@ -20,6 +20,7 @@ from headrace.trackers.tensorboard import TensorBoardTracker
 from headrace.trackers.trackio import TrackioTracker
 from headrace.trackers.wandb import WandbTracker
 from headrace.utils.run_directory import RunDirectory
+from headrace.utils.section import Section
 
 __all__ = [
     "JsonlTracker",
@@ -43,8 +44,9 @@ class RunTrackers(CompositeObserver):
 
     def __init__(self, recipe: RecipeConfig, run: RunDirectory, others: Sequence[RunObserver] = ()) -> None:
         made = [_MAKE[name](recipe.logging, run) for name in recipe.logging.trackers]
-        if recipe.logging.prometheus_port is not None:
-            made.append(_prometheus(recipe.logging, run))
+        port, address = recipe.logging.prometheus_port, recipe.logging.prometheus_address
+        if port is not None:
+            made.append(PrometheusTracker(port, address=address, run=run.name))
         observers = [*made, *others]
         for tracker in observers:
             if isinstance(tracker, Tracker):
@@ -60,34 +62,19 @@ class RunTrackers(CompositeObserver):
                 observer.close()
 
 
-def _wandb(logging: LoggingConfig, run: RunDirectory) -> Tracker:
-    options = {"name": run.name, **logging.wandb.model_dump(exclude_none=True)}
-    return WandbTracker(**options, directory=run.path, id_file=run.path / "wandb.id")
-
-
-def _mlflow(logging: LoggingConfig, run: RunDirectory) -> Tracker:
-    options = {"name": run.name, **logging.mlflow.model_dump(exclude_none=True)}
-    return MlflowTracker(**options, id_file=run.path / "mlflow.id")
-
-
-def _trackio(logging: LoggingConfig, run: RunDirectory) -> Tracker:
-    return TrackioTracker(**{"name": run.name, **logging.trackio.model_dump(exclude_none=True)})
-
-
-def _jsonl(logging: LoggingConfig, run: RunDirectory) -> Tracker:
-    return JsonlTracker(logging.jsonl.path or run.path / "events.jsonl")
-
-
-def _prometheus(logging: LoggingConfig, run: RunDirectory) -> Tracker:
-    assert logging.prometheus_port is not None
-    return PrometheusTracker(logging.prometheus_port, address=logging.prometheus_address, run=run.name)
+def _named(section: Section, run: RunDirectory) -> dict[str, Any]:
+    return {"name": run.name, **section.model_dump(exclude_none=True)}
 
 
 _MAKE: dict[str, Callable[[LoggingConfig, RunDirectory], Tracker]] = {
     "tensorboard": lambda logging, run: TensorBoardTracker(run.tensorboard_dir),
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-    "trackio": _trackio,
-    "jsonl": _jsonl,
+    "wandb": lambda logging, run: WandbTracker(
+        **_named(logging.wandb, run), directory=run.path, id_file=run.path / "wandb.id"
+    ),
+    "mlflow": lambda logging, run: MlflowTracker(
+        **_named(logging.mlflow, run), id_file=run.path / "mlflow.id"
+    ),
+    "trackio": lambda logging, run: TrackioTracker(**_named(logging.trackio, run)),
+    "jsonl": lambda logging, run: JsonlTracker(logging.jsonl.path or run.path / "events.jsonl"),
     "opentelemetry": lambda logging, run: OpenTelemetryTracker(run=run.name),
 }

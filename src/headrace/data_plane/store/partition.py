@@ -286,7 +286,6 @@ class Partition(Generic[Block]):
         return {name: self._columns[name].select(slots) for name in names}
 
     def shared_columns(self, ids: Sequence[str]) -> list[str]:
-        """Return the columns that all of `ids` have."""
         slots = self.slots(ids, ())
         return [name for name, column in self._columns.items() if column.holds_all(slots)]
 
@@ -309,10 +308,6 @@ class Partition(Generic[Block]):
         """The claims as they are now: without those that have run out."""
         self._claims.expire()
         return self._claims
-
-    def next_end_s(self) -> float:
-        """Return how long it is until a lease runs out; infinite if there is none."""
-        return self.claims.next_end_s()
 
     def claim(self, request: ClaimRequest) -> tuple[list[str], Slots, str | None] | None:
         """Take the next samples for a task; raises what `Claims.claim` raises."""

@@ -126,7 +126,6 @@ class SampleStore(Generic[Block]):
             return self._existing(partition_id, ids).select(ids, names)
 
     def shared_columns(self, partition_id: str, ids: Sequence[str]) -> list[str]:
-        """Return the columns that all of `ids` have."""
         with self._changed:
             return self._existing(partition_id, ids).shared_columns(ids)
 
@@ -216,7 +215,9 @@ class SampleStore(Generic[Block]):
             return self._next_end_s()
 
     def _next_end_s(self) -> float:
-        return min((partition.next_end_s() for partition in self._partitions.values()), default=float("inf"))
+        return min(
+            (partition.claims.next_end_s() for partition in self._partitions.values()), default=float("inf")
+        )
 
     def renew(self, partition_id: str, claim: str, lease_s: float) -> None:
         """Let a claim end that long from now; raises ClaimExpired."""
