@@ -77,8 +77,7 @@ class Claims:
 
     Slots have an order in which they are handed out: their own, or that of groups, one after the other. A task looks
     from the first place on at which there is anything left for it, so a claim costs what it hands out, not what the
-    partition holds. Samples that have come since the last call are taken in by the next, which is told how many slots
-    there are. Leases that have run out end with the next call of `expire`.
+    partition holds. `catch_up` takes in samples that have come, and ends leases that have run out.
     """
 
     def __init__(self, name: str, registration: Registration | None, clock: Clock = time.monotonic) -> None:
@@ -137,7 +136,6 @@ class Claims:
         None if they are not there yet, no rows if the task has had them all. `ids` are those of all slots; `held_by`
         tells of each column that the task asks for which slots have it.
         """
-        self._see(len(ids))
         cursor = self._cursor(request.task)
         if self.groups is not None:
             self.groups.check_claim(request.rows, ids)
@@ -191,8 +189,9 @@ class Claims:
             cursor.count -= len(rest)
             cursor.start = min(cursor.start, lease.place)
 
-    def expire(self) -> None:
-        """Release the leases that have run out."""
+    def catch_up(self, slots: int) -> None:
+        """Take in samples up to that number of slots, and release the leases that have run out."""
+        self._see(slots)
         now = self._clock()
         for claim in [claim for claim, lease in self._leases.items() if lease.ends <= now]:
             self.release(claim)
@@ -294,10 +293,9 @@ class Claims:
     # What is told.
 
     def describe_wait(
-        self, request: ClaimRequest, slots: int, held_by: Mapping[str, Held], passes: Passes | None = None
+        self, request: ClaimRequest, held_by: Mapping[str, Held], passes: Passes | None = None
     ) -> str:
         """Return what a claim is waiting for: ready samples, how far each column has come, and those yet to come."""
-        self._see(slots)
         cursor = self._cursor(request.task)
         left = np.flatnonzero(self._is_free(cursor))
         ready = len(self._ready(cursor, held_by, self._slots))
@@ -320,9 +318,8 @@ class Claims:
             parts.append(f"{come} of {self._expected} registered samples have come")
         return "; ".join(parts)
 
-    def is_consumed(self, tasks: Sequence[str], slots: int) -> bool:
+    def is_consumed(self, tasks: Sequence[str]) -> bool:
         """Return whether all samples that were registered have come, and each task has had them for good."""
-        self._see(slots)
         cursors = [(task, self._cursor(task)) for task in tasks]
         return bool(cursors) and all(
             cursor.count >= self._expected and not self._left(cursor) and not self._leased(task)
@@ -336,17 +333,15 @@ class Claims:
             for claim, lease in self._leases.items()
         ]
 
-    def tasks(self, slots: int) -> dict[str, TaskReport]:
-        self._see(slots)
+    def tasks(self) -> dict[str, TaskReport]:
         reports: dict[str, TaskReport] = {}
         for task, cursor in self._cursors.items():
             leased, ready = self._leased(task), len(self._ready(cursor, {}, self._slots))
             reports[task] = TaskReport(cursor.count, leased, cursor.count - leased, ready)
         return reports
 
-    def unconsumed(self, slots: int) -> Rows:
+    def unconsumed(self) -> Rows:
         """Return the slots that some task has not had for good; all, if there are no tasks."""
-        self._see(slots)
         had = np.full(self._slots, bool(self._cursors))
         for cursor in self._cursors.values():
             had &= cursor.taken[: self._slots]

@@ -94,8 +94,7 @@ class Partition(Generic[Block]):
         """Return how many samples of a put are new; `slots` are what `locate` gives for its ids."""
         new = 0 if slots.version is not None else int(np.count_nonzero(slots.at < 0))
         if put.claim is not None:
-            self._claims.expire()
-            self._claims.check_in_force(put.claim, slots.at, put.ids)
+            self.claims.check_in_force(put.claim, slots.at, put.ids)
         registration = self.registration
         if registration is not None and len(self) + new > registration.num_samples:
             raise CapacityExceeded(
@@ -231,8 +230,7 @@ class Partition(Generic[Block]):
         known = [sample_id for sample_id in dict.fromkeys(ids) if sample_id in self._slot_of]
         slots = np.array([self._slot_of[sample_id] for sample_id in known], dtype=np.int64)
         if claim is not None:
-            self._claims.expire()
-            self._claims.check_in_force(claim, slots, known)
+            self.claims.check_in_force(claim, slots, known)
         for sample_id in known:
             del self._slot_of[sample_id]
         if self._spent is not None:
@@ -305,8 +303,8 @@ class Partition(Generic[Block]):
 
     @property
     def claims(self) -> Claims:
-        """The claims as they are now: without those that have run out."""
-        self._claims.expire()
+        """The claims as they are now: on all samples, without those that have run out."""
+        self._claims.catch_up(len(self._ids))
         return self._claims
 
     def claim(self, request: ClaimRequest) -> tuple[list[str], Slots, str | None] | None:
@@ -318,10 +316,7 @@ class Partition(Generic[Block]):
         return [self._ids[slot] for slot in slots.tolist()], Slots(slots), claim
 
     def describe_wait(self, request: ClaimRequest) -> str:
-        return self.claims.describe_wait(request, len(self._ids), *self._wanted(request))
-
-    def is_consumed(self, tasks: Sequence[str]) -> bool:
-        return self.claims.is_consumed(tasks, len(self._ids))
+        return self.claims.describe_wait(request, *self._wanted(request))
 
     def _wanted(self, request: ClaimRequest) -> tuple[dict[str, Held], Passes | None]:
         """Return what tells which slots have the columns that a claim asks for, and which groups pass its rules."""
@@ -340,7 +335,7 @@ class Partition(Generic[Block]):
     def report(self, limit: int) -> PartitionReport:
         """Return what there is, with at most `limit` rows that are not consumed."""
         slots = len(self._ids)
-        unconsumed = self.claims.unconsumed(slots)
+        unconsumed = self.claims.unconsumed()
         names, all_slots = list(self._producers), np.array(list(self._slot_of.values()), np.int64)
         producers = grown(self._producer_of, slots, _UNKNOWN)
         counts = np.bincount(producers[all_slots] + 1, minlength=len(names) + 1)[1:].tolist()
@@ -351,7 +346,7 @@ class Partition(Generic[Block]):
                 name: int(np.count_nonzero(column.held(all_slots))) for name, column in self._columns.items()
             },
             rows_by_producer={name: count for name, count in zip(names, counts) if count},
-            tasks=self._claims.tasks(slots),
+            tasks=self._claims.tasks(),
             leases=self._claims.leases(),
             unconsumed_rows=len(unconsumed),
             unconsumed=[

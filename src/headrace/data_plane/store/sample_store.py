@@ -37,7 +37,7 @@ class SampleStore(Generic[Block]):
         self._partitions: dict[str, Partition[Block]] = {}
         self._ended: dict[str, Registration] = {}
         self._held = 0
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # who has it may take it again
         self._is_closed = False
 
     def register(self, registration: Registration) -> list[Block]:
@@ -180,18 +180,15 @@ class SampleStore(Generic[Block]):
                     f"no room for {rows} samples at a time in partition '{partition_id}': it holds at most "
                     f"num_samples={most}. Wait for fewer, or register the partition with more"
                 )
-            return self._room(partition_id) >= rows
+            return self.room(partition_id) >= rows
 
         return self._waited(attempt, timeout_s)
 
     def room(self, partition_id: str) -> int:
         """Return how many rows more fit into a partition."""
         with self._changed:
-            return self._room(partition_id)
-
-    def _room(self, partition_id: str) -> int:
-        partition = self._registered(partition_id)
-        return min(self._most(partition) - len(partition), self._capacity - self._held)
+            partition = self._registered(partition_id)
+            return min(self._most(partition) - len(partition), self._capacity - self._held)
 
     def _most(self, partition: Partition[Block]) -> int:
         return self._capacity if partition.registration is None else partition.registration.num_samples
@@ -207,17 +204,13 @@ class SampleStore(Generic[Block]):
                 answer, left = attempt(), deadline - time.monotonic()
                 if answer or left <= 0:
                     return answer
-                self._changed.wait(min(left, max(self._next_end_s(), 0.0), threading.TIMEOUT_MAX))
+                self._changed.wait(min(left, max(self.next_end_s(), 0.0), threading.TIMEOUT_MAX))
 
     def next_end_s(self) -> float:
         """Return how long it is until a lease runs out, which may let a claim that waits have rows."""
         with self._changed:
-            return self._next_end_s()
-
-    def _next_end_s(self) -> float:
-        return min(
-            (partition.claims.next_end_s() for partition in self._partitions.values()), default=float("inf")
-        )
+            ends = [partition.claims.next_end_s() for partition in self._partitions.values()]
+        return min(ends, default=float("inf"))
 
     def renew(self, partition_id: str, claim: str, lease_s: float) -> None:
         """Let a claim end that long from now; raises ClaimExpired."""
@@ -262,7 +255,7 @@ class SampleStore(Generic[Block]):
 
     def is_consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
         with self._changed:
-            return self._registered(partition_id).is_consumed(tasks)
+            return self._registered(partition_id).claims.is_consumed(tasks)
 
     def sample_ids(self) -> dict[str, list[str]]:
         with self._changed:
