@@ -99,6 +99,7 @@ COMMANDS: dict[str, dict[str, Decision]] = {
         "headrace train demo_moe": Run(DEMO),
         "headrace report runs/demo": Run(),
         "headrace eval runs/demo": Run(),
+        "headrace dashboard runs": By("docs/dashboard.md"),
         "headrace config": Run(),
         "headrace init mine": Run(),
         "cd mine": Run(),

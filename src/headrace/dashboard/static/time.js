@@ -122,8 +122,10 @@ export function timeLine(detail, colours, most) {
       context.lineTo(Math.round(at) + 0.5, height - 18);
       context.stroke();
       context.globalAlpha = 1;
-      if (at > free) context.fillText(`step ${step}`, at + 4, 8);
-      if (at > free) free = at + context.measureText(`step ${step}`).width + 12;
+      const wide = context.measureText(`step ${step}`).width;
+      if (at <= free || at + 4 + wide > width) continue;
+      context.fillText(`step ${step}`, at + 4, 8);
+      free = at + wide + 12;
     }
     context.textAlign = "right";
     context.fillText(seconds(end - start), x1, height - 8);
