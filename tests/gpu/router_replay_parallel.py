@@ -36,7 +36,7 @@ from headrace.config import GenerationConfig, PolicyConfig
 from headrace.data_plane.route_binding import bound_digests
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.errors import ConfigError, HeadraceError
-from headrace.models.automodel.data import get_microbatch_iterator
+from headrace.models.automodel.data import forward_kwargs
 from headrace.models.automodel.setup import enable_activation_checkpointing, load_model
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from headrace.models.router_replay import ReplayStats, RouterReplay, Routes, install
@@ -240,7 +240,7 @@ class Handout:
     def __init__(self, routes: Routes | None) -> None:
         self._routes = routes
 
-    def routes(self, _microbatch: Any) -> Routes | None:
+    def routes(self, _data: Any, _tokens: Any, *, packed: bool) -> Routes | None:
         return self._routes
 
 
@@ -260,16 +260,9 @@ class Worker:
     def microbatches(self) -> Iterator[Any]:
         """Return this rank's microbatches."""
         worker, rows = self.worker, self.rows()
-        size, group = rows.size // MICROBATCHES, worker.dp_group
-        parts, _ = get_microbatch_iterator(
-            rows.to(worker.device),
-            worker.cfg,
-            size,
-            group,
-            worker.tokenizer,
-            replica_size=worker._replica_size,
+        return rows.to(worker.device, on_host=("input_lengths",)).microbatches(
+            worker._cut, rows.size // MICROBATCHES, worker._most_of_ranks
         )
-        return parts
 
     def rows(self) -> BatchedDataDict:
         """Return this rank's rows."""
@@ -289,7 +282,9 @@ class Worker:
         if index == 0:
             self.replayer.take()
             self.replayer.begin("train", self.rows())
-        routes = self.replayer.routes(self._parts[index])
+        packing = self._scorer._packing
+        tokens = forward_kwargs(self._parts[index], packing)["input_ids"].flatten()
+        routes = self.replayer.routes(self._parts[index], tokens, packed=packing is not None)
         assert routes is not None
         return routes
 

@@ -8,7 +8,7 @@ import torch
 
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.automodel.attention import PACKED_ATTENTION, check_isolation, choose_attention
-from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
+from headrace.models.automodel.data import Packing
 from headrace.models.automodel.experts import GROUPED_EXPERTS
 from headrace.models.automodel.scoring import Scoring, TokenScorer
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
@@ -31,9 +31,8 @@ def _model(name: str, attention: str) -> Any:
 
 
 def _score(model: Any, data: BatchedDataDict, *, packed: bool, precision: str) -> torch.Tensor:
-    inputs = process_microbatch(data, None, packed, {}, 1)
-    microbatch = ProcessedMicrobatch(data, inputs, data.size, data["input_ids"].shape[1])
-    return TokenScorer(model, Scoring(chunk_tokens=64), precision)(microbatch).logprobs
+    scoring, packing = Scoring(chunk_tokens=64), Packing() if packed else None
+    return TokenScorer(model, scoring, precision, packing=packing)(data).logprobs
 
 
 def _batch(lengths: list[int], seed: int = 0) -> BatchedDataDict:

@@ -6,7 +6,7 @@ import torch
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.errors import ConfigError
 from headrace.models.automodel.attention import PACKED_ATTENTION, check_isolation, choose_attention
-from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
+from headrace.models.automodel.data import Packing
 from headrace.models.automodel.exchange import check_heads
 from headrace.models.automodel.scoring import Scoring, TokenScorer
 from moe_families import INSTALLED, tiny_moe
@@ -19,10 +19,8 @@ PACKABLE = ["llama", "qwen2", "qwen3_moe", "mistral_window", "gemma3", "cohere"]
 
 
 def _score(model: torch.nn.Module, data: BatchedDataDict, *, packed: bool, divisor: int = 1) -> torch.Tensor:
-    cfg = {"make_sequence_length_divisible_by": divisor}
-    inputs = process_microbatch(data, tiny_tokenizer(), packed, cfg, 1)
-    microbatch = ProcessedMicrobatch(data, inputs, data.size, data["input_ids"].shape[1])
-    return TokenScorer(model, Scoring())(microbatch).logprobs
+    packing = Packing(divisor, int(tiny_tokenizer().pad_token_id)) if packed else None
+    return TokenScorer(model, Scoring(), packing=packing)(data).logprobs
 
 
 @pytest.mark.parametrize("name", PACKABLE)

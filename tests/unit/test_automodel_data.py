@@ -5,10 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.distributed.batched_data_dict import BatchedDataDict
-from headrace.distributed.multimodal import PackedTensor
-from headrace.errors import ConfigError, SchemaError
-from headrace.models.automodel.data import (
+from headrace.compat.automodel_data import (
     ProcessedInputs,
     get_microbatch_iterator,
     make_processed_microbatch_iterator,
@@ -16,7 +13,11 @@ from headrace.models.automodel.data import (
     process_microbatch,
     setting,
 )
-from headrace.models.huggingface.common import get_flash_attention_kwargs
+from headrace.compat.packing import get_flash_attention_kwargs
+from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.multimodal import PackedTensor
+from headrace.errors import ConfigError, SchemaError
+from headrace.models.automodel.data import Packing, forward_kwargs
 from headrace.models.interfaces import LossType
 from reference_training import PolicyGradient
 from tiny_models import tiny_batch, tiny_policy_config, tiny_tokenizer
@@ -167,18 +168,40 @@ def test_a_remainder_is_an_error_before_anything_runs() -> None:
 
 
 def test_the_ranks_of_a_replica_get_packed_rows_that_they_divide() -> None:
-    data = tiny_batch([5, 3, 7, 1])
-    microbatches, count = get_microbatch_iterator(data, FIXED, 2, None, tiny_tokenizer(), replica_size=4)
-    rows = [m.processed_inputs for m in microbatches]
-    assert count == 2
-    assert [r.input_ids.shape for r in rows] == [(1, 8), (1, 8)]
-    assert all(r.has_flash_attention for r in rows)
+    parts = tiny_batch([5, 3, 7, 1]).microbatches("fixed", 2)
+    made = [forward_kwargs(part, Packing(multiple=4, ranks=4)) for part in parts]
+    assert [m["input_ids"].shape for m in made] == [(1, 8), (1, 8)]
+    assert [m["cu_seq_lens_q"].tolist() for m in made] == [[0, 5, 8], [0, 7, 8]]
 
 
 def test_media_cannot_be_split_over_the_ranks_of_a_replica() -> None:
-    microbatches, _ = get_microbatch_iterator(_with_media(), FIXED, 2, None, tiny_tokenizer(), replica_size=2)
     with pytest.raises(ConfigError, match=r"pixel_values.*policy\.parallel\.tensor=1"):
-        next(microbatches)
+        forward_kwargs(_with_media(), Packing(multiple=2, ranks=2))
+
+
+def test_media_cannot_be_packed_and_a_policy_says_which_switch() -> None:
+    with pytest.raises(ConfigError, match=r"pixel_values.*sequence_packing\.enabled.*switch it off"):
+        forward_kwargs(_with_media(), Packing())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_policys_forward_gets_what_a_processed_microbatch_has(packed: bool) -> None:
+    data, pad = tiny_batch([3, 0, 5]), int(tiny_tokenizer().pad_token_id)
+    kwargs = forward_kwargs(data, Packing(4, pad) if packed else None)
+    cfg = {"make_sequence_length_divisible_by": 4}
+    expected = process_microbatch(data, tiny_tokenizer(), packed, cfg, 1).forward_kwargs()
+    assert {n: v.tolist() if isinstance(v, torch.Tensor) else v for n, v in kwargs.items()} == {
+        n: v.tolist() if isinstance(v, torch.Tensor) else v for n, v in expected.items()
+    }
+
+
+def test_media_come_with_a_mask_and_without_positions() -> None:
+    expected = process_microbatch(_with_media(), tiny_tokenizer(), False, FIXED, 1).forward_kwargs()
+    kwargs = forward_kwargs(_with_media(), None)
+    assert kwargs.keys() == expected.keys()
+    assert torch.equal(kwargs["attention_mask"], expected["attention_mask"])
+    assert torch.equal(kwargs["pixel_values"], expected["pixel_values"])
+    assert kwargs["position_ids"] is None
 
 
 @pytest.mark.parametrize("kind", ["packed", "dynamic"])

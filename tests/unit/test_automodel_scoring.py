@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.errors import ConfigError
-from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.scoring import (
     Scoring,
     TokenScorer,
@@ -27,33 +27,25 @@ FILTERS = [
 ]
 
 
-def _microbatch(lengths: list[int] = LENGTHS, seed: int = 0) -> ProcessedMicrobatch:
-    data = tiny_batch(lengths, seed=seed)
-    inputs = process_microbatch(data, None, False, {}, 1)
-    return ProcessedMicrobatch(data, inputs, data.size, data["input_ids"].shape[1])
-
-
-def _scores(model: Any, microbatch: ProcessedMicrobatch, **scoring: Any) -> TokenScores:
-    return TokenScorer(model, Scoring(**scoring))(microbatch, with_entropy=True)
+def _scores(model: Any, data: BatchedDataDict, **scoring: Any) -> TokenScores:
+    return TokenScorer(model, Scoring(**scoring))(data, with_entropy=True)
 
 
 @pytest.mark.parametrize("filters", FILTERS)
 def test_scores_are_those_of_the_filtered_distribution(filters: dict[str, Any]) -> None:
-    model, microbatch = tiny_model("llama"), _microbatch()
-    data = microbatch.data_dict
+    model, data = tiny_model("llama"), tiny_batch(LENGTHS)
     with torch.no_grad():
-        ours = _scores(model, microbatch, chunk_tokens=5, **filters).logprobs
+        ours = _scores(model, data, chunk_tokens=5, **filters).logprobs
         truth = naive_logprobs(model, data["input_ids"], data["input_lengths"], **filters)
     torch.testing.assert_close(ours, truth, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite", "cohere", "qwen2", "gemma3", "opt"])
 def test_the_heads_of_families_that_scale_or_cap_logits_are_chunked_rightly(name: str) -> None:
-    model, microbatch = tiny_model(name, attn_implementation="eager"), _microbatch()
-    data = microbatch.data_dict
+    model, data = tiny_model(name, attn_implementation="eager"), tiny_batch(LENGTHS)
     assert output_head(model) is not None
     with torch.no_grad():
-        ours = _scores(model, microbatch, chunk_tokens=3).logprobs
+        ours = _scores(model, data, chunk_tokens=3).logprobs
         truth = naive_logprobs(model, data["input_ids"], data["input_lengths"])
     torch.testing.assert_close(ours, truth, rtol=0, atol=1e-5)
 
@@ -63,26 +55,24 @@ def test_the_heads_of_families_that_scale_or_cap_logits_are_chunked_rightly(name
 def test_chunks_give_the_gradients_of_the_whole(name: str, filters: dict[str, Any]) -> None:
     results = []
     for chunk in (4, 1000):
-        model, microbatch = tiny_model(name), _microbatch()
-        scores = _scores(model, microbatch, chunk_tokens=chunk, **filters).logprobs
-        (scores * microbatch.data_dict["advantages"]).sum().backward()
+        model, data = tiny_model(name), tiny_batch(LENGTHS)
+        scores = _scores(model, data, chunk_tokens=chunk, **filters).logprobs
+        (scores * data["advantages"]).sum().backward()
         results.append(gradients(model))
     assert largest_gap(results[0], results[1]) < 1e-4
 
 
 def test_chunked_gradients_match_plain_autograd_over_all_logits() -> None:
-    ours, plain, microbatch = tiny_model("qwen2"), tiny_model("qwen2"), _microbatch()
-    data = microbatch.data_dict
-    (_scores(ours, microbatch, chunk_tokens=4).logprobs * data["advantages"]).sum().backward()
+    ours, plain, data = tiny_model("qwen2"), tiny_model("qwen2"), tiny_batch(LENGTHS)
+    (_scores(ours, data, chunk_tokens=4).logprobs * data["advantages"]).sum().backward()
     truth = naive_logprobs(plain, data["input_ids"], data["input_lengths"])
     (truth * data["advantages"]).sum().backward()
     assert largest_gap(gradients(ours), gradients(plain)) < 1e-4
 
 
 def test_entropy_is_that_of_the_filtered_distribution() -> None:
-    model, microbatch = tiny_model("llama"), _microbatch()
-    data = microbatch.data_dict
-    entropy = _scores(model, microbatch, chunk_tokens=5, temperature=0.7, top_k=6).entropy
+    model, data = tiny_model("llama"), tiny_batch(LENGTHS)
+    entropy = _scores(model, data, chunk_tokens=5, temperature=0.7, top_k=6).entropy
     assert entropy is not None
     assert not entropy.requires_grad
     with torch.no_grad():
@@ -112,10 +102,10 @@ class _LargestOutput(TorchDispatchMode):
 @pytest.mark.parametrize("fused", [False, True])
 def test_no_more_than_a_chunk_of_scores_is_ever_held_forward_or_backward(fused: bool) -> None:
     # Of hidden size 32, so that no weight or its gradient looks like scores.
-    model, microbatch, chunk = tiny_model("llama"), _microbatch([40] * 8), 16
+    model, data, chunk = tiny_model("llama"), tiny_batch([40] * 8), 16
     scorer = TokenScorer(model, Scoring(chunk_tokens=chunk, fused=fused))
     with _LargestOutput() as seen:
-        scores = scorer(microbatch, with_entropy=True).logprobs
+        scores = scorer(data, with_entropy=True).logprobs
     forward_rows = seen.rows
     with _LargestOutput() as seen:
         scores.sum().backward()
@@ -125,7 +115,7 @@ def test_no_more_than_a_chunk_of_scores_is_ever_held_forward_or_backward(fused: 
 
 
 def test_saved_tensors_between_forward_and_backward_hold_no_scores() -> None:
-    model, microbatch = tiny_model("llama"), _microbatch([40] * 8)
+    model, data = tiny_model("llama"), tiny_batch([40] * 8)
     scorer = TokenScorer(model, Scoring(chunk_tokens=16))
     saved: list[int] = []
 
@@ -135,7 +125,7 @@ def test_saved_tensors_between_forward_and_backward_hold_no_scores() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        scorer(microbatch, with_entropy=True)
+        scorer(data, with_entropy=True)
     assert max(saved, default=0) <= 32
 
 
@@ -162,13 +152,12 @@ def test_a_head_that_is_not_understood_falls_back_to_the_models_own_logits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # Of more tokens than one chunk.
-    model, microbatch = _DoubledLogits(), _microbatch([40] * 30)
-    data = microbatch.data_dict
+    model, data = _DoubledLogits(), tiny_batch([40] * 30)
     with caplog.at_level(logging.WARNING):
         assert output_head(model) is None
     assert "logprob_chunk_tokens has no effect" in caplog.text
     with torch.no_grad():
-        ours = _scores(model, microbatch).logprobs
+        ours = _scores(model, data).logprobs
         truth = naive_logprobs(model, data["input_ids"], data["input_lengths"])
     torch.testing.assert_close(ours, truth, rtol=0, atol=1e-5)
 
@@ -181,21 +170,21 @@ def test_a_chunk_size_for_a_head_that_cannot_be_cut_is_refused_and_the_default_i
 
 
 def test_a_microbatch_without_anything_to_score_still_reaches_every_weight() -> None:
-    model, microbatch = tiny_model("llama"), _microbatch([1, 1])
-    scores = _scores(model, microbatch).logprobs
+    model, data = tiny_model("llama"), tiny_batch([1, 1])
+    scores = _scores(model, data).logprobs
     assert scores.shape == (2, 1)
     scores.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
 def test_bfloat16_compute_stays_near_float32_and_leaves_gradients_in_float32() -> None:
-    microbatch = _microbatch()
+    data = tiny_batch(LENGTHS)
     exact = TokenScorer(tiny_model("qwen3_moe"), Scoring())
     model = tiny_model("qwen3_moe")
     rough = TokenScorer(model, Scoring(), "bfloat16")
     with torch.no_grad():
-        truth = exact(microbatch).logprobs
-    scores = rough(microbatch).logprobs
+        truth = exact(data).logprobs
+    scores = rough(data).logprobs
     scores.sum().backward()
     gap = (scores.detach() - truth).abs()[truth != 0].median()
     assert 0 < float(gap) < 0.2

@@ -7,7 +7,7 @@ import torch
 
 from headrace.algorithms.loss import NLLLoss
 from headrace.config import OptimizerConfig, SchedulerConfig
-from headrace.models.automodel.data import get_microbatch_iterator, process_global_batch
+from headrace.models.automodel.data import COUNTED_COLUMNS, valid_counts
 from headrace.models.automodel.scoring import Scoring, TokenScorer
 from headrace.models.automodel.setup import build_optimizer, build_scheduler
 from headrace.models.automodel.train import TrainStep, apply_gradients, run_microbatches
@@ -21,11 +21,9 @@ LENGTHS = [9, 4, 12, 7, 5, 3, 11, 8]
 
 def _accumulate(model: Any, mbs: int, *, backward: bool = True, loss: LossFn | None = None) -> TrainStep:
     data, loss = tiny_batch(LENGTHS), loss or PolicyGradient()
-    counted = process_global_batch(data, loss, None, batch_idx=0, batch_size=len(LENGTHS))
-    step = TrainStep(counted["global_valid_seqs"], counted["global_valid_toks"])
-    microbatches, _ = get_microbatch_iterator(counted["batch"], {}, mbs, None, None)
+    step = TrainStep(*valid_counts(data.select_columns(COUNTED_COLUMNS), loss.loss_type, None))
     scorer = TokenScorer(model, Scoring(chunk_tokens=16))
-    run_microbatches(scorer, microbatches, loss, step, backward=backward)
+    run_microbatches(scorer, data.microbatches("fixed", mbs), loss, step, backward=backward)
     return step
 
 

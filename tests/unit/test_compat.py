@@ -52,7 +52,7 @@ NAMES = {
     "distributed.named_sharding": ("headrace.compat.named_sharding", ["NamedSharding"]),
     "experience.sync_rollout_actor": ("headrace.experience.sync_rollout_actor", ["SyncRolloutActor"]),
     "models.automodel.data": (
-        "headrace.models.automodel.data",
+        "headrace.compat.automodel_data",
         ["ProcessedInputs", "ProcessedMicrobatch", "get_microbatch_iterator", "process_global_batch"],
     ),
     "models.huggingface.common": (

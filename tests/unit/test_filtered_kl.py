@@ -12,7 +12,6 @@ from headrace.algorithms.run import train
 from headrace.algorithms.sample_stats import sample_stats
 from headrace.config import LossConfig
 from headrace.errors import SchemaError
-from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.scoring import Scoring, TokenScorer
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from headrace.models.sampling import selected_logprobs
@@ -105,14 +104,9 @@ def test_the_loss_adds_the_kl_of_the_policies_without_filters(filters: dict[str,
 
 @pytest.mark.parametrize("chunk", [4, 1000])
 def test_gradients_flow_through_both_numbers_of_a_token(chunk: int) -> None:
-    def microbatch() -> ProcessedMicrobatch:
-        data = tiny_batch(LENGTHS)
-        inputs = process_microbatch(data, None, False, {}, 1)
-        return ProcessedMicrobatch(data, inputs, data.size, data["input_ids"].shape[1])
-
     model, plain = tiny_model("llama"), tiny_model("llama")
     scoring = Scoring(temperature=0.8, top_k=3, chunk_tokens=chunk)
-    scores = TokenScorer(model, scoring)(microbatch(), with_unfiltered=True)
+    scores = TokenScorer(model, scoring)(tiny_batch(LENGTHS), with_unfiltered=True)
     weight = tiny_batch(LENGTHS)["advantages"]
     assert scores.unfiltered is not None
     (scores.logprobs * weight + scores.unfiltered * weight.square()).sum().backward()
@@ -126,10 +120,7 @@ def test_gradients_flow_through_both_numbers_of_a_token(chunk: int) -> None:
 
 
 def test_without_filters_both_numbers_are_one() -> None:
-    data = tiny_batch(LENGTHS)
-    inputs = process_microbatch(data, None, False, {}, 1)
-    model, shape = tiny_model("llama"), data["input_ids"].shape
-    scores = TokenScorer(model, Scoring())(ProcessedMicrobatch(data, inputs, *shape), with_unfiltered=True)
+    scores = TokenScorer(tiny_model("llama"), Scoring())(tiny_batch(LENGTHS), with_unfiltered=True)
     assert scores.unfiltered is scores.logprobs
 
 

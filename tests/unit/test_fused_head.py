@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.fused_head import chunks_at_once, fused_scores
 from headrace.models.automodel.scoring import (
     OutputHead,
@@ -182,14 +181,12 @@ def test_a_model_scores_alike_with_the_fused_head_and_without(
     name: str, temperature: float, unknown: torch.Tensor | None
 ) -> None:
     data = tiny_batch([9, 4, 12, 7])
-    inputs = process_microbatch(data, None, False, {}, 1)
-    microbatch = ProcessedMicrobatch(data, inputs, data.size, data["input_ids"].shape[1])
     found = {}
     for fused in (False, True):
         model = tiny_model(name)
         scoring = Scoring(temperature=temperature, chunk_tokens=5, fused=fused, unknown_ids=unknown)
         assert (fused_matrix(output_head(model), scoring) is not None) is fused
-        scores = TokenScorer(model, scoring)(microbatch, with_entropy=True)
+        scores = TokenScorer(model, scoring)(data, with_entropy=True)
         (scores.logprobs * torch.linspace(-1, 2, scores.logprobs.shape[1])).sum().backward()
         assert scores.entropy is not None
         found[fused] = scores.logprobs.detach(), scores.entropy, gradients(model)

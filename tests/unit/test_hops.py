@@ -52,7 +52,9 @@ def test_the_table_names_each_form_of_the_ids_with_the_place_where_it_is_first_s
     rows = re.findall(r"^\| ([\w ]+) \| `(\S+)`, `(\S+)` \|", PAGE, re.MULTILINE)
     assert [(form, *where.split(" ")) for form, where in step.forms.items()] == rows
     assert (len(rows),) == said("`input_ids`")
+    assert len(rows) <= 8
 
 
 def test_advantages_pass_as_many_functions_as_the_page_says(step: Step) -> None:
     assert (len(step.hops),) == said("advantages")
+    assert len(step.hops) <= 9

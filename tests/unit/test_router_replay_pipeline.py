@@ -14,7 +14,7 @@ from headrace.config import RouterReplayConfig
 from headrace.data_plane.route_binding import bound_digests, sample_salts
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.errors import ConfigError, ReplayError, SchemaError
-from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
+from headrace.models.automodel.data import Packing, forward_kwargs
 from headrace.models.automodel.replay import PREV_LOGPROBS, RouteReplayer, align_microbatch
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from headrace.models.router_replay import install
@@ -144,12 +144,10 @@ def test_the_reference_scores_with_routes_of_its_own() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_routes_are_cut_with_the_same_indices_as_their_tokens(packed: bool) -> None:
     data = batch()
-    inputs = process_microbatch(data, tiny_tokenizer(), packed, {"make_sequence_length_divisible_by": 16}, 1)
-    aligned = align_microbatch(
-        ProcessedMicrobatch(data, inputs, *data["input_ids"].shape), num_experts=EXPERTS
-    )
-    assert aligned.ids.shape[0] == inputs.input_ids.numel()
-    assert torch.equal(aligned.tokens, inputs.input_ids.flatten())
+    tokens = forward_kwargs(data, Packing(16) if packed else None)["input_ids"].flatten()
+    aligned = align_microbatch(data, tokens, packed=packed, num_experts=EXPERTS)
+    assert aligned.ids.shape[0] == len(tokens)
+    assert torch.equal(aligned.tokens, tokens)
     place = 0
     for row, length in enumerate(LENGTHS):
         start = place if packed else row * data["input_ids"].shape[1]
@@ -254,10 +252,10 @@ def test_a_microbatch_whose_routes_and_tokens_are_one_apart_is_refused_as_badly_
         model = tiny_model("qwen3_moe")
         replayer = RouteReplayer(install(model))
         replayer.begin(PREV_LOGPROBS, batch())
-        inputs = process_microbatch(data, tiny_tokenizer(), packed, {}, 1)
-        routes = replayer.routes(ProcessedMicrobatch(data, inputs, *data["input_ids"].shape))
+        ids = forward_kwargs(data, Packing() if packed else None)["input_ids"]
+        routes = replayer.routes(data, ids.flatten(), packed=packed)
         with torch.no_grad():
-            model(input_ids=inputs.input_ids, routes=routes)
+            model(input_ids=ids, routes=routes)
         return replayer.take()[PREV_LOGPROBS]
 
     check(stats_of(batch()), batch())

@@ -13,7 +13,6 @@ import torch
 from headrace.algorithms.loss import PolicyGradientLoss
 from headrace.config import LossConfig
 from headrace.distributed.batched_data_dict import BatchedDataDict
-from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
 from headrace.models.automodel.scoring import Scoring, TokenScorer
 from reference_training import gradients, largest_gap
 from tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
@@ -46,9 +45,7 @@ def batch() -> BatchedDataDict:
 
 
 def scores(model: Any, data: BatchedDataDict) -> torch.Tensor:
-    inputs = process_microbatch(data, None, False, {}, 1)
-    microbatch = ProcessedMicrobatch(data, inputs, *data["input_ids"].shape)
-    return TokenScorer(model, Scoring())(microbatch).logprobs
+    return TokenScorer(model, Scoring())(data).logprobs
 
 
 def ours(cfg: LossConfig) -> tuple[float, dict[str, torch.Tensor]]:

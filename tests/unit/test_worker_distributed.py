@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from headrace.compat.automodel_data import get_microbatch_iterator, process_global_batch
 from headrace.distributed.columns import object_array
-from headrace.models.automodel.data import get_microbatch_iterator, process_global_batch
 from headrace.models.policy.results import aggregate_train_results
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from reference_training import PolicyGradient

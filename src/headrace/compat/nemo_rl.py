@@ -54,6 +54,7 @@ TRANSLATED = {
     "distributed.batched_data_dict": "headrace.compat.batched_data_dict",
     "experience.interfaces": "headrace.compat.prompt_groups",
     "experience.payload": "headrace.compat.payload",
+    "models.automodel.data": "headrace.compat.automodel_data",
     "models.megatron.router_replay": "headrace.compat.megatron_replay",
     "models.policy.tq_policy": "headrace.compat.tq_policy",
     "utils.routed_experts_codec": "headrace.compat.routed_experts_codec",

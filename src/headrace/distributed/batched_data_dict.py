@@ -6,8 +6,9 @@ decided by `headrace.distributed.planner`; this module only moves rows.
 """
 
 from collections import UserDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from headrace.distributed.planner import (
 from headrace.errors import ConfigError, SchemaError
 
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
+
+Cut = Literal["fixed", "packed", "dynamic"]
+"""How rows become microbatches: so many rows each, or as the plan says, which was made for one of the other two."""
 
 # What a batch knows about its columns, and hands on to every batch made from it.
 _COLUMN_FACTS = ("input_key", "input_lengths_key", "token_columns", "ragged_columns")
@@ -101,10 +105,15 @@ class BatchedDataDict(UserDict[str, Any]):
                 found[name] = column if device is None else move(column, device)
         return found
 
-    def to(self, device: torch.device | str) -> Self:
-        """Move tensors and media to a device, in place, and return self."""
+    def select_columns(self, names: Collection[str], *, with_media: bool = False) -> Self:
+        """Return a batch of the columns of these names that there are, and of the media; without a plan."""
+        media = self.get_multimodal_dict() if with_media else {}
+        return self._with_columns({n: c for n, c in self.data.items() if n in names or n in media})
+
+    def to(self, device: torch.device | str, *, on_host: Collection[str] = ()) -> Self:
+        """Move tensors and media to a device, the columns `on_host` to the CPU, in place, and return self."""
         for name, column in self.data.items():
-            self.data[name] = move(column, device)
+            self.data[name] = move(column, "cpu" if name in on_host else device)
         return self
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
@@ -272,6 +281,27 @@ class BatchedDataDict(UserDict[str, Any]):
         return batch
 
     # Microbatches.
+
+    def microbatches(
+        self, cut: Cut, size: int, agree: Callable[[int], int] = lambda count: count
+    ) -> Iterator[Self]:
+        """Return the planned microbatches, or, where `cut` is fixed, those of `size` rows, and dummies behind them.
+
+        `agree` says how many there are to be in all, from how many there are of the rows.
+
+        Raises:
+            ConfigError: fixed size, and the rows are no multiple of `size`.
+            SchemaError: no plan, or one of several global batches.
+        """
+        if cut == "fixed":
+            made, count = self.make_microbatch_iterator(size), self.size // size
+        elif cut == "packed":
+            made = self.make_microbatch_iterator_for_packable_sequences()
+            count = len(self._single_plan()[0])
+        else:
+            made = self.make_microbatch_iterator_with_dynamic_shapes()
+            count = len(self._single_plan()[0])
+        return chain(made, (self.make_dummy() for _ in range(agree(count) - count)))
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
         """Return microbatches of `microbatch_size` rows.

@@ -21,9 +21,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from headrace.distributed.ragged import RowLayout
 from headrace.errors import ConfigError, HeadraceError
+from headrace.models.automodel.data import Packing, pack
 from headrace.models.automodel.exchange import check_heads, swap_heads_and_tokens
-from headrace.models.huggingface.common import get_flash_attention_kwargs
 
 PACKED_ATTENTION = "headrace_packed"
 
@@ -305,16 +306,10 @@ def check_isolation(model: Any) -> None:
 
 def _run_packed(model: Any, sequences: list[list[int]]) -> torch.Tensor:
     """Return the last hidden states (T, H) in float32 of sequences in one row."""
-    lengths = [len(s) for s in sequences]
-    boundaries = get_flash_attention_kwargs(torch.tensor(lengths, device=model.device))
+    rows = RowLayout([len(s) for s in sequences])
+    ids = rows.pad(torch.tensor([token for s in sequences for token in s], device=model.device))
     try:
-        out = model.base_model(
-            input_ids=torch.tensor([[token for s in sequences for token in s]], device=model.device),
-            attention_mask=None,
-            position_ids=torch.cat([torch.arange(n) for n in lengths]).to(model.device)[None],
-            use_cache=False,
-            **boundaries.as_forward_kwargs(),
-        )
+        out = model.base_model(**pack(ids, rows, Packing()), use_cache=False)
     except HeadraceError:
         raise
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:

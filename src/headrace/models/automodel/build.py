@@ -6,6 +6,7 @@ seen of the whole model is seen on rank 0.
 """
 
 import copy
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from headrace.models.automodel.attention import (
     check_isolation,
     choose_attention,
 )
-from headrace.models.automodel.data import ProcessedMicrobatch, process_microbatch
+from headrace.models.automodel.data import Packing
 from headrace.models.automodel.experts import GROUPED_EXPERTS
 from headrace.models.automodel.lora import add_adapter
 from headrace.models.automodel.masters import Masters, hold_in_half, train_in_half
@@ -118,7 +119,7 @@ class ModelBuilder:
         sharded.take_full_weights(whole.pop().state_dict() if whole else None)
         if self._layout.context > 1 or facts.scores is not None:
             # Attention refuses heads that the context ranks cannot share out.
-            scores = _probe_scores(policy, self._device, multiple=self._layout.replica_size)
+            scores = _probe_scores(policy, self._device)
             if facts.scores is not None:
                 _check_split(model, facts.scores, scores, self._cfg.precision)
         if reference is None:
@@ -138,7 +139,7 @@ class ModelBuilder:
         scorer = self._scorer(model, self._scoring)
         # transformers' own plans have to be proven.
         unproven = self._layout.tensor > 1 and not is_family(model)
-        scores = _probe_scores(scorer, _HOST, multiple=self._layout.replica_size) if unproven else None
+        scores = _probe_scores(scorer, _HOST) if unproven else None
         return _WholeFacts(scorer.has_head, scores, model.generation_config)
 
     def _split(
@@ -170,7 +171,14 @@ class ModelBuilder:
     def _scorer(self, model: Any, scoring: Scoring, *, has_head: bool | None = None) -> TokenScorer:
         unknown = unknown_ids(self._tokenizer, vocabulary_of(model))
         known = replace(scoring, unknown_ids=None if unknown is None else unknown.to(self._device))
-        return TokenScorer(model, known, self._cfg.precision, device=self._device, has_head=has_head)
+        packing = None
+        if self._is_packed:
+            ranks = self._layout.replica_size
+            multiple = math.lcm(self._cfg.make_sequence_length_divisible_by, ranks)
+            packing = Packing(multiple, int(self._tokenizer.pad_token_id), ranks)
+        return TokenScorer(
+            model, known, self._cfg.precision, packing=packing, device=self._device, has_head=has_head
+        )
 
     def _finish(self, model: Any, with_reference: bool) -> tuple[RouterReplay | None, Any]:
         """Install router replay, if it is on, and return its handle and the frozen model, if one is wanted."""
@@ -204,15 +212,11 @@ class ModelBuilder:
 
 
 @torch.no_grad()
-def _probe_scores(scorer: TokenScorer, device: torch.device, *, multiple: int) -> torch.Tensor:
-    """Return the logprobs (1, 16) on CPU of a fixed row; `multiple` is what the packed row is filled up to.
-
-    Ranks of a sharded model call this together.
-    """
+def _probe_scores(scorer: TokenScorer, device: torch.device) -> torch.Tensor:
+    """Return the logprobs (1, 16) on CPU of a fixed row; ranks of a sharded model call this together."""
     ids = torch.tensor([[0, 1]], device=device).repeat(1, _TOKENS // 2)
-    row: Any = BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([_TOKENS])})
-    inputs = process_microbatch(row, None, True, {"make_sequence_length_divisible_by": multiple}, 1)
-    return scorer(ProcessedMicrobatch(row, inputs, 1, _TOKENS)).logprobs.cpu()
+    row = BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([_TOKENS])})
+    return scorer(row).logprobs.cpu()
 
 
 def _check_split(model: Any, whole: torch.Tensor, split: torch.Tensor, precision: str) -> None:

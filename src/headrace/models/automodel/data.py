@@ -1,279 +1,158 @@
-"""From a batch on one rank to what a model's forward takes: microbatches, packed or padded, and global counts.
+"""What a forward pass reads of a microbatch, padded or packed, and what the loss of a global batch is divided by.
 
-Three ways to cut: fixed size, dynamic shapes and packed sequences; the last two follow the plan that the
-batch carries (`micro_batch_indices`). Every data-parallel rank runs the same number of microbatches: a rank
-with fewer runs dummy microbatches, which weigh nothing. Tensors stay on the device that they come on.
+Every data-parallel rank runs the same number of microbatches: a rank with fewer runs dummy microbatches, which weigh
+nothing. Tensors stay on the device that they come on.
 """
 
-import copy
-import itertools
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from headrace.config import PolicyConfig
-from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, SAMPLE_MASK, TOKEN_MASK
+from headrace.data_plane.schema import (
+    INPUT_IDS,
+    INPUT_LENGTHS,
+    ROUTE_SALTS,
+    ROUTED_EXPERTS_FIELD,
+    SAMPLE_MASK,
+    TOKEN_MASK,
+)
 from headrace.distributed.batched_data_dict import BatchedDataDict
-from headrace.distributed.ragged import RowLayout, ragged_indices, row_lengths
+from headrace.distributed.ragged import RowLayout, offsets_from_lengths, ragged_indices
 from headrace.errors import ConfigError, SchemaError
-from headrace.models.huggingface.common import FlashAttentionKwargs, get_flash_attention_kwargs
-from headrace.models.interfaces import LossFn, LossType
+from headrace.models.interfaces import LossType
 from headrace.utils.rounding import round_up
 
-Batch = BatchedDataDict
-Config = Mapping[str, Any] | PolicyConfig
+FORWARD_COLUMNS = (INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD, ROUTE_SALTS)
+"""What a forward pass reads beside media."""
+
+COUNTED_COLUMNS = (SAMPLE_MASK, TOKEN_MASK, INPUT_IDS)
+"""What `valid_counts` reads."""
 
 
-@dataclass
-class ProcessedInputs:
-    """Inputs of one forward pass.
+@dataclass(frozen=True)
+class Packing:
+    """The rows of a microbatch go to the model as one, of a multiple of `multiple` tokens.
 
-    Padded: `input_ids` (b, S), `attention_mask` (b, S) bool, `position_ids` (b, S). Packed: `input_ids` and
-    `position_ids` (1, T), no mask, and `flash_attn_kwargs` with the boundaries of the sequences. With context
-    parallelism, `cp_buffers` are the tensors to split along the sequence, `seq_index` (1, S) the positions in it.
+    What fills it up, `filling_id`, is a sequence of its own. The `ranks` of a replica divide the row.
     """
 
-    input_ids: torch.Tensor
-    seq_len: int
-    attention_mask: torch.Tensor | None = None
-    position_ids: torch.Tensor | None = None
-    flash_attn_kwargs: FlashAttentionKwargs | dict[str, Any] = field(default_factory=dict)
-    vlm_kwargs: dict[str, Any] = field(default_factory=dict)
-    cp_buffers: list[torch.Tensor] = field(default_factory=list)
-    seq_index: torch.Tensor | None = None
-
-    @property
-    def has_context_parallel(self) -> bool:
-        return len(self.cp_buffers) > 0
-
-    @property
-    def has_flash_attention(self) -> bool:
-        """Whether sequence boundaries are there: a dataclass, or a dict that is not empty."""
-        return bool(self.flash_attn_kwargs)
-
-    @property
-    def is_multimodal(self) -> bool:
-        return len(self.vlm_kwargs) > 0
-
-    def forward_kwargs(self) -> dict[str, Any]:
-        """Return the keyword arguments of a transformers causal LM's `forward`."""
-        boundaries = self.flash_attn_kwargs
-        extra = boundaries if isinstance(boundaries, dict) else boundaries.as_forward_kwargs()
-        return {
-            "input_ids": self.input_ids,
-            # Padding is on the right: under causal attention no token sees it, with a mask or without, and
-            # without one SDPA takes its fastest kernels.
-            "attention_mask": self.attention_mask if self.is_multimodal else None,
-            "position_ids": self.position_ids,
-            **extra,
-            **self.vlm_kwargs,
-        }
+    multiple: int = 1
+    filling_id: int = 0
+    ranks: int = 1
 
 
-@dataclass
-class ProcessedMicrobatch:
-    """A microbatch: its columns (b rows padded to S, as the loss sees them) and the inputs made of them.
+def forward_kwargs(data: BatchedDataDict, packing: Packing | None) -> dict[str, Any]:
+    """Return the keyword arguments of a transformers causal LM's `forward` for b rows padded to S.
 
-    `original_batch_size` is b and `original_seq_len` S, before any packing. `lengths` are the rows' lengths on the
-    CPU, (b,) int64, where they are known there.
-    """
-
-    data_dict: Batch
-    processed_inputs: ProcessedInputs
-    original_batch_size: int
-    original_seq_len: int
-    lengths: torch.Tensor | None = None
-
-
-def get_microbatch_iterator(
-    data: Batch,
-    cfg: Config,
-    mbs: int,
-    dp_mesh: Any,
-    tokenizer: Any,
-    cp_size: int = 1,
-    *,
-    replica_size: int = 1,
-) -> tuple[Iterator[ProcessedMicrobatch], int]:
-    """Cut one global batch's rows on this rank into processed microbatches, and say how many there are.
-
-    The number is equal on all ranks of `dp_mesh` (a one-axis device mesh, a process group, or None for one
-    process); every rank must call this together. `mbs` counts for fixed-size microbatches only. Where the
-    ranks of a replica split the tokens (`replica_size` > 1), every microbatch becomes a packed row that they divide.
+    Padded: `input_ids` and `position_ids` (b, S); media come with an `attention_mask` (b, S) bool, and the model
+    derives positions from where they stand. Packed: both (1, T), and the boundaries of the sequences.
 
     Raises:
-        ConfigError: fixed size, and the rows are no multiple of `mbs`.
-    """
-    lengths = data.get(INPUT_LENGTHS)
-    if isinstance(lengths, torch.Tensor) and lengths.device.type != "cpu":
-        # One device sync, in place of several per microbatch.
-        data = copy.copy(data)
-        data[INPUT_LENGTHS] = lengths.cpu()
-    if setting(cfg, "dynamic_batching.enabled", False):
-        raw = data.make_microbatch_iterator_with_dynamic_shapes()
-        count = data.get_microbatch_iterator_dynamic_shapes_len()
-    elif setting(cfg, "sequence_packing.enabled", False):
-        raw = data.make_microbatch_iterator_for_packable_sequences()
-        count, _ = data.get_microbatch_iterator_for_packable_sequences_len()
-    else:
-        raw = data.make_microbatch_iterator(mbs)
-        count = data.size // mbs
-    length = count
-    if dp_mesh is not None and dist.is_initialized():
-        group = dp_mesh.get_group() if hasattr(dp_mesh, "get_group") else dp_mesh
-        length = int(_all_reduce(torch.tensor([count]), dist.ReduceOp.MAX, group))
-    dummies = (data.make_dummy() for _ in range(length - count))
-    if replica_size > 1:
-        multiple = math.lcm(int(setting(cfg, "make_sequence_length_divisible_by", 1)), replica_size)
-        cfg = {
-            "sequence_packing": {"enabled": True},
-            "make_sequence_length_divisible_by": multiple,
-            "replica_size": replica_size,
-        }
-        cp_size = 1
-    return make_processed_microbatch_iterator(itertools.chain(raw, dummies), tokenizer, cfg, cp_size), length
-
-
-def make_processed_microbatch_iterator(
-    raw_iterator: Iterator[Batch], tokenizer: Any, cfg: Config, cp_size: int
-) -> Iterator[ProcessedMicrobatch]:
-    """Process each microbatch as it is asked for; packed if `cfg` has `sequence_packing.enabled`."""
-    packing = bool(setting(cfg, "sequence_packing.enabled", False))
-    for microbatch in raw_iterator:
-        inputs = process_microbatch(microbatch, tokenizer, packing, cfg, cp_size)
-        lengths = row_lengths(microbatch[INPUT_LENGTHS])
-        # Losses find every column on the device of the logprobs.
-        microbatch[INPUT_LENGTHS] = microbatch[INPUT_LENGTHS].to(inputs.input_ids.device, non_blocking=True)
-        rows, width = microbatch[INPUT_IDS].shape[:2]
-        yield ProcessedMicrobatch(microbatch, inputs, rows, width, lengths)
-
-
-def process_microbatch(
-    mb: Batch, tokenizer: Any, enable_seq_packing: bool, cfg: Config, cp_size: int
-) -> ProcessedInputs:
-    """Make the forward pass's inputs of one microbatch.
-
-    A packed row is filled up to a multiple of `make_sequence_length_divisible_by`; the filling is a sequence
-    of its own.
-
-    Raises:
-        ConfigError: media with packing, context or sequence parallelism; packing with context parallelism.
+        ConfigError: media in a packed row.
         SchemaError: no `input_lengths`, or a length that is greater than the width, with its row.
     """
-    input_ids = mb[INPUT_IDS]
-    if INPUT_LENGTHS not in mb:
-        raise SchemaError(f"a microbatch needs the column '{INPUT_LENGTHS}'; got {sorted(mb)}")
-    media = dict(mb.get_multimodal_dict(as_tensors=True, device=input_ids.device))
-    _check_combination(media, enable_seq_packing, cfg, cp_size)
-    if enable_seq_packing:
-        multiple = int(setting(cfg, "make_sequence_length_divisible_by", 1))
-        ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-        filling_id = next((value for value in ids if isinstance(value, int)), 0)
-        return _pack(input_ids, mb[INPUT_LENGTHS], filling_id, multiple)
-    inputs = _pad(input_ids, mb[INPUT_LENGTHS])
+    input_ids = data[INPUT_IDS]
+    if INPUT_LENGTHS not in data:
+        raise SchemaError(f"a microbatch needs the column '{INPUT_LENGTHS}'; got {sorted(data)}")
+    rows = RowLayout(data[INPUT_LENGTHS], input_ids.shape[1])
+    media = dict(data.get_multimodal_dict(as_tensors=True, device=input_ids.device))
+    if packing is not None:
+        _check_media(media, packing)
+        return pack(input_ids, rows, packing)
+    # Padding is on the right: under causal attention no token sees it, with a mask or without, and without one SDPA
+    # takes its fastest kernels.
     if media:
-        # The model derives positions from where the media stand.
-        inputs.position_ids, inputs.vlm_kwargs = None, media
-    if cp_size > 1:
-        assert inputs.position_ids is not None
-        inputs.seq_index = torch.arange(inputs.seq_len, device=input_ids.device).unsqueeze(0)
-        inputs.cp_buffers = [inputs.input_ids, inputs.position_ids, inputs.seq_index]
-    return inputs
+        return {
+            "input_ids": input_ids,
+            "attention_mask": visible(input_ids, rows),
+            "position_ids": None,
+            **media,
+        }
+    positions = torch.arange(rows.width, device=input_ids.device).expand(input_ids.shape)
+    return {"input_ids": input_ids, "attention_mask": None, "position_ids": positions}
 
 
-def process_global_batch(
-    data: Batch,
-    loss_fn: LossFn,
-    dp_group: dist.ProcessGroup | None,
-    *,
-    batch_idx: int,
-    batch_size: int,
-) -> dict[str, Any]:
-    """Take rows `batch_idx * batch_size` onwards of this rank, and count what the loss is normalised by.
+def visible(input_ids: torch.Tensor, rows: RowLayout) -> torch.Tensor:
+    """Return which places of (b, S) attention sees, bool.
 
-    Returns:
-        `batch`: the rows; `global_valid_seqs`: sum of `sample_mask`; `global_valid_toks`: sum of
-        `token_mask[:, 1:] * sample_mask`; the sums are 0-D float32, over all ranks of `dp_group` (None: this
-        process alone).
+    A row of length 0 sees its first pad token: softmax over nothing is NaN, in the gradients too.
+    """
+    columns = torch.arange(rows.width, device=input_ids.device)
+    return columns < rows.lengths.to(input_ids.device, non_blocking=True).clamp(min=1)[:, None]
+
+
+def pack(input_ids: torch.Tensor, rows: RowLayout, packing: Packing) -> dict[str, Any]:
+    """Return the rows laid end to end, by the names of `forward`, with where each sequence begins, (B + 1,) int32.
+
+    Source: transformers, FlashAttentionKwargs (cu_seq_lens_q, max_length_q), and find_packed_sequence_indices in
+    masking_utils (a position id that does not follow the one before begins a new sequence).
+    """
+    width = round_up(max(rows.total, 1), packing.multiple)
+    fill = width - rows.total
+    packed = torch.nn.functional.pad(rows.strip(input_ids), (0, fill), value=packing.filling_id)  # (T,)
+    lengths = [*rows.lengths.tolist(), *([fill] if fill else [])]
+    offsets = offsets_from_lengths(torch.tensor(lengths)).to(torch.int32)
+    starts = offsets.to(input_ids.device, non_blocking=True)
+    _, positions = ragged_indices(starts, width)
+    return {
+        "input_ids": packed[None],
+        "attention_mask": None,
+        "position_ids": positions[None],
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+
+
+def _check_media(media: Mapping[str, Any], packing: Packing) -> None:
+    if not media:
+        return
+    found = f"the batch has media ({', '.join(sorted(media))}) and"
+    if packing.ranks > 1:
+        raise ConfigError(
+            f"{found} the {packing.ranks} ranks of a replica split its tokens; "
+            "set policy.parallel.tensor=1 and policy.parallel.context=1 for multimodal batches"
+        )
+    raise ConfigError(
+        f"{found} sequence_packing.enabled is on: the positions of media are set per padded row; switch it off for "
+        "multimodal batches"
+    )
+
+
+def valid_counts(
+    columns: Mapping[str, Any], loss_type: LossType, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the valid sequences and tokens of a global batch of which this rank has `COUNTED_COLUMNS`.
+
+    They are the sum of `sample_mask` and that of `token_mask[:, 1:] * sample_mask`, 0-D float32, over all ranks of
+    `group` (None: this process alone).
 
     Raises:
         SchemaError: no `sample_mask`, or no `token_mask` for a token-level loss.
     """
-    batch = data.get_batch(batch_idx=batch_idx, batch_size=batch_size)
-    if SAMPLE_MASK not in batch:
-        raise SchemaError(f"a training batch needs the column '{SAMPLE_MASK}'; got {sorted(batch)}")
-    sample_mask = batch[SAMPLE_MASK].double()
-    if TOKEN_MASK in batch:
-        tokens = (batch[TOKEN_MASK][:, 1:].double() * sample_mask[:, None]).sum()
-    elif loss_fn.loss_type == LossType.TOKEN_LEVEL:
-        raise SchemaError(f"a token-level loss needs the column '{TOKEN_MASK}'; got {sorted(batch)}")
+    if SAMPLE_MASK not in columns:
+        raise SchemaError(f"a training batch needs the column '{SAMPLE_MASK}'")
+    sample_mask = columns[SAMPLE_MASK].double()
+    if TOKEN_MASK in columns:
+        tokens = (columns[TOKEN_MASK][:, 1:].double() * sample_mask[:, None]).sum()
+    elif loss_type == LossType.TOKEN_LEVEL:
+        raise SchemaError(f"a token-level loss needs the column '{TOKEN_MASK}'")
     else:
-        tokens = sample_mask.sum() * batch[INPUT_IDS].shape[1]
+        tokens = sample_mask.sum() * columns[INPUT_IDS].shape[1]
     counts = torch.stack([sample_mask.sum(), tokens])
-    if dp_group is not None:
-        counts = _all_reduce(counts, dist.ReduceOp.SUM, dp_group)
+    if group is not None:
+        counts = _all_reduce(counts, dist.ReduceOp.SUM, group)
     sequences, tokens = counts.float()
-    return {"batch": batch, "global_valid_seqs": sequences, "global_valid_toks": tokens}
+    return sequences, tokens
 
 
-def setting(cfg: Config, key: str, default: Any) -> Any:
-    """Return a dotted key of a mapping or of the config model, or `default` where it is not set."""
-    value: Any = cfg
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
-        if value is None:
-            return default
-    return value
-
-
-def _pack(
-    input_ids: torch.Tensor, input_lengths: torch.Tensor, filling_id: int, multiple: int
-) -> ProcessedInputs:
-    rows, device = RowLayout(input_lengths, input_ids.shape[1]), input_ids.device
-    width = round_up(max(rows.total, 1), multiple)
-    packed = torch.nn.functional.pad(rows.strip(input_ids), (0, width - rows.total), value=filling_id)
-    filling = [width - rows.total] if width > rows.total else []
-    boundaries = get_flash_attention_kwargs(torch.tensor([*rows.lengths.tolist(), *filling]))
-    starts = boundaries.cu_seqlens_q.to(device, non_blocking=True)
-    boundaries = replace(boundaries, cu_seqlens_q=starts, cu_seqlens_k=starts)
-    _, positions = ragged_indices(starts, width)
-    return ProcessedInputs(packed[None], width, position_ids=positions[None], flash_attn_kwargs=boundaries)
-
-
-def _pad(input_ids: torch.Tensor, input_lengths: torch.Tensor) -> ProcessedInputs:
-    rows, width = input_ids.shape[:2]
-    RowLayout(input_lengths, width)  # refuses rows that are longer
-    columns = torch.arange(width, device=input_ids.device)
-    # A row of length 0 sees its first pad token: softmax over nothing is NaN, in the gradients too.
-    visible = columns < input_lengths.to(input_ids.device, non_blocking=True).clamp(min=1)[:, None]
-    return ProcessedInputs(input_ids, width, attention_mask=visible, position_ids=columns.expand(rows, width))
-
-
-def _check_combination(media: Mapping[str, Any], packing: bool, cfg: Config, cp_size: int) -> None:
-    if packing and cp_size > 1:
-        raise ConfigError(
-            f"sequence_packing.enabled with context parallel size {cp_size}: a packed row cannot be split over "
-            "ranks; use dynamic_batching"
-        )
-    if media and (ranks := setting(cfg, "replica_size", 1)) > 1:
-        raise ConfigError(
-            f"the batch has media ({', '.join(sorted(media))}) and the {ranks} ranks of a replica split its tokens; "
-            "set policy.parallel.tensor=1 and policy.parallel.context=1 for multimodal batches"
-        )
-    rivals = {
-        "sequence_packing.enabled": packing,
-        f"context parallel size {cp_size}": cp_size > 1,
-        "dtensor_cfg.sequence_parallel": bool(setting(cfg, "dtensor_cfg.sequence_parallel", False)),
-    }
-    if media and (active := [name for name, is_on in rivals.items() if is_on]):
-        raise ConfigError(
-            f"the batch has media ({', '.join(sorted(media))}) and {active[0]} is on: the positions of media are "
-            "set per padded row; switch it off for multimodal batches"
-        )
+def most_of_ranks(count: int, group: dist.ProcessGroup | None) -> int:
+    """Return the greatest count that a rank of `group` has (None: this process alone)."""
+    return count if group is None else int(_all_reduce(torch.tensor([count]), dist.ReduceOp.MAX, group))
 
 
 def _all_reduce(values: torch.Tensor, op: Any, group: dist.ProcessGroup) -> torch.Tensor:

@@ -11,9 +11,8 @@ from headrace.data_plane.route_binding import as_word, bound_digests
 from headrace.data_plane.routes_codec import missing_mark, missing_rows
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, ROUTE_SALTS, ROUTED_EXPERTS_FIELD
 from headrace.distributed.batched_data_dict import BatchedDataDict
-from headrace.distributed.ragged import offsets_from_lengths, ragged_indices
+from headrace.distributed.ragged import offsets_from_lengths, ragged_indices, row_lengths
 from headrace.errors import ConfigError, ReplayError
-from headrace.models.automodel.data import ProcessedMicrobatch
 from headrace.models.router_replay import RouterReplay, Routes, align_padded, install
 from headrace.models.router_replay.diagnosis import check_choices
 from headrace.models.router_replay.stats import ReplayStats, TracedRows, join_rows, route_agreement
@@ -72,12 +71,12 @@ class AlignedMicrobatch:
         return TracedRows(self.tokens[real], self.lengths, self.ids[real], used[real], own)
 
 
-def align_microbatch(microbatch: ProcessedMicrobatch, *, num_experts: int) -> AlignedMicrobatch:
-    """Cut the routes column (b, S, layers, k) of a microbatch as its `input_ids` are cut, packed or padded."""
-    data, inputs = microbatch.data_dict, microbatch.processed_inputs
-    rows = _padded_rows(data, microbatch.lengths)
-    tokens = inputs.input_ids.flatten()
-    if inputs.has_flash_attention:
+def align_microbatch(
+    data: BatchedDataDict, tokens: torch.Tensor, *, packed: bool, num_experts: int
+) -> AlignedMicrobatch:
+    """Cut the routes column (b, S, layers, k) as the tokens of the forward are cut, packed (T,) or padded (b S,)."""
+    rows = _padded_rows(data)
+    if packed:
         row, place = ragged_indices(offsets_from_lengths(rows.lengths))
         at = (row * data[INPUT_IDS].shape[1] + place).to(rows.ids.device)
         rest = len(tokens) - len(at)
@@ -86,10 +85,10 @@ def align_microbatch(microbatch: ProcessedMicrobatch, *, num_experts: int) -> Al
     return replace(rows, ids=ids, tokens=tokens)
 
 
-def _padded_rows(data: BatchedDataDict, lengths: torch.Tensor | None = None) -> AlignedMicrobatch:
-    """Return all places of padded columns (b, S); `lengths` on the CPU, where they are known there."""
+def _padded_rows(data: BatchedDataDict) -> AlignedMicrobatch:
+    """Return all places of padded columns (b, S)."""
     tokens = data[INPUT_IDS]
-    ends = data[INPUT_LENGTHS].to(tokens.device).unsqueeze(1)
+    ends = data[INPUT_LENGTHS].to(tokens.device, non_blocking=True).unsqueeze(1)
     salts = data[ROUTE_SALTS] if ROUTE_SALTS in data else torch.zeros_like(ends)  # 0 for rows without names
     places = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     salts = salts.to(tokens.device).view(-1, 1).expand(tokens.shape)
@@ -100,7 +99,7 @@ def _padded_rows(data: BatchedDataDict, lengths: torch.Tensor | None = None) -> 
         salts.flatten(),
         counted=(places < ends - 1).flatten(),
         real=(places < ends).flatten(),
-        lengths=data[INPUT_LENGTHS].cpu() if lengths is None else lengths,
+        lengths=row_lengths(data[INPUT_LENGTHS]),
     )
 
 
@@ -158,13 +157,13 @@ class RouteReplayer:
         rows = _padded_rows(data)
         self._add(ReplayStats(fetched=rows.digest(rows.ids) if self._part[0] == 0 else 0))
 
-    def routes(self, microbatch: ProcessedMicrobatch) -> Routes | None:
-        """Return the routes for the next forward of the stage; None where the stage's rows have none."""
+    def routes(self, data: BatchedDataDict, tokens: torch.Tensor, *, packed: bool) -> Routes | None:
+        """Return the routes of the `tokens` of the stage's next forward; None where the stage's rows have none."""
         self._settle()
         if self._stage is None:
             return None
         index, ranks = self._part
-        aligned = align_microbatch(microbatch, num_experts=self.handle.num_experts)
+        aligned = align_microbatch(data, tokens, packed=packed, num_experts=self.handle.num_experts)
         aligned = aligned.each(lambda column: column.chunk(ranks)[index])
         compare = self._stage == PREV_LOGPROBS or not self._compared
         routes = Routes.replay(aligned.ids, padding=~aligned.counted, trace=True, compare=compare)

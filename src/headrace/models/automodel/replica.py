@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from headrace.distributed.topology import Topology
-from headrace.models.automodel.data import ProcessedInputs
 from headrace.models.automodel.exchange import scatter_tokens, sum_of_ranks
 
 
@@ -23,15 +22,14 @@ class Replica:
     topology: Topology
     sequence_parallel: bool = False
 
-    def forward_kwargs(self, inputs: ProcessedInputs) -> dict[str, Any]:
+    def own_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of the model's forward on this rank: its context part of the row."""
-        kwargs, size = inputs.forward_kwargs(), self.topology.layout.context
+        size = self.topology.layout.context
         if size == 1:
             return kwargs
         rank = dist.get_rank(self.topology.context)
-        for name in ("input_ids", "position_ids"):
-            kwargs[name] = kwargs[name].chunk(size, dim=1)[rank]
-        return {**kwargs, "context_group": self.topology.context}
+        part = {name: kwargs[name].chunk(size, dim=1)[rank] for name in ("input_ids", "position_ids")}
+        return {**kwargs, **part, "context_group": self.topology.context}
 
     def own_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the hidden states (1, T / ranks, H) of the tokens that this rank scores, of what its model gave."""

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from headrace.data_plane.schema import INPUT_LENGTHS
+from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS
+from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.ragged import offsets_from_lengths, ragged_indices, row_lengths
 from headrace.errors import ConfigError
-from headrace.models.automodel.data import ProcessedMicrobatch
+from headrace.models.automodel.data import Packing, forward_kwargs
 from headrace.models.automodel.fused_head import chunks_at_once, fused_scores
 from headrace.models.automodel.replay import RouteReplayer
 from headrace.models.automodel.replica import Replica
 from headrace.models.automodel.sharding import ShardedModel
-from headrace.models.router_replay import Routes
 from headrace.models.sampling import filter_logits, selected_logprobs
 
 logger = logging.getLogger(__name__)
@@ -102,10 +102,11 @@ class TokenScorer:
         scoring: Scoring,
         precision: str = "float32",
         *,
+        packing: Packing | None = None,
         device: torch.device | None = None,
         has_head: bool | None = None,
     ) -> None:
-        """`has_head`: whether `output_head` finds one; None: run the model to find out.
+        """`packing` None: microbatches stay padded; `has_head`: whether `output_head` finds one (None: it tries).
 
         Raises:
             ConfigError: a number of chunk tokens other than the default, for a model that cannot be scored in chunks.
@@ -113,7 +114,7 @@ class TokenScorer:
         self.model = model
         self.sharded: ShardedModel | None = None
         self.replayer: RouteReplayer | None = None
-        self._scoring, self._half = scoring, precision == "bfloat16"
+        self._scoring, self._half, self._packing = scoring, precision == "bfloat16", packing
         self._device_type = (device or model.device).type
         self.replica: Replica | None = None
         with self._autocast():
@@ -156,15 +157,21 @@ class TokenScorer:
         self.sharded, self.replica = sharded, replica
 
     def __call__(
-        self, microbatch: ProcessedMicrobatch, *, with_entropy: bool = False, with_unfiltered: bool = False
+        self, data: BatchedDataDict, *, with_entropy: bool = False, with_unfiltered: bool = False
     ) -> TokenScores:
-        routes = None if self.replayer is None else self.replayer.routes(microbatch)
+        """Score b rows padded to S: `data.FORWARD_COLUMNS` and media. Lengths on the CPU save a device sync."""
+        kwargs = forward_kwargs(data, self._packing)
+        if self.replayer is not None:
+            tokens, packed = kwargs["input_ids"].flatten(), self._packing is not None
+            if (routes := self.replayer.routes(data, tokens, packed=packed)) is not None:
+                kwargs["routes"] = routes
+        lengths, width = row_lengths(data[INPUT_LENGTHS]), data[INPUT_IDS].shape[1]
         with self._autocast():
             if self.sharded is None:
-                return self._score(microbatch, routes, with_entropy, with_unfiltered)
+                return self._score(kwargs, lengths, width, with_entropy, with_unfiltered)
 
             def run() -> TokenScores:
-                scores = self._score(microbatch, routes, with_entropy, with_unfiltered)
+                scores = self._score(kwargs, lengths, width, with_entropy, with_unfiltered)
                 # FSDP hangs its hook on what it is given, and a hook on a view can be lost.
                 whole = None if scores.unfiltered is None else scores.unfiltered.clone()
                 return TokenScores(scores.logprobs.clone(), scores.entropy, whole)
@@ -177,25 +184,26 @@ class TokenScorer:
 
     def _score(
         self,
-        microbatch: ProcessedMicrobatch,
-        routes: Routes | None,
+        kwargs: dict[str, Any],
+        lengths: torch.Tensor,
+        width: int,
         with_entropy: bool,
         with_unfiltered: bool,
     ) -> TokenScores:
-        inputs, replica, filters = microbatch.processed_inputs, self.replica, self._scoring.filters
-        window = None if replica is None else replica.own_tokens(inputs.input_ids.numel())
-        source, scored, target = _places(microbatch, window)
-        kwargs = inputs.forward_kwargs() if replica is None else replica.forward_kwargs(inputs)
-        if routes is not None:
-            kwargs["routes"] = routes
+        ids, replica, filters = kwargs["input_ids"], self.replica, self._scoring.filters
+        window = None if replica is None else replica.own_tokens(ids.numel())
+        packed = self._packing is not None
+        source, scored, target = _places(lengths, width, window, packed=packed, device=ids.device)
         # (1, T, H) or (b, S, H); without a head, logits
-        hidden = _run(self.model, kwargs, whole=self._head is None)
+        hidden = _run(
+            self.model, kwargs if replica is None else replica.own_kwargs(kwargs), whole=self._head is None
+        )
         if replica is not None:
             hidden = replica.own_hidden(hidden)
         chosen = hidden.flatten(0, 1).index_select(0, source)  # (n, H)
-        targets = inputs.input_ids.flatten().index_select(0, scored)  # (n,)
+        targets = ids.flatten().index_select(0, scored)  # (n,)
         found = self.score_tokens(chosen, targets, with_entropy, with_unfiltered and filters)
-        rows, width = microbatch.original_batch_size, microbatch.original_seq_len
+        rows = len(lengths)
         spread = [
             None if x is None else x.new_zeros(rows * width).scatter(0, target, x).view(rows, width)
             for x in found
@@ -270,20 +278,15 @@ def model_head(model: Any) -> OutputHead:
 
 
 def _places(
-    microbatch: ProcessedMicrobatch, window: tuple[int, int] | None
+    lengths: torch.Tensor, width: int, window: tuple[int, int] | None, *, packed: bool, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return flat indices (n,): of the hidden states that score a token, of that token, and of the score in b x S.
 
     They are of all tokens, or of those whose hidden states lie in [start, stop), where those begin at 0.
     """
-    inputs = microbatch.processed_inputs
-    lengths = microbatch.lengths
-    if lengths is None:
-        lengths = row_lengths(microbatch.data_dict[INPUT_LENGTHS])
     offsets = offsets_from_lengths((lengths - 1).clamp(min=0))
-    total, width = int(offsets[-1]), microbatch.original_seq_len
-    starts = lengths.cumsum(0) - lengths if inputs.has_flash_attention else torch.arange(len(lengths)) * width
-    device = inputs.input_ids.device
+    total = int(offsets[-1])
+    starts = lengths.cumsum(0) - lengths if packed else torch.arange(len(lengths)) * width
     if window is None:
         # Only what there is per row goes to the device, where what there is per token is made of it.
         offsets, starts = (x.to(device, non_blocking=True) for x in (offsets, starts))

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from headrace.data_plane.schema import SAMPLE_ID, SAMPLE_MASK, TOKEN_MASK, UNFILTERED_LOGPROBS
-from headrace.models.automodel.data import ProcessedMicrobatch
+from headrace.data_plane.schema import INPUT_LENGTHS, SAMPLE_ID, SAMPLE_MASK, TOKEN_MASK, UNFILTERED_LOGPROBS
+from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.models.automodel.data import FORWARD_COLUMNS
 from headrace.models.automodel.scoring import TokenScorer
 from headrace.models.automodel.sharding import ShardedModel
 from headrace.models.interfaces import LossFn, LossType
@@ -113,7 +114,7 @@ def _faults(columns: Mapping[str, Any]) -> dict[str, bool]:
 
 def run_microbatches(
     scorer: TokenScorer,
-    microbatches: Iterable[ProcessedMicrobatch],
+    microbatches: Iterable[BatchedDataDict],
     loss_fn: LossFn,
     step: TrainStep,
     *,
@@ -126,10 +127,12 @@ def run_microbatches(
     unfiltered = UNFILTERED_LOGPROBS in getattr(loss_fn, "required_columns", ())
     step.loss_type = loss_fn.loss_type
     step.per_sequence_metrics = getattr(loss_fn, "per_sequence_metrics", ())
-    for microbatch in microbatches:
-        data = microbatch.data_dict
+    for data in microbatches:
         with torch.set_grad_enabled(backward):
-            scores = scorer(microbatch, with_entropy=True, with_unfiltered=unfiltered)
+            read = data.select_columns(FORWARD_COLUMNS, with_media=True)
+            scores = scorer(read, with_entropy=True, with_unfiltered=unfiltered)
+            # Losses find every column on the device of the logprobs.
+            data[INPUT_LENGTHS] = data[INPUT_LENGTHS].to(scores.logprobs.device, non_blocking=True)
             loss, metrics = loss_fn(
                 scores.logprobs,
                 {**data, UNFILTERED_LOGPROBS: scores.unfiltered} if unfiltered else data,

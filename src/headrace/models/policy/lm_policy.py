@@ -115,7 +115,7 @@ class Policy:
         self, rows: Any, reduce_fn: RowReducer, select_fields: Sequence[str]
     ) -> Mapping[str, torch.Tensor]:
         """Return what `reduce_fn` makes of the columns: {name: (N,)} in the rows' order."""
-        return reduce_fn(BatchedDataDict({name: rows[name] for name in select_fields if name in rows}))
+        return reduce_fn(rows.select_columns(select_fields))
 
     def derive_columns(self, rows: Any, make: RowReducer, select_fields: Sequence[str]) -> None:
         """Add the columns that `make` makes of others."""
@@ -213,9 +213,7 @@ class Policy:
 
     def _logprobs(self, data: Batch, method: str, *, timer: Timer | None, **options: Any) -> Batch:
         wanted = [*fields_with_optional_routed_experts(LP_SEED_FIELDS, enabled=True), ROUTE_SALTS]
-        needed: Batch = BatchedDataDict(
-            {name: data[name] for name in (*wanted, *self.media_fields) if name in data}
-        )
+        needed = data.select_columns([*wanted, *self.media_fields])
         shards, inverse = self._shard(needed, "logprob_mb_tokens", batch_size=None)
         with timed(timer, method):
             results = self.workers.run_sharded(method, shards, **options)

@@ -5,8 +5,9 @@ the driver, and no key is made here: ids come from the rollout's first write and
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,9 +154,10 @@ class TQPolicy(Policy):
         some = rows if count is None else rows.slice(0, count)
         return self.read_from_dataplane(some, select_fields=names)
 
-    def write_columns(self, rows: KVBatchMeta, columns: Mapping[str, Any]) -> None:
-        """Write columns that the driver computed and add them to `rows.fields`."""
-        write_columns(self.dp_client, rows, columns)
+    @property
+    def write_columns(self) -> Callable[[Any, Mapping[str, Any]], Any]:
+        """Writes columns that the driver computed, and adds them to the fields of the meta that it is given."""
+        return partial(write_columns, self.dp_client)
 
     def write_to_dataplane(self, meta: KVBatchMeta, fields: Mapping[str, Any]) -> None:
         self.write_columns(meta, fields)
@@ -361,6 +363,6 @@ def launcher_for(dp_cfg: DataPlaneConfig | Mapping[str, Any]) -> Launcher:
 
 @registered
 def valid_counts(rows: BatchedDataDict) -> dict[str, torch.Tensor]:
-    """Valid sequences and tokens of each row, as `process_global_batch` counts them."""
+    """Valid sequences and tokens of each row, as `automodel.data.valid_counts` counts them."""
     mask = rows["sample_mask"].float()
     return {"seqs": mask, "toks": (rows["token_mask"][:, 1:].float() * mask.unsqueeze(-1)).sum(-1)}

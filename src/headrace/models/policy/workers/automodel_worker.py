@@ -16,12 +16,12 @@ from headrace.config import GenerationConfig, OptimizerConfig, PolicyConfig, Sch
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD, UNFILTERED_LOGPROBS
 from headrace.data_plane.worker_mixin import TQWorkerMixin
-from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.batched_data_dict import BatchedDataDict, Cut
 from headrace.distributed.topology import RankLayout, Topology, build_topology
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.automodel import checkpoint, flops
 from headrace.models.automodel.build import ModelBuilder
-from headrace.models.automodel.data import get_microbatch_iterator, process_global_batch
+from headrace.models.automodel.data import COUNTED_COLUMNS, most_of_ranks, valid_counts
 from headrace.models.automodel.lora import ADAPTER, Adapter
 from headrace.models.automodel.replay import PREV_LOGPROBS, TRAIN, RouteReplayer
 from headrace.models.automodel.scoring import Scoring, TokenScorer
@@ -105,6 +105,15 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         return None if self.topology is None else self.topology.data
 
     @property
+    def _cut(self) -> Cut:
+        if self.cfg.dynamic_batching.enabled:
+            return "dynamic"
+        return "packed" if self.cfg.sequence_packing.enabled else "fixed"
+
+    def _most_of_ranks(self, count: int) -> int:
+        return most_of_ranks(count, self.dp_group)
+
+    @property
     def _sharded(self) -> ShardedModel | None:
         return self._scorer.sharded
 
@@ -144,10 +153,11 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             )
         results = []
         for index in range(data.size // rows if planned is None else len(planned)):
-            counted = process_global_batch(data, loss_fn, self.dp_group, batch_idx=index, batch_size=rows)
-            self.begin_train_step(counted["global_valid_seqs"], counted["global_valid_toks"])
+            batch = data.get_batch(index, rows)
+            counted = batch.select_columns(COUNTED_COLUMNS)
+            self.begin_train_step(*valid_counts(counted, loss_fn.loss_type, self.dp_group))
             try:
-                self.train_microbatches(counted["batch"], loss_fn, mbs=mbs, backward=not eval_mode)
+                self.train_microbatches(batch, loss_fn, mbs=mbs, backward=not eval_mode)
                 results.append(self._close_step() if eval_mode else self.finish_train_step())
             finally:
                 self.abort_train_step()
@@ -180,14 +190,9 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         step.tokens += int(data[INPUT_LENGTHS].sum())
         if self._scorer.replayer is not None:
             self._scorer.replayer.begin(TRAIN, data)
-        microbatches, _ = get_microbatch_iterator(
-            data.to(self.device),
-            self.cfg,
-            mbs or self.cfg.train_micro_batch_size,
-            self.dp_group,
-            self.tokenizer,
-            replica_size=self._replica_size,
-        )
+        size = mbs or self.cfg.train_micro_batch_size
+        data = data.to(self.device, on_host=(INPUT_LENGTHS,))
+        microbatches = data.microbatches(self._cut, size, self._most_of_ranks)
         drops = backward and self._adapter is not None and self.cfg.lora.dropout > 0
         with self._adapter.dropping() if drops and self._adapter else nullcontext():
             run_microbatches(self._scorer, microbatches, loss_fn, step, backward=backward)
@@ -290,14 +295,8 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         out = [torch.zeros(data[INPUT_IDS].shape, dtype=torch.float32) for _ in range(1 + unfiltered)]
         for offset, rows, plan in _portions(data, micro_batch_size or self.cfg.logprob_batch_size):
             mbs = max((stop - start for start, stop in plan), default=1)
-            microbatches, _ = get_microbatch_iterator(
-                rows.to(self.device),
-                self.cfg,
-                mbs,
-                self.dp_group,
-                self.tokenizer,
-                replica_size=self._replica_size,
-            )
+            rows = rows.to(self.device, on_host=(INPUT_LENGTHS,))
+            microbatches = rows.microbatches(self._cut, mbs, self._most_of_ranks)
             for index, microbatch in enumerate(microbatches):
                 # Dummies beyond the plan run too: other ranks wait for them in collectives.
                 start, stop = plan[index] if index < len(plan) else (0, 0)

@@ -1,1 +1,0 @@
-"""The shapes in which Hugging Face models take packed sequences."""
