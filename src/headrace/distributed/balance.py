@@ -78,6 +78,19 @@ def deal(costs: IntArray, ranks: int, loads: IntArray | None = None) -> IntArray
     return result[: len(costs)]
 
 
+def divide_shares(rank_of_row: IntArray, ranks: int, parts: int, order: IntArray) -> IntArray:
+    """Return which of the ranks' `parts` each row is in, (N,), rank after rank; `order` is that of descending costs.
+
+    A rank's rows go to its parts forth and back, so that these have about as much each.
+    """
+    by_rank = order if ranks == 1 else order[descending_order(ranks - 1 - rank_of_row[order])]
+    counts = np.bincount(rank_of_row, minlength=ranks)
+    turns = np.concatenate([np.arange(parts), np.arange(parts)[::-1]])
+    part_of_row = np.empty_like(rank_of_row)
+    part_of_row[by_rank] = np.concatenate([np.resize(turns, count) for count in counts])
+    return rank_of_row * parts + part_of_row
+
+
 def _exchange_rows(costs: IntArray, rank_of_row: IntArray, ranks: int) -> None:
     """Lower the highest load, in place: its rank gives a row and takes a cheaper one, or none, of another rank."""
     loads = sum_by(rank_of_row, costs, ranks)

@@ -125,10 +125,12 @@ def _first_fit_all(lengths: IntArray, counts: IntArray, capacity: int) -> IntArr
         at, first = starts[:count] + step, shards[:count]
         needed = lengths[at]
         bin_ = (room[:count] >= needed[:, None]).argmax(axis=1)
-        if (room[first, bin_] < needed).any():
+        left = room[first, bin_] - needed
+        if left.min() < 0:
             room = np.pad(room, ((0, 0), (0, room.shape[1] // 4 + 1)), constant_values=capacity)
             bin_ = (room[:count] >= needed[:, None]).argmax(axis=1)
-        room[first, bin_] -= needed
+            left = room[first, bin_] - needed
+        room[first, bin_] = left
         bin_of[at] = bin_
     return bin_of
 

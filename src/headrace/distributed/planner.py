@@ -18,6 +18,7 @@ from headrace.distributed.balance import (
     IntArray,
     deal,
     descending_order,
+    divide_shares,
     row_costs,
     share_rows,
     sum_by,
@@ -232,7 +233,9 @@ def _pack(lengths: IntArray, ranks: int, args: _Arguments) -> _Shares:
         # A rank with very many rows packs them in parts, which costs a part of a bin each.
         parts = max(1, -(-len(lengths) // (ranks * _ROWS_PACKED_TOGETHER)))
         order = descending_order(lengths)  # of costs, too
-        shard_of_row = share_rows(costs, ranks * parts, order)
+        shard_of_row = share_rows(costs, ranks, order)
+        if parts > 1:
+            shard_of_row = divide_shares(shard_of_row, ranks, parts, order)
         bin_of = pack_shards(lengths, shard_of_row, ranks * parts, args.budget, args.algorithm, order)
         bins_of_shard = int(bin_of.max(initial=0)) + 1
         bin_of += shard_of_row * bins_of_shard
