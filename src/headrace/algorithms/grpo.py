@@ -132,7 +132,9 @@ def run_step(session: Session, step: int, timer: Timer) -> StepResult:
     """
     recipe, policy = session.recipe, session.policy
     stage = partial(open_stage, session, step, timer, position=session.prompts.position)
-    with policy.step_rows(_expected_rows(recipe), recipe.grpo.num_generations_per_prompt):
+    # With dynamic sampling, a new round's rows stand beside those held of earlier rounds.
+    most = recipe.samples_per_step * (2 if recipe.grpo.dynamic_sampling.enabled else 1)
+    with policy.step_rows(most, recipe.grpo.num_generations_per_prompt):
         with stage("rollout"):
             collected = collect(session, step)
         return learn(session, step, collected, stage)
@@ -268,11 +270,6 @@ class Collected:
     metrics: dict[str, float]
 
 
-def _expected_rows(recipe: RecipeConfig) -> int:
-    # With dynamic sampling, a new round's rows stand beside those held of earlier rounds.
-    return recipe.samples_per_step * (2 if recipe.grpo.dynamic_sampling.enabled else 1)
-
-
 def collect(session: Session, step: int) -> Collected:
     """Roll out until the step has its groups; without dynamic sampling that is one round."""
     grpo = session.recipe.grpo
@@ -385,7 +382,9 @@ def score(
     limit = recipe.loss.max_sequence_logprob_error
     if limit is not None:
         mask = mask * (stats["logprob_error"] <= limit).float()
-    kl = _token_kl(recipe, stats)
+    kl = None
+    if recipe.has_token_kl:
+        kl = TokenKL(grpo.reward.kl_coefficient, stats["kl_to_go_sum"], stats["kl_to_go_squares"])
     result = compute_advantages(
         rewards if kl is None else shaped, table.group_ids, mask, table.response_tokens, grpo.advantage, kl=kl
     )
@@ -400,12 +399,6 @@ def score(
     gaps = {n.removeprefix(MISMATCH): v for n, v in stats.items() if n.startswith(MISMATCH)}
     metrics |= {f"{MISMATCH}{name}": value for name, value in mismatch_summary(gaps, mask).items()}
     return Scored(result.advantages, mask, rewards, metrics, result.kl_scale)
-
-
-def _token_kl(recipe: RecipeConfig, stats: Mapping[str, torch.Tensor]) -> TokenKL | None:
-    if not recipe.has_token_kl:
-        return None
-    return TokenKL(recipe.grpo.reward.kl_coefficient, stats["kl_to_go_sum"], stats["kl_to_go_squares"])
 
 
 def _stats(recipe: RecipeConfig, policy: Policy, rows: Any) -> Mapping[str, torch.Tensor]:

@@ -78,7 +78,8 @@ class Loop:
         # First the record, then the checkpoint: a crash between the two costs no line of the metrics.
         self._report(result, step, total, timer)
         self._watch_idleness(result.metrics, step, total)
-        if self._save_due(step, total):
+        # The last step is saved by run().
+        if step % self.recipe.checkpointing.save_period == 0 and step != total:
             self.save()
 
     # What another kind of step does otherwise.
@@ -157,10 +158,6 @@ class Loop:
                 f"checkpointing.metric={cfg.metric} is not measured: the environment says of no answer whether it is "
                 f"right; choose one of {', '.join(metrics)}, or leave it out"
             )
-
-    def _save_due(self, step: int, total: int) -> bool:
-        # The last step is saved by run().
-        return step % self.recipe.checkpointing.save_period == 0 and step != total
 
     def save(self) -> None:
         """Write a checkpoint of the last whole step, unless there is one."""

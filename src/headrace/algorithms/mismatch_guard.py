@@ -164,7 +164,8 @@ class MismatchGuard:
     ) -> list[Answers]:
         """Return the rows with the trainer's logprobs, under each distribution; with replay, by the rows' routes."""
         columns, _ = self.policy.score_under(self._batch(rows, replay=True), distributions, half=half)
-        return [Answers(rows, [_new_of(row, column[i]) for i, row in enumerate(rows)]) for column in columns]
+        spans = [slice(len(row.prompt), len(row.prompt) + len(row.new)) for row in rows]
+        return [Answers(rows, [row[new].double() for row, new in zip(column, spans)]) for column in columns]
 
     def _batch(self, rows: Sequence[Probed], *, replay: bool) -> BatchedDataDict:
         """Return rows as columns; without `replay`, every route is missing, so that routers choose themselves."""
@@ -217,8 +218,3 @@ def _native(stats: ReplayStats | None) -> Iterator[tuple[tuple[int, ...], torch.
         lengths = part.lengths.tolist()
         for tokens, chosen in zip(torch.split(part.tokens, lengths), torch.split(part.native, lengths)):
             yield tuple(tokens.tolist()), chosen
-
-
-def _new_of(row: Probed, column: torch.Tensor) -> torch.Tensor:
-    start = len(row.prompt)
-    return column[start : start + len(row.new)].double()

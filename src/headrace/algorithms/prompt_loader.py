@@ -27,8 +27,8 @@ class PromptLoader:
         if not prompts:
             raise ConfigError("the training split has no prompts; check env and data.train_size")
         self._prompts = list(prompts)
-        self._seed = seed
-        self._order_of = order or (self._shuffled if shuffle else self._as_given)
+        self._seed, self._shuffle = seed, shuffle
+        self._order_of = order or self._usual_order
         self.position = 0
         self._epoch = -1
         self._order: Sequence[int] = range(len(prompts))
@@ -49,9 +49,8 @@ class PromptLoader:
             self._epoch, self._order = epoch, self._order_of(epoch)
         return self._prompts[self._order[index]]
 
-    def _shuffled(self, epoch: int) -> Sequence[int]:
+    def _usual_order(self, epoch: int) -> Sequence[int]:
+        if not self._shuffle:
+            return range(len(self._prompts))
         rng = np.random.default_rng(derive_seed(self._seed, "prompt-order", epoch))
         return rng.permutation(len(self._prompts)).tolist()  # type: ignore[no-any-return]
-
-    def _as_given(self, epoch: int) -> Sequence[int]:
-        return range(len(self._prompts))

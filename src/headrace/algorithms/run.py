@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -252,14 +252,11 @@ def start_loop(
     session.detail = StepDetail(session.recipe.logging, observer.on_detail)
     progress, prompts = progress or Progress.at_start(), prompts_state(session.environment)
     kind = AsyncLoop if session.recipe.asynchrony.enabled else Loop
-    return kind(session, observer, progress, prompts, checkpoints, _build_guard(session))
-
-
-def _build_guard(session: Session) -> MismatchGuard | None:
-    if not session.recipe.generation.guarded:
-        return None
-    prompts = session.environment.prompts("train")
-    return MismatchGuard(session.recipe, session.policy, session.rollouts, prompts)
+    guard = None
+    if session.recipe.generation.guarded:
+        asked = session.environment.prompts("train")
+        guard = MismatchGuard(session.recipe, session.policy, session.rollouts, asked)
+    return kind(session, observer, progress, prompts, checkpoints, guard)
 
 
 def warm_up(
@@ -287,7 +284,7 @@ def warm_up(
             first=progress.warm_start_steps,
             on_non_finite=recipe.loss.on_non_finite,
             filtered=recipe.generation.filters,
-            on_progress=_phase_reporter(observer),
+            on_progress=partial(observer.on_phase_progress, "warm_start"),
             should_stop=stopper.is_set,
         )
         if warming_up(recipe, progress):
@@ -298,13 +295,6 @@ def warm_up(
     if recipe.needs_reference:
         keep_reference(policy, RunDirectory(run_dir).reference_dir)
     return True
-
-
-def _phase_reporter(observer: RunObserver) -> Callable[[int, dict[str, float]], None]:
-    def report(done: int, metrics: dict[str, float]) -> None:
-        observer.on_phase_progress("warm_start", done, metrics)
-
-    return report
 
 
 def _describe(session: Session) -> dict[str, str]:

@@ -12,7 +12,7 @@ import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from headrace.algorithms.grpo import Session, StepResult
 from headrace.config import ClusterConfig, DataPlaneConfig, LoggingConfig, RecipeConfig
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.object_codec import decode, encode
-from headrace.data_plane.preshard import shard_meta_for_dp
 from headrace.data_plane.schema import (
     INPUT_LENGTHS,
     ROUTE_SALTS,
@@ -157,12 +156,9 @@ class ResultColumns:
 
     def results(self, step: StepResult) -> Results:
         assert self.samples is not None, "the step has come to its end"
-        return Results(_comparable(step.metrics), self.samples)
-
-
-def _comparable(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that do not depend on where rows lie."""
-    return {name: float(value) for name, value in metrics.items() if not name.startswith("data_plane/")}
+        # Not those that depend on where rows lie.
+        compared = {n: float(value) for n, value in step.metrics.items() if not n.startswith("data_plane/")}
+        return Results(compared, self.samples)
 
 
 def _columns(policy: Policy, rows: Any, without: Any) -> SampleColumns:
@@ -184,26 +180,16 @@ def _columns(policy: Policy, rows: Any, without: Any) -> SampleColumns:
 
 def _plan(policy: Policy, rows: Any) -> list[dict[str, Any]]:
     """Return how a training stage cuts the rows: per replica, samples and microbatches."""
-    if isinstance(rows, KVBatchMeta):
-        meta = replace(rows, tags=None, extra_info={})
-    else:
-        ids, lengths = rows[SAMPLE_ID].tolist(), rows[INPUT_LENGTHS].tolist()
-        meta = KVBatchMeta("train", "train", ids, sequence_lengths=lengths)
-    packing, dynamic = policy._packing_args("train_mb_tokens")
-    shards, _ = shard_meta_for_dp(
-        meta,
-        dp_world=policy.workers.dp_size,
-        batch_size=policy.cfg.train_global_batch_size,
-        sequence_packing_args=packing,
-        dynamic_batching_args=dynamic,
-    )
+    stored = isinstance(rows, KVBatchMeta)
+    ids = rows.sample_ids if stored else rows[SAMPLE_ID].tolist()
+    plan = policy.training_plan(rows.sequence_lengths if stored else rows[INPUT_LENGTHS].tolist())
     names = ("micro_batch_indices", "micro_batch_lengths")
     return [
         {
-            "sample_ids": shard.sample_ids,
-            **{n: shard.extra_info[n] for n in names if n in shard.extra_info},
+            "sample_ids": [ids[row] for row in plan.rank_rows(rank)],
+            **{name: cut for name, cut in plan.rank_plan(rank).items() if name in names},
         }
-        for shard in shards
+        for rank in range(plan.ranks)
     ]
 
 
