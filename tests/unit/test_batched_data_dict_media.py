@@ -36,29 +36,19 @@ def test_no_media_is_none():
     assert PackedTensor.empty_like(images(1, 2)).tensors == [None, None]
 
 
-def test_rows_are_sliced_repeated_and_concatenated():
+def test_rows_are_sliced_and_concatenated():
     media = images(1, None, 2)
     assert [None if t is None else len(t) for t in media.slice([2, 1, 2]).tensors] == [2, None, 2]
     assert [None if t is None else len(t) for t in media.slice(torch.tensor([2])).tensors] == [2]
-    assert [None if t is None else len(t) for t in media.repeat(2).tensors] == [1, 1, None, None, 2, 2]
     both = PackedTensor.concat([media, images(4)])
     assert [None if t is None else len(t) for t in both.tensors] == [1, None, 2, 4]
 
 
-def test_flattened_concat_makes_one_row_of_each_column():
-    flat = PackedTensor.flattened_concat([images(1, 2), images(None), images(3)])
-    assert [None if t is None else len(t) for t in flat.tensors] == [3, None, 3]
-    assert torch.equal(
-        flat.as_tensor(), PackedTensor.concat([images(1, 2), images(None), images(3)]).as_tensor()
-    )
-
-
 def test_columns_that_join_along_different_dimensions_are_refused():
-    for join in (PackedTensor.concat, PackedTensor.flattened_concat):
-        with pytest.raises(SchemaError, match=r"dim_to_pack \[0, 1\]"):
-            join([images(1), images(1, dim=1)])
-        with pytest.raises(SchemaError, match="at least one column"):
-            join([])
+    with pytest.raises(SchemaError, match=r"dim_to_pack \[0, 1\]"):
+        PackedTensor.concat([images(1), images(1, dim=1)])
+    with pytest.raises(SchemaError, match="at least one column"):
+        PackedTensor.concat([])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reference_packing as reference
+from headrace.compat.batched_data_dict import BatchedDataDict as CallersBatch
 from headrace.distributed.batched_data_dict import (
     BatchedDataDict,
     DynamicBatchingArgs,
@@ -97,7 +98,7 @@ def test_without_a_batch_size_all_rows_are_one_global_batch():
 
 
 def test_uneven_shards_leave_the_last_ones_short_or_empty_with_all_columns():
-    batch = batch_of([1] * 2)
+    batch = CallersBatch.of(batch_of([1] * 2))
     batch["media"] = PackedTensor([torch.ones(1), torch.ones(2)])
     shards = batch.shard_by_batch_size(4, allow_uneven_shards=True)
     assert [s.size for s in shards] == [1, 1, 0, 0]
@@ -106,7 +107,10 @@ def test_uneven_shards_leave_the_last_ones_short_or_empty_with_all_columns():
         assert shard["input_ids"].shape == (0, 1)
         assert shard["text"] == []
         assert shard["media"].as_tensor() is None
-    assert [s.size for s in batch_of([1] * 5).shard_by_batch_size(2, allow_uneven_shards=True)] == [3, 2]
+    five = CallersBatch.of(batch_of([1] * 5))
+    assert [s.size for s in five.shard_by_batch_size(2, allow_uneven_shards=True)] == [3, 2]
+    with pytest.raises(ConfigError, match="allow_uneven_shards needs batch_size=None"):
+        five.shard_by_batch_size(2, 5, allow_uneven_shards=True)
 
 
 def test_sizes_that_do_not_divide_are_refused_with_both():
@@ -168,14 +172,14 @@ def test_microbatches_of_all_ranks_hold_every_row_once_and_their_order_can_be_re
 def _microbatches(batch, kind, budget, multiple):
     if kind == "packed":
         microbatches = list(batch.make_microbatch_iterator_for_packable_sequences())
-        count, longest = batch.get_microbatch_iterator_for_packable_sequences_len()
+        count, longest = CallersBatch.of(batch).get_microbatch_iterator_for_packable_sequences_len()
         totals = [
             sum(reference.rounded(n, multiple) for n in m["input_lengths"].tolist()) for m in microbatches
         ]
         assert max(totals) <= longest <= budget
     else:
         microbatches = list(batch.make_microbatch_iterator_with_dynamic_shapes())
-        count = batch.get_microbatch_iterator_dynamic_shapes_len()
+        count = CallersBatch.of(batch).get_microbatch_iterator_dynamic_shapes_len()
         assert all(m["input_ids"].numel() <= budget for m in microbatches)
         assert all(m["input_ids"].shape[1] % multiple == 0 for m in microbatches)
     assert count == len(microbatches)
@@ -239,12 +243,14 @@ def test_a_global_batch_that_is_not_there_is_refused():
 
 
 def test_planned_iterators_want_a_plan_of_one_global_batch():
-    batch = batch_of([1] * 4)
+    batch = CallersBatch.of(batch_of([1] * 4))
     iterators = (
         batch.make_microbatch_iterator_with_dynamic_shapes,
         batch.make_microbatch_iterator_for_packable_sequences,
         batch.get_microbatch_iterator_dynamic_shapes_len,
         batch.get_microbatch_iterator_for_packable_sequences_len,
+        lambda: batch.microbatches("packed", 1),
+        lambda: batch.microbatches("dynamic", 1),
     )
     for iterator in iterators:
         with pytest.raises(SchemaError, match="no microbatch plan"):

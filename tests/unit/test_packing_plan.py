@@ -147,13 +147,6 @@ def test_contiguous_plans_give_rank_k_slice_k_of_every_global_batch(rows, shards
     assert [plan.rank_rows(r).tolist() for r in range(shards)] == expected
 
 
-def test_uneven_contiguous_shards_take_the_ceiling_and_leave_the_rest():
-    plan = plan_microbatches([1] * 5, shards=2, allow_uneven_shards=True)
-    assert [plan.rank_rows(r).tolist() for r in range(2)] == [[0, 1, 2], [3, 4]]
-    plan = plan_microbatches([1] * 2, shards=4, allow_uneven_shards=True)
-    assert [plan.rank_rows(r).tolist() for r in range(4)] == [[0], [1], [], []]
-
-
 # Failing inputs from the field.
 
 
@@ -301,7 +294,6 @@ def test_a_batch_size_that_does_not_divide_the_rows_is_refused_with_both_sizes()
     [
         ({"shards": 0}, "shards=0"),
         ({"batch_size": 0}, "batch_size=0"),
-        ({"batch_size": 2, "allow_uneven_shards": True}, "allow_uneven_shards needs batch_size=None"),
         (
             {"sequence_packing_args": packing(9), "dynamic_batching_args": dynamic(9)},
             "cannot be passed together",

@@ -1,8 +1,9 @@
 """BatchedDataDict with the habits of code written against NeMo-RL: unequal columns join, repeated rows share media."""
 
 import copy
+import itertools
 from abc import ABCMeta
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -14,9 +15,9 @@ from headrace.compat.packed_tensor import PackedTensor
 from headrace.distributed import batched_data_dict, multimodal
 from headrace.distributed.batched_data_dict import DynamicBatchingArgs, SequencePackingArgs
 from headrace.distributed.collectives import broadcast_columns
-from headrace.distributed.columns import object_array, rows_of
+from headrace.distributed.columns import object_array, rows_of, select_rows
 from headrace.distributed.ragged import nested_from_ragged, offsets_from_lengths, ragged_from_nested
-from headrace.errors import SchemaError
+from headrace.errors import ConfigError, SchemaError
 
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
 
@@ -115,19 +116,57 @@ class BatchedDataDict(batched_data_dict.BatchedDataDict, metaclass=_AnyBatch):
 
         With `share_immutable_media` the copies share the tensors of media, and what engines are given as media.
         """
-        if not share_immutable_media:
-            return super().repeat_interleave(num_repeats)
-        objects = {n: c for n, c in self.data.items() if isinstance(c, list) or _holds_objects(c)}
-        kept = type(self)({n: c for n, c in self.data.items() if n not in objects})
-        repeated = super(BatchedDataDict, kept).repeat_interleave(num_repeats)
-        for name, column in objects.items():
-            rows = [
-                copy.deepcopy(row, shared)
-                for row in column
-                for shared in [_shared_media(row, name in NATIVE_MULTIMODAL_KEYS) for _ in range(num_repeats)]
-            ]
-            repeated[name] = rows if isinstance(column, list) else object_array(rows)
-        return self._with_columns({name: repeated[name] for name in self.data})
+        if num_repeats < 0:
+            raise ConfigError(f"num_repeats={num_repeats}; expected 0 or more")
+        _ = self.size
+
+        def copies(row: Any, name: str) -> Iterator[Any]:
+            for _ in range(num_repeats):
+                is_native = name in NATIVE_MULTIMODAL_KEYS
+                yield copy.deepcopy(row, _shared_media(row, is_native) if share_immutable_media else {})
+
+        columns = {}
+        for name, column in self.data.items():
+            if isinstance(column, list | tuple) or _holds_objects(column):
+                rows = [row for given in column for row in copies(given, name)]
+                columns[name] = object_array(rows) if _holds_objects(column) else rows
+            elif isinstance(column, multimodal.PackedTensor):
+                columns[name] = PackedTensor.of(column).repeat(num_repeats)
+            else:
+                columns[name] = select_rows(column, torch.arange(len(column)).repeat_interleave(num_repeats))
+        return self._with_columns(columns)
+
+    def chunk(self, rank: int, chunks: int) -> Self:
+        """Return a copy of part `rank` of `chunks` equal, contiguous parts.
+
+        Raises:
+            ConfigError: rows that do not divide, or a rank outside [0, chunks).
+        """
+        size = self.size
+        if chunks < 1 or size % chunks:
+            raise ConfigError(
+                f"batch size ({size}) is not a multiple of chunks ({chunks}); change one of them"
+            )
+        if not 0 <= rank < chunks:
+            raise ConfigError(f"rank {rank} of {chunks} chunks; expected 0 to {chunks - 1}")
+        rows = torch.arange(rank * (size // chunks), (rank + 1) * (size // chunks))
+        return self._with_columns(self._selected(rows))
+
+    def truncate_tensors(self, dim: int, truncated_len: int) -> None:
+        """Cut every dense tensor that has dimension `dim` and is longer there, in place."""
+        for name, column in self.data.items():
+            if isinstance(column, torch.Tensor) and not column.is_nested and column.dim() > dim:
+                self.data[name] = column.narrow(dim, 0, min(truncated_len, column.shape[dim]))
+
+    def get_dict(self) -> dict[str, Any]:
+        return self.data
+
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        return len(self._single_plan()[0])
+
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        pairs, lengths = self._single_plan()
+        return len(pairs), max(lengths, default=0)
 
     def reorder_data(self, reorded_indices: Sequence[int] | torch.Tensor) -> None:
         super().reorder_data(reorded_indices)
@@ -141,12 +180,20 @@ class BatchedDataDict(batched_data_dict.BatchedDataDict, metaclass=_AnyBatch):
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[Self] | tuple[list[Self], list[int]]:
         """Split the rows over `shards` ranks; microbatch orders may be named `packer` and `largest_first`, too."""
+        if allow_uneven_shards:
+            if batch_size is not None:
+                raise ConfigError(
+                    "allow_uneven_shards needs batch_size=None: uneven shards are cut from one batch"
+                )
+            if dynamic_batching_args is None and sequence_packing_args is None:
+                rows = -(-self.size // shards)
+                stops = [min(rank * rows, self.size) for rank in range(shards + 1)]
+                return [self.slice(start, stop) for start, stop in itertools.pairwise(stops)]
         return super().shard_by_batch_size(
             shards,
             batch_size,
-            allow_uneven_shards,
-            dynamic_batching_args,
-            headrace_packing_args(sequence_packing_args),
+            dynamic_batching_args=dynamic_batching_args,
+            sequence_packing_args=headrace_packing_args(sequence_packing_args),
         )
 
     def all_gather(self, group: dist.ProcessGroup | None) -> Self:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 import torch
 
-from headrace.distributed.columns import concat_columns, move, repeat_rows, rows_of, select_rows, slice_rows
+from headrace.distributed.columns import concat_columns, move, rows_of, select_rows, slice_rows
 from headrace.distributed.dummy_microbatch import dummy_columns
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.planner import (
@@ -85,9 +85,6 @@ class BatchedDataDict(UserDict[str, Any]):
                 )
         return size
 
-    def get_dict(self) -> dict[str, Any]:
-        return self.data
-
     def get_multimodal_dict(
         self, as_tensors: bool = False, device: torch.device | str | None = None
     ) -> dict[str, Any]:
@@ -115,12 +112,6 @@ class BatchedDataDict(UserDict[str, Any]):
         for name, column in self.data.items():
             self.data[name] = move(column, "cpu" if name in on_host else device)
         return self
-
-    def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Cut every dense tensor that has dimension `dim` and is longer there, in place."""
-        for name, column in self.data.items():
-            if isinstance(column, torch.Tensor) and not column.is_nested and column.dim() > dim:
-                self.data[name] = column.narrow(dim, 0, min(truncated_len, column.shape[dim]))
 
     # Rows.
 
@@ -170,30 +161,6 @@ class BatchedDataDict(UserDict[str, Any]):
             {name: slice_rows(column, start, end) for name, column in self.data.items()}
         )
 
-    def chunk(self, rank: int, chunks: int) -> Self:
-        """Return a copy of part `rank` of `chunks` equal, contiguous parts.
-
-        Raises:
-            ConfigError: rows that do not divide, or a rank outside [0, chunks).
-        """
-        size = self.size
-        if chunks < 1 or size % chunks:
-            raise ConfigError(
-                f"batch size ({size}) is not a multiple of chunks ({chunks}); change one of them"
-            )
-        if not 0 <= rank < chunks:
-            raise ConfigError(f"rank {rank} of {chunks} chunks; expected 0 to {chunks - 1}")
-        rows = torch.arange(rank * (size // chunks), (rank + 1) * (size // chunks))
-        return self._with_columns(self._selected(rows))
-
-    def repeat_interleave(self, num_repeats: int) -> Self:
-        """Return every row `num_repeats` times, the copies beside each other; objects are copied deeply."""
-        if num_repeats < 0:
-            raise ConfigError(f"num_repeats={num_repeats}; expected 0 or more")
-        _ = self.size
-        columns = {name: repeat_rows(column, num_repeats) for name, column in self.data.items()}
-        return self._with_columns(columns)
-
     def reorder_data(self, reordered_indices: Sequence[int] | torch.Tensor) -> None:
         """Put row i at place `reordered_indices[i]`, in place; drops a microbatch plan.
 
@@ -218,7 +185,7 @@ class BatchedDataDict(UserDict[str, Any]):
         self,
         shards: int,
         batch_size: int | None = None,
-        allow_uneven_shards: bool = False,
+        *,
         dynamic_batching_args: DynamicBatchingArgs | None = None,
         sequence_packing_args: SequencePackingArgs | None = None,
     ) -> list[Self] | tuple[list[Self], list[int]]:
@@ -241,7 +208,6 @@ class BatchedDataDict(UserDict[str, Any]):
             np.zeros(self.size, dtype=np.int64) if args is None else self._lengths(args),
             shards=shards,
             batch_size=batch_size,
-            allow_uneven_shards=allow_uneven_shards,
             sequence_packing_args=sequence_packing_args,
             dynamic_batching_args=dynamic_batching_args,
         )
@@ -346,9 +312,6 @@ class BatchedDataDict(UserDict[str, Any]):
 
         return microbatches()
 
-    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
-        return len(self._single_plan()[0])
-
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[Self]:
         """Return the planned microbatches, each of which fits one packed row; dummies included."""
         pairs, lengths = self._single_plan()
@@ -356,10 +319,6 @@ class BatchedDataDict(UserDict[str, Any]):
             self.slice(start, stop) if start < stop else self.make_dummy(length)
             for (start, stop), length in zip(pairs, lengths)
         )
-
-    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
-        pairs, lengths = self._single_plan()
-        return len(pairs), max(lengths, default=0)
 
     def make_dummy(self, width: int = 1) -> Self:
         """Return a microbatch that weighs nothing: one row of one token, all masks 0.

@@ -4,7 +4,6 @@ Kinds: dense tensors (N, ...), jagged nested tensors (N, j, ...), lists, numpy a
 PackedTensor. A result is a copy, except that `slice_rows` of a dense tensor or array is a view.
 """
 
-import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,18 +57,6 @@ def slice_rows(column: Column, start: int, stop: int) -> Column:
     if isinstance(column, PackedTensor) or (isinstance(column, torch.Tensor) and column.is_nested):
         return select_rows(column, torch.arange(start, stop))
     return column[start:stop]
-
-
-def repeat_rows(column: Column, repeats: int) -> Column:
-    """Return every row `repeats` times, the copies beside each other; objects are copied deeply."""
-    if isinstance(column, PackedTensor):
-        return column.repeat(repeats)
-    repeated = select_rows(column, torch.arange(len(column)).repeat_interleave(repeats))
-    if isinstance(repeated, list):
-        return [copy.deepcopy(row) for row in repeated]
-    if isinstance(repeated, np.ndarray) and repeated.dtype == object:
-        return object_array([copy.deepcopy(row) for row in repeated])
-    return repeated
 
 
 def object_array(rows: Sequence[object]) -> npt.NDArray[np.object_]:

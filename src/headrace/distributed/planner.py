@@ -130,7 +130,6 @@ def plan_microbatches(
     *,
     shards: int,
     batch_size: int | None = None,
-    allow_uneven_shards: bool = False,
     sequence_packing_args: SequencePackingArgs | Mapping[str, Any] | None = None,
     dynamic_batching_args: DynamicBatchingArgs | Mapping[str, Any] | None = None,
     row_names: Sequence[str] | None = None,
@@ -139,7 +138,7 @@ def plan_microbatches(
 
     Global batches of `batch_size` rows follow one another; None makes all rows one. Without arguments for
     packing or dynamic batching, rank k gets the contiguous slice k of each global batch, which must divide by
-    `shards` unless `allow_uneven_shards`. `row_names` name the rows in errors.
+    `shards`. `row_names` name the rows in errors.
 
     Raises:
         ConfigError: sizes that do not divide, a row over the token budget, bad arguments.
@@ -147,7 +146,7 @@ def plan_microbatches(
     """
     rows = as_lengths(lengths)
     shards = whole_number("shards", shards, 1, ConfigError)
-    batches = _count_batches(len(rows), shards, batch_size, allow_uneven_shards)
+    batches = _count_batches(len(rows), batch_size)
     if sequence_packing_args is not None and dynamic_batching_args is not None:
         raise ConfigError(
             "dynamic_batching_args and sequence_packing_args cannot be passed together; drop one of them"
@@ -158,7 +157,7 @@ def plan_microbatches(
         args = _read("dynamic_batching_args", dynamic_batching_args, DynamicBatchingArgs)
         plan_batch = _batch_by_length
     else:
-        args, plan_batch = _Arguments("contiguous", 0, 1, allow_uneven=allow_uneven_shards), _slice
+        args, plan_batch = _Arguments("contiguous", 0, 1), _slice
     if args.budget:
         fitting = args.rounded(rows)
         check_fits(rows, fitting, args.budget, knob="max_tokens_per_microbatch", row_names=row_names)
@@ -166,12 +165,10 @@ def plan_microbatches(
     return _assemble(rows, shards, [plan_batch(part, shards, args) for part in parts], args)
 
 
-def _count_batches(rows: int, shards: int, batch_size: int | None, allow_uneven: bool) -> int:
+def _count_batches(rows: int, batch_size: int | None) -> int:
     if batch_size is None:
         return 1
     batch_size = whole_number("batch_size", batch_size, 1, ConfigError)
-    if allow_uneven:
-        raise ConfigError("allow_uneven_shards needs batch_size=None: uneven shards are cut from one batch")
     if rows % batch_size:
         raise ConfigError(
             f"Total batch size ({rows}) is not a multiple of batch_size ({batch_size}); "
@@ -190,7 +187,6 @@ class _Arguments:
     attention_ratio: float = DEFAULT_ATTENTION_RATIO
     algorithm: str = ""
     longest_first: bool = False
-    allow_uneven: bool = False
 
     def rounded(self, lengths: IntArray) -> IntArray:
         """Return lengths rounded up; a padded row has a token at least, since a forward pass needs one."""
@@ -301,13 +297,12 @@ def _boundaries(longest: list[int], args: _Arguments) -> tuple[list[int], list[i
 def _slice(lengths: IntArray, ranks: int, args: _Arguments) -> _Shares:
     """Give each rank a slice of one global batch, without microbatches."""
     batch = len(lengths)
-    if batch % ranks and not args.allow_uneven:
+    if batch % ranks:
         raise ConfigError(
             f"Batch size ({batch}) is not a multiple of shards ({ranks} data-parallel ranks); change "
             "batch_size or the number of ranks, or switch on sequence_packing or dynamic_batching"
         )
-    per_rank = -(-batch // ranks)
-    counts = np.clip(batch - per_rank * np.arange(ranks), 0, per_rank)
+    counts = np.full(ranks, batch // ranks)
     nothing = np.zeros((ranks, 0), dtype=np.int64)
     return _Shares(rows=np.arange(batch), rows_of_rank=counts, stops=nothing, lengths=nothing)
 
