@@ -19,7 +19,6 @@ from headrace.distributed.worker_groups import (
     RankSettings,
     SpawnWorkerGroup,
     WorkerSpec,
-    attach_from_environment,
 )
 from headrace.distributed.worker_groups.remote import RemoteWorkerGroup
 from headrace.distributed.worker_groups.wire import encode
@@ -340,42 +339,6 @@ def test_the_local_group_has_the_same_interface() -> None:
         group.run_sharded("double", [1, 2])
     group.shutdown()
     assert ended == [True]
-
-
-TORCHRUN = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-import torch
-from group_worker import GroupWorker
-from headrace.distributed.worker_groups import RankSettings, attach_from_environment
-
-rank, size = attach_from_environment(RankSettings(threads=1))
-total = float(GroupWorker(scale=10.0).total(torch.ones(3)))
-Path(__file__).with_name(f"rank{{rank}}").write_text(f"{{total}} of {{size}}")
-"""
-
-
-def test_torchrun_runs_the_same_worker(tmp_path: Path) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(TORCHRUN.format(tests=str(Path(__file__).parents[1])))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(script),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    # Files, because lines of two ranks on one stream can run into each other.
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["60.0 of 2", "60.0 of 2"]
-
-
-def test_attaching_without_torchrun_says_what_is_missing() -> None:
-    with pytest.raises(ConfigError, match=r"LOCAL_RANK.*start the script with torchrun"):
-        attach_from_environment()
 
 
 def test_nodes_without_headrace_get_what_is_installed_here() -> None:

@@ -48,6 +48,15 @@ class LossInputs:
         logprobs = torch.where(where, self.logprobs, 0.0)
         return replace(self, logprobs=logprobs, loss_mask=where, columns=columns)
 
+    def with_current(self) -> Self:
+        """Return the inputs with the current logprobs for previous and unfiltered ones that are not there."""
+        current = {"prev_logprobs": self.logprobs.detach(), UNFILTERED_LOGPROBS: self.logprobs}
+        return replace(self, columns={**current, **self.columns})
+
+    def possible(self) -> Self:
+        """Return the inputs without the tokens that have no ratio: one of their probabilities is 0."""
+        return self.only(self.loss_mask & ~self.logprobs.isneginf() & ~self["prev_logprobs"].isneginf())
+
     def sequence_mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return (b, 1): the mean of (b, S-1) values over a row's tokens in the loss; 0 without any."""
         total = torch.where(self.loss_mask, values, 0.0).sum(-1, keepdim=True)
@@ -342,13 +351,8 @@ class PolicyGradientLoss:
         self, logprobs: torch.Tensor, data: Mapping[str, Any], **counts: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         cfg = self.cfg
-        read = read_inputs(logprobs, data, self.required_columns, **counts)
-        current = {"prev_logprobs": read.logprobs.detach(), UNFILTERED_LOGPROBS: read.logprobs}
-        valid = replace(read, columns={**current, **read.columns})
-        # A token without a probability has no ratio; what is left is measured, and what is kept of it trains.
-        measured = valid.only(
-            valid.loss_mask & ~valid.logprobs.isneginf() & ~valid["prev_logprobs"].isneginf()
-        )
+        valid = read_inputs(logprobs, data, self.required_columns, **counts).with_current()
+        measured = valid.possible()  # and what is kept of it trains
         correction, keep = importance_correction(measured, cfg)
         kept = measured.only(measured.loss_mask & keep[:, None])
         weights = aggregation_weights(valid, cfg.aggregation, cfg.constant_tokens)

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -129,11 +129,8 @@ class OwnLoss:
         data: Mapping[str, Any],
         counts: Mapping[str, torch.Tensor],
     ) -> tuple[torch.Tensor, Mapping[str, Any]]:
-        read = read_inputs(logprobs, data, self.required_columns, **counts)
-        current = {"prev_logprobs": read.logprobs.detach(), UNFILTERED_LOGPROBS: read.logprobs}
-        every = replace(read, columns={**current, **read.columns})
-        # A token without a probability has no ratio.
-        inputs = every.only(every.loss_mask & ~every.logprobs.isneginf() & ~every["prev_logprobs"].isneginf())
+        every = read_inputs(logprobs, data, self.required_columns, **counts).with_current()
+        inputs = every.possible()
         with user_code(self._who):
             values, metrics = self._pair(
                 function(**{n: {"inputs": inputs, "cfg": self.cfg}[n] for n in self.names})

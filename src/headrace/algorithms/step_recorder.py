@@ -52,7 +52,8 @@ def record_step(
     Raises:
         ConfigError: the folder is there already, or weights that lie nowhere are to stay where they are.
     """
-    found = _checkpoint_before(run, step)
+    kept = [] if run is None else list_checkpoints(run.checkpoints_dir)
+    found = next((info for info in reversed(kept) if step is None or info.step < step), None)
     wanted = step or (1 if found is None else found.step + 1)
     folder = folder or Path(f"step_{wanted:06d}")
     if folder.exists():
@@ -84,11 +85,6 @@ def record_step(
                     session.policy.save_reference(draft / REFERENCE)
             _record(session, wanted, draft, facts, say)
     return folder
-
-
-def _checkpoint_before(run: RunDirectory | None, step: int | None) -> CheckpointInfo | None:
-    found = [] if run is None else list_checkpoints(run.checkpoints_dir)
-    return next((info for info in reversed(found) if step is None or info.step < step), None)
 
 
 def _go_to(

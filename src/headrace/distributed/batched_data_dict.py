@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from headrace.distributed.columns import concat_columns, move, rows_of, select_rows, slice_rows
-from headrace.distributed.dummy_microbatch import dummy_columns
+from headrace.distributed.dummy_microbatch import dummy_column
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.planner import (
     DynamicBatchingArgs,
@@ -330,9 +330,12 @@ class BatchedDataDict(UserDict[str, Any]):
         template = self.slice(0, min(rows, 1))
         knows_tokens = self.token_columns is not None or self.input_key in self.data
         names = self._token_columns(1) if knows_tokens else []
-        columns = dummy_columns(
-            template.data, token_columns=names, lengths_column=self.input_lengths_key, width=max(width, 1)
-        )
+        columns = {
+            name: dummy_column(
+                name, column, max(width, 1) if name in names else None, name == self.input_lengths_key
+            )
+            for name, column in template.data.items()
+        }
         return self._with_columns(columns)
 
     # Helpers.

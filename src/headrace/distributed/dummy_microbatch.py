@@ -1,6 +1,5 @@
 """A microbatch that computes something and weighs nothing, for a rank that has fewer rows than the others."""
 
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,21 +18,12 @@ def is_weight(name: str) -> bool:
     return name == "loss_multiplier" or (name.endswith("mask") and not name.endswith("attention_mask"))
 
 
-def dummy_columns(
-    template: Mapping[str, Any], *, token_columns: Collection[str], lengths_column: str, width: int
-) -> dict[str, Any]:
-    """Return columns of one row with one token: the template's row, or zeros and None if it has no row.
+def dummy_column(name: str, column: Any, width: int | None, is_length: bool) -> Any:
+    """Return a column of one row with one token: that of `column`, or zeros and None if it has none.
 
-    Dense token columns are cut to `width` at most; weights are 0, the length is 1, media are None.
+    Dense token columns are cut to `width` at most (None: the column is not one of tokens); weights are 0, the length is
+    1, media are None.
     """
-    return {
-        name: _dummy_column(name, column, width if name in token_columns else None, name == lengths_column)
-        for name, column in template.items()
-    }
-
-
-def _dummy_column(name: str, column: Any, width: int | None, is_length: bool) -> Any:
-    """Return one row; `width` None: the column is not one of tokens."""
     if isinstance(column, PackedTensor):
         return PackedTensor([None], column.dim_to_pack)
     if isinstance(column, torch.Tensor):

@@ -64,11 +64,15 @@ def plan_memory(recipe: RecipeConfig, tokenizer: Any = None) -> MemoryPlan:
     offloads = cfg.parallel.cpu_offload
     below = [] if cfg.lora.base == "plain" or cfg.lora.rank is None else _below(policy)
     saved = sum(w.nbytes - quantized_bytes(w, cfg.lora.base) for w in below)
+    kept = 0
+    if generator is not None and cfg.lora.rank is not None:
+        # The generator keeps the matrices below an adapter.
+        kept = sum(m.weight.nbytes for _, m in target_layers(generator, cfg.lora))
     resident = {
         "weights": _bytes(policy) // ranks - saved,
         "optimizer": 0 if offloads else _moments(cfg, trained, ranks),
         "reference": _reference(recipe, policy) // ranks,
-        "generator": 0 if generator is None else _generator_bytes(generator, cfg.lora),
+        "generator": 0 if generator is None else _bytes(generator) + kept,
         "workspaces": _WORKSPACES,
     }
     gradients = sum(4 * p.numel() for p in trained) // ranks
@@ -155,12 +159,6 @@ def _generator(recipe: RecipeConfig, tokenizer: Any) -> Any:
     return model.requires_grad_(False)
 
 
-def _generator_bytes(model: Any, lora: LoraConfig) -> int:
-    """Return the bytes of its weights, and of the matrices below an adapter, which it keeps."""
-    below = 0 if lora.rank is None else sum(m.weight.nbytes for _, m in target_layers(model, lora))
-    return _bytes(model) + below
-
-
 def _gathered(policy: Any, cfg: PolicyConfig) -> int:
     """Return the bytes of whole weights while a sharded model runs: two layers, and all that is outside of layers."""
     layers: list[int] = []
@@ -221,12 +219,9 @@ def activations(cfg: PolicyConfig, recipe: RecipeConfig, policy: Any) -> tuple[i
 def _fake(model: Any) -> Any:
     """Return a meta model with fake tensors on a fake CPU for its own, and the implementations of the plan."""
 
-    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-
     grad_dtypes = {n: p.grad_dtype for n, p in model.named_parameters() if p.requires_grad}
     trains = {n: p.requires_grad for n, p in model.named_parameters()}
-    model._apply(stand_in)
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
     model.tie_weights()
     for name, weight in model.named_parameters():
         weight.requires_grad_(trains[name])

@@ -4,7 +4,7 @@
 """
 
 from headrace.distributed.worker_groups.interfaces import LocalWorkerGroup, WorkerGroup
-from headrace.distributed.worker_groups.rank import RankSettings, WorkerSpec, attach_from_environment
+from headrace.distributed.worker_groups.rank import RankSettings, WorkerSpec
 from headrace.distributed.worker_groups.spawn import SpawnWorkerGroup
 from headrace.distributed.worker_groups.wire import registered
 
@@ -14,6 +14,5 @@ __all__ = [
     "SpawnWorkerGroup",
     "WorkerGroup",
     "WorkerSpec",
-    "attach_from_environment",
     "registered",
 ]

@@ -1,6 +1,5 @@
 """One rank of a group, seen from its own process: process group, worker, and answers to calls."""
 
-import atexit
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from headrace.distributed.worker_groups.failures import WorkerFailure, describe_error
 from headrace.distributed.worker_groups.wire import Payload, decode, encode
-from headrace.errors import ConfigError
 
 DeviceType = Literal["cpu", "cuda"]
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -148,27 +146,6 @@ def join_process_group(info: RankInfo, settings: RankSettings) -> TCPStore:
         _BACKENDS[settings.device], store=store, rank=info.rank, world_size=info.world_size, timeout=timeout
     )
     return store
-
-
-def attach_from_environment(settings: RankSettings | None = None) -> tuple[int, int]:
-    """Join the process group that `torchrun` describes in the environment; return rank and world size.
-
-    Every rank then builds the worker class itself and calls it with its replica's shard. The process leaves the
-    group when it ends: gloo's threads abort a process that is still in it.
-
-    Raises:
-        ConfigError: a variable that torchrun sets is missing.
-    """
-    settings = settings or RankSettings()
-    missing = [name for name in _NAMES if name not in os.environ]
-    if missing:
-        raise ConfigError(f"{', '.join(missing)} not set; start the script with torchrun")
-    _set_up_process(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), settings)
-    dist.init_process_group(
-        _BACKENDS[settings.device], init_method="env://", timeout=timedelta(seconds=settings.timeout_s)
-    )
-    atexit.register(leave_process_group)
-    return dist.get_rank(), dist.get_world_size()
 
 
 def leave_process_group() -> None:

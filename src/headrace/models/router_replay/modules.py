@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.errors import ReplayError
 from headrace.models.router_replay.families import find_routers
-from headrace.models.router_replay.handle import RouterReplay, RouterSpec
+from headrace.models.router_replay.handle import RouterReplay
 from headrace.models.router_replay.interception import ChoiceSizes, InterceptTopK, LayerRows, RouterChoice
 from headrace.models.router_replay.routes import RoutedCall, Routes
 
@@ -65,7 +65,8 @@ def _install_layers(model: torch.nn.Module, models: Mapping[str, PreTrainedModel
         _become(layer, RoutedLayer)
     for router, spec in zip(routers, handle.routers):
         _become(router, RoutedRouter)
-        router.take_spec(spec)
+        router._replay_name, router._replay_fixed_output = spec.name, spec.fixed_output
+        router._replay_sizes = ChoiceSizes(spec.top_k, spec.num_experts, spec.grouped)
     for layer_name in dict.fromkeys(r.layer_name for r in handle.routers):
         slots = tuple(i for i, r in enumerate(handle.routers) if r.layer_name == layer_name)
         routed = cast(RoutedLayer, model.get_submodule(layer_name))
@@ -92,11 +93,6 @@ class RoutedRouter(Routed):
     _replay_fixed_output: int | None
     _replay_rows: LayerRows | None = None
     _replay_ran: bool = False
-
-    def take_spec(self, spec: RouterSpec) -> None:
-        self._replay_name = spec.name
-        self._replay_sizes = ChoiceSizes(spec.top_k, spec.num_experts, spec.grouped)
-        self._replay_fixed_output = spec.fixed_output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the router's own forward, its choice of experts replaced or written down."""
