@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ from headrace.config import GenerationConfig, PolicyConfig
 from headrace.data_plane.route_binding import bound_digests
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.errors import ConfigError, HeadraceError
-from headrace.models.automodel.data import forward_kwargs
+from headrace.models.automodel.data import forward_kwargs, most_of_ranks
 from headrace.models.automodel.setup import enable_activation_checkpointing, load_model
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from headrace.models.router_replay import ReplayStats, RouterReplay, Routes, install
@@ -261,7 +262,7 @@ class Worker:
         """Return this rank's microbatches."""
         worker, rows = self.worker, self.rows()
         return rows.to(worker.device, on_host=("input_lengths",)).microbatches(
-            worker._cut, rows.size // MICROBATCHES, worker._most_of_ranks
+            worker._cut, rows.size // MICROBATCHES, partial(most_of_ranks, worker.dp_group)
         )
 
     def rows(self) -> BatchedDataDict:

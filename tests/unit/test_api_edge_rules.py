@@ -286,7 +286,7 @@ def test_the_drivers_plan_is_taken_as_it_is(client: DataPlaneClient, worker: Wor
     meta.extra_info.update({MICRO_BATCH_INDICES: plan, MICRO_BATCH_LENGTHS: [[9, 12, 8, 1]]})
     batch = worker._fetch(meta)
     assert batch.micro_batch_indices == plan
-    assert [m.size for m in batch.make_microbatch_iterator_with_dynamic_shapes()] == [1, 6, 1, 1]
+    assert [m.size for m in batch.microbatches("dynamic", 1)] == [1, 6, 1, 1]
 
 
 def test_class_scores_as_wide_as_the_tokens_reach_the_model_whole(
@@ -294,7 +294,7 @@ def test_class_scores_as_wide_as_the_tokens_reach_the_model_whole(
 ) -> None:
     meta = put(client, [2, 5], class_scores=torch.ones(2, 5))
     meta.extra_info.update({MICRO_BATCH_INDICES: [[[0, 1], [1, 2]]], MICRO_BATCH_LENGTHS: [[2, 5]]})
-    microbatches = list(worker._fetch(meta).make_microbatch_iterator_with_dynamic_shapes())
+    microbatches = list(worker._fetch(meta).microbatches("dynamic", 1))
     assert [tuple(m["input_ids"].shape) for m in microbatches] == [(1, 2), (1, 5)]
     assert [tuple(m["class_scores"].shape) for m in microbatches] == [(1, 5), (1, 5)]
 
@@ -436,8 +436,8 @@ def test_an_undeclared_jagged_column_under_dynamic_batching_is_refused_with_the_
     meta = put(client, [2, 5], hints=hints)
     meta.extra_info.update({MICRO_BATCH_INDICES: [[[0, 1], [1, 2]]], MICRO_BATCH_LENGTHS: [[2, 5]]})
     with pytest.raises(SchemaError, match=r"column 'hints'.*declare\(FieldSpec\('hints', Kind.PER_TOKEN"):
-        worker._fetch(meta).make_microbatch_iterator_with_dynamic_shapes()
-    assert [m.size for m in worker._fetch(meta).make_microbatch_iterator_for_packable_sequences()] == [1, 1]
+        worker._fetch(meta).microbatches("dynamic", 1)
+    assert [m.size for m in worker._fetch(meta).microbatches("packed", 1)] == [1, 1]
 
 
 # The policy that works from metadata.

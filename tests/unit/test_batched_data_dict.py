@@ -271,7 +271,7 @@ def test_columns_of_unequal_length_are_refused_by_name():
         lambda: batch.reorder_data([0, 1, 2]),
         lambda: batch.chunk(0, 1),
         lambda: batch.shard_by_batch_size(1),
-        lambda: batch.make_microbatch_iterator(1),
+        lambda: batch.microbatches("fixed", 1),
     ):
         with pytest.raises(SchemaError, match="column 'y' has 2 rows and column 'x' has 3"):
             act()

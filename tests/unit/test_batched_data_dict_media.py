@@ -93,7 +93,7 @@ def test_mixed_image_and_video_rows_stay_with_their_rows_through_packing():
         },
     )
     for shard in shards:
-        for microbatch in shard.make_microbatch_iterator_for_packable_sequences():
+        for microbatch in shard.microbatches("packed", 1):
             for i, row in enumerate(microbatch["input_ids"][:, 0].tolist()):
                 image, video = (
                     microbatch["pixel_values"].tensors[i],

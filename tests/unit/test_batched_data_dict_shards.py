@@ -171,14 +171,14 @@ def test_microbatches_of_all_ranks_hold_every_row_once_and_their_order_can_be_re
 
 def _microbatches(batch, kind, budget, multiple):
     if kind == "packed":
-        microbatches = list(batch.make_microbatch_iterator_for_packable_sequences())
+        microbatches = list(batch.microbatches("packed", 1))
         count, longest = CallersBatch.of(batch).get_microbatch_iterator_for_packable_sequences_len()
         totals = [
             sum(reference.rounded(n, multiple) for n in m["input_lengths"].tolist()) for m in microbatches
         ]
         assert max(totals) <= longest <= budget
     else:
-        microbatches = list(batch.make_microbatch_iterator_with_dynamic_shapes())
+        microbatches = list(batch.microbatches("dynamic", 1))
         count = CallersBatch.of(batch).get_microbatch_iterator_dynamic_shapes_len()
         assert all(m["input_ids"].numel() <= budget for m in microbatches)
         assert all(m["input_ids"].shape[1] % multiple == 0 for m in microbatches)
@@ -205,7 +205,7 @@ def test_lengths_may_be_a_list_and_columns_may_have_other_names():
     shards, _ = batch.shard_by_batch_size(2, dynamic_batching_args=args)
     for shard in shards:
         assert shard.micro_batch_indices == [[[0, 2], [2, 3], [3, 4]]]
-        shapes = [m["data"].shape for m in shard.make_microbatch_iterator_with_dynamic_shapes()]
+        shapes = [m["data"].shape for m in shard.microbatches("dynamic", 1)]
         assert shapes == [(2, 8), (1, 28), (1, 32)]
 
 
@@ -218,7 +218,7 @@ def test_global_batches_come_with_their_part_of_the_plan():
     assert second.micro_batch_indices == [[[0, 4]]]
     assert second.micro_batch_lengths == [[8]]
     assert second.elem_counts_per_gb == [4]
-    assert [m.size for m in second.make_microbatch_iterator_for_packable_sequences()] == [4]
+    assert [m.size for m in second.microbatches("packed", 1)] == [4]
     assert len(shards[0].get_batch(0, batch_size=99).micro_batch_indices[0]) == 3
 
 
@@ -268,7 +268,7 @@ def test_planned_iterators_want_a_plan_of_one_global_batch():
 @given(count=st.integers(0, 4), size=st.integers(1, 3))
 def test_fixed_size_microbatches_are_the_rows_in_order(count, size):
     batch = batch_of([1] * count * size)
-    microbatches = list(batch.make_microbatch_iterator(size))
+    microbatches = list(batch.microbatches("fixed", size))
     assert [rows_of(m) for m in microbatches] == [
         list(range(start, start + size)) for start in range(0, count * size, size)
     ]
@@ -277,7 +277,7 @@ def test_fixed_size_microbatches_are_the_rows_in_order(count, size):
 @pytest.mark.parametrize("size", [2, 0, 250])
 def test_a_remainder_is_an_error_at_once_and_no_row_is_dropped(size):
     with pytest.raises(ConfigError, match=rf"249 rows are not a multiple of the microbatch size \({size}\)"):
-        batch_of([1] * 249).make_microbatch_iterator(size)
+        batch_of([1] * 249).microbatches("fixed", size)
 
 
 # Which columns dynamic shapes cut.
@@ -290,7 +290,7 @@ def test_only_columns_as_wide_as_the_tokens_are_cut():
     batch["number"] = torch.ones(2)
     batch["jagged"] = torch.nested.nested_tensor([torch.ones(2), torch.ones(5)], layout=torch.jagged)
     shards, _ = batch.shard_by_batch_size(1, dynamic_batching_args=dynamic(10, multiple=3))
-    (microbatch,) = shards[0].make_microbatch_iterator_with_dynamic_shapes()
+    (microbatch,) = shards[0].microbatches("dynamic", 1)
     assert microbatch["input_ids"].shape == microbatch["logprobs"].shape == (2, 3)
     assert microbatch["routes"].shape == (2, 3, 4, 2)
     assert microbatch["scores"].shape == (2, 3)
@@ -302,12 +302,12 @@ def test_only_columns_as_wide_as_the_tokens_are_cut():
 def test_class_scores_as_wide_as_the_tokens_are_not_cut_where_token_columns_are_named():
     batch = batch_of([1, 2], width=3)
     shards, _ = batch.shard_by_batch_size(1, dynamic_batching_args=dynamic(6))
-    (by_width,) = shards[0].make_microbatch_iterator_with_dynamic_shapes()
+    (by_width,) = shards[0].microbatches("dynamic", 1)
     assert by_width["scores"].shape == (2, 2)
     # Names that the batch lacks, and a per-token column with one value per row, do no harm.
     batch.token_columns = frozenset({"input_ids", "token_mask", "logprobs", "advantages", "sample_mask"})
     shards, _ = batch.shard_by_batch_size(1, dynamic_batching_args=dynamic(6))
-    (by_name,) = shards[0].make_microbatch_iterator_with_dynamic_shapes()
+    (by_name,) = shards[0].microbatches("dynamic", 1)
     assert by_name["scores"].shape == (2, 3)
     assert by_name["logprobs"].shape == (2, 2)
     assert rows_of(by_name) == [0, 1]
@@ -315,7 +315,7 @@ def test_class_scores_as_wide_as_the_tokens_are_not_cut_where_token_columns_are_
 
 def test_a_length_rounded_beyond_the_width_keeps_the_width():
     shards, _ = batch_of([5, 4]).shard_by_batch_size(1, dynamic_batching_args=dynamic(16, multiple=8))
-    (microbatch,) = shards[0].make_microbatch_iterator_with_dynamic_shapes()
+    (microbatch,) = shards[0].microbatches("dynamic", 1)
     assert shards[0].micro_batch_lengths == [[8]]
     assert microbatch["input_ids"].shape == (2, 5)
 
@@ -324,9 +324,9 @@ def test_without_a_token_column_the_width_is_unknown():
     batch = BatchedDataDict(x=torch.ones(1, 3))
     batch.micro_batch_indices, batch.micro_batch_lengths = [[[0, 1]]], [[2]]
     with pytest.raises(SchemaError, match="token column 'input_ids' is missing"):
-        batch.make_microbatch_iterator_with_dynamic_shapes()
+        batch.microbatches("dynamic", 1)
     batch.token_columns = ["x"]
-    (microbatch,) = batch.make_microbatch_iterator_with_dynamic_shapes()
+    (microbatch,) = batch.microbatches("dynamic", 1)
     assert microbatch["x"].shape == (1, 2)
 
 
@@ -371,8 +371,8 @@ def test_an_empty_pair_is_a_microbatch_that_weighs_nothing():
     batch = rich_batch([4, 2])
     batch.micro_batch_indices, batch.micro_batch_lengths = [[[0, 2], [2, 2]]], [[6, 1]]
     for microbatches in (
-        batch.make_microbatch_iterator_for_packable_sequences(),
-        batch.make_microbatch_iterator_with_dynamic_shapes(),
+        batch.microbatches("packed", 1),
+        batch.microbatches("dynamic", 1),
     ):
         real, dummy = microbatches
         assert rows_of(real) == [0, 1]
@@ -390,20 +390,16 @@ def test_an_empty_shard_still_runs_its_dummies():
     empty = shards[1].get_batch(0)
     assert empty.size == 0
     assert empty.micro_batch_indices == [[[0, 0]]]
-    (dummy,) = empty.make_microbatch_iterator_for_packable_sequences()
+    (dummy,) = empty.microbatches("packed", 1)
     check_dummy(dummy, empty)
     assert dummy["text"] == [None]
-    (dummy,) = empty.make_microbatch_iterator_with_dynamic_shapes()
+    (dummy,) = empty.microbatches("dynamic", 1)
     check_dummy(dummy, empty)
 
 
 def test_dummies_are_as_wide_as_the_rounding_asks():
     shards, _ = batch_of([8, 8, 8]).shard_by_batch_size(4, dynamic_batching_args=dynamic(8, multiple=4))
-    widths = sorted(
-        (is_dummy(m), m["input_ids"].shape)
-        for s in shards
-        for m in s.make_microbatch_iterator_with_dynamic_shapes()
-    )
+    widths = sorted((is_dummy(m), m["input_ids"].shape) for s in shards for m in s.microbatches("dynamic", 1))
     assert widths == [(False, (1, 8))] * 3 + [(True, (1, 4))]
 
 
@@ -414,9 +410,9 @@ def test_a_dummy_adds_nothing_to_sums_and_denominators():
         rows, tokens = 0.0, 0.0
         for shard in shards:
             iterator = (
-                shard.make_microbatch_iterator_for_packable_sequences()
+                shard.microbatches("packed", 1)
                 if "sequence_packing_args" in args
-                else shard.make_microbatch_iterator_with_dynamic_shapes()
+                else shard.microbatches("dynamic", 1)
             )
             for m in iterator:
                 rows += m["sample_mask"].sum().item()

@@ -79,7 +79,7 @@ class Worker(TQWorkerMixin):
         meta = kv_first_write(self.columns, sample_ids=["a", "b"], dp_client=self.store, partition_id="p")
         meta.extra_info.update(micro_batch_indices=[[[0, 1], [1, 2]]], micro_batch_lengths=[[2, 5]])
         batch = self._fetch(meta)
-        cut = [list(m["hints"].shape) for m in batch.make_microbatch_iterator_with_dynamic_shapes()]
+        cut = [list(m["hints"].shape) for m in batch.microbatches("dynamic", 1)]
         return cut, batch["hints"].tolist(), list(DP_TRAIN_FIELDS)
 
 if __name__ == "__main__":

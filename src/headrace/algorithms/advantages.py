@@ -50,12 +50,6 @@ class Groups:
     mean: torch.Tensor  # (G,); 0 without valid rows
     std: torch.Tensor  # (G,); 0 with fewer than two valid rows
 
-    @property
-    def peer_distance(self) -> torch.Tensor:
-        """(N,) reward - mean of the other valid rows of its group; 0 without any."""
-        factor = torch.where(self.count > 1, self.count / (self.count - 1).clamp(min=1), 0.0)
-        return self.centred * factor[self.index]
-
     def metrics(self) -> dict[str, torch.Tensor]:
         """Return means over groups that have a valid row, 0-D each."""
         filled = self.count > 0
@@ -127,7 +121,11 @@ def group_relative(
 ) -> AdvantageResult:
     """Measure a reward from the mean of its group, or, for `rloo` and `leave_one_out`, of its peers."""
     rloo = cfg.estimator == "rloo"
-    advantages = groups.peer_distance if rloo or cfg.leave_one_out else groups.centred
+    advantages = groups.centred
+    if rloo or cfg.leave_one_out:
+        # From the mean of the other valid rows of the group; 0 without any.
+        others = torch.where(groups.count > 1, groups.count / (groups.count - 1).clamp(min=1), 0.0)
+        advantages = advantages * others[groups.index]
     std = groups.std[groups.index]
     baseline = _baseline(rewards, groups, advantages)
     if cfg.normalize_std and not rloo:

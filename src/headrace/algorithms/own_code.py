@@ -102,25 +102,17 @@ class OwnLoss:
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]:
         extend_import_path(self.code_path)
         function = load_callable(str(self.cfg.target), "loss.target")
-        call = self._whole if self.is_whole else self._per_token
-        loss, metrics = call(function, logprobs, data, counts)
+        if self.is_whole:
+            with user_code(self._who):
+                loss, metrics = self._pair(function(logprobs=logprobs, data=data, **counts))
+            self._check(loss, (), "the loss of the rows")
+        else:
+            loss, metrics = self._per_token(function, logprobs, data, counts)
         return loss, {n: v.detach().float() if isinstance(v, torch.Tensor) else v for n, v in metrics.items()}
 
     @property
     def _who(self) -> str:
         return f"loss.target={self.cfg.target}"
-
-    def _whole(
-        self,
-        function: Callable[..., Any],
-        logprobs: torch.Tensor,
-        data: Mapping[str, Any],
-        counts: Mapping[str, torch.Tensor],
-    ) -> tuple[torch.Tensor, Mapping[str, Any]]:
-        with user_code(self._who):
-            loss, metrics = self._pair(function(logprobs=logprobs, data=data, **counts))
-        self._check(loss, (), "the loss of the rows")
-        return loss, metrics
 
     def _per_token(
         self,

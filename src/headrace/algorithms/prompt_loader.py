@@ -40,7 +40,6 @@ class PromptLoader:
         return taken
 
     def at(self, positions: Iterable[int]) -> list[Prompt | str]:
-        """Return the prompts at places of the stream."""
         return [self._at(position) for position in positions]
 
     def _at(self, position: int) -> Prompt | str:

@@ -71,7 +71,6 @@ def restore_from(session: Session, latest: CheckpointInfo, reference_dir: Path) 
 
 
 def warming_up(recipe: RecipeConfig, progress: Progress) -> bool:
-    """Return whether there are steps of the warm start left to do."""
     cfg = recipe.warm_start
     return cfg.enabled and progress.step == 0 and progress.warm_start_steps < cfg.steps
 

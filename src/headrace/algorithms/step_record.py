@@ -130,12 +130,6 @@ class RecordingRollouts(WorkerGroup):
             self.rounds.append(Round(_columns(self.policy, rows, ()), values, calls))
         return results
 
-    def run_sharded(self, method: str, shards: Sequence[Any], **common: Any) -> list[Any]:
-        return self.inner.run_sharded(method, shards, **common)
-
-    def stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.stream(method, *args, **kwargs)
-
     def shutdown(self) -> None:
         self.inner.shutdown()
 

@@ -62,12 +62,6 @@ class ReplayedRollouts(WorkerGroup):
         rows[SAMPLE_ID] = object_array(list(one.samples.sample_ids))
         return [(rows, one.values, {}, dict(one.calls))]
 
-    def run_sharded(self, method: str, shards: Sequence[Any], **common: Any) -> list[Any]:
-        raise NotImplementedError
-
-    def stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
     def shutdown(self) -> None:
         pass
 

@@ -115,7 +115,7 @@ def get_microbatch_iterator(
 
     def agree(count: int) -> int:
         nonlocal total
-        total = most_of_ranks(count, group if dist.is_initialized() else None)
+        total = most_of_ranks(group if dist.is_initialized() else None, count)
         return total
 
     raw = data.microbatches("dynamic" if dynamic else "packed" if packed else "fixed", mbs, agree)

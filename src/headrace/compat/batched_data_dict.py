@@ -161,6 +161,15 @@ class BatchedDataDict(batched_data_dict.BatchedDataDict, metaclass=_AnyBatch):
     def get_dict(self) -> dict[str, Any]:
         return self.data
 
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
+        return self.microbatches("fixed", microbatch_size)
+
+    def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[Self]:
+        return self.microbatches("dynamic", 1, token_dim=sequence_dim)
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[Self]:
+        return self.microbatches("packed", 1)
+
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
         return len(self._single_plan()[0])
 

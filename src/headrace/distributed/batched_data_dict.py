@@ -249,76 +249,50 @@ class BatchedDataDict(UserDict[str, Any]):
     # Microbatches.
 
     def microbatches(
-        self, cut: Cut, size: int, agree: Callable[[int], int] = lambda count: count
+        self, cut: Cut, size: int, agree: Callable[[int], int] = lambda count: count, *, token_dim: int = 1
     ) -> Iterator[Self]:
         """Return the planned microbatches, or, where `cut` is fixed, those of `size` rows, and dummies behind them.
 
-        `agree` says how many there are to be in all, from how many there are of the rows.
+        Dynamic ones have token columns cut to each one's padded length, packed ones fit one packed row. `agree` says
+        how many there are to be in all, from how many there are of the rows.
 
         Raises:
             ConfigError: fixed size, and the rows are no multiple of `size`.
-            SchemaError: no plan, or one of several global batches.
-        """
-        if cut == "fixed":
-            made, count = self.make_microbatch_iterator(size), self.size // size
-        elif cut == "packed":
-            made = self.make_microbatch_iterator_for_packable_sequences()
-            count = len(self._single_plan()[0])
-        else:
-            made = self.make_microbatch_iterator_with_dynamic_shapes()
-            count = len(self._single_plan()[0])
-        return chain(made, (self.make_dummy() for _ in range(agree(count) - count)))
-
-    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
-        """Return microbatches of `microbatch_size` rows.
-
-        Raises:
-            ConfigError: rows that do not divide by it.
-        """
-        size = self.size
-        if microbatch_size < 1 or size % microbatch_size:
-            raise ConfigError(
-                f"{size} rows are not a multiple of the microbatch size ({microbatch_size}); change it "
-                "(train_micro_batch_size, logprob_batch_size), or switch on sequence_packing or dynamic_batching"
-            )
-        return (self.slice(i, i + microbatch_size) for i in range(0, size, microbatch_size))
-
-    def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[Self]:
-        """Return the planned microbatches, token columns cut to each one's padded length; dummies included.
-
-        Raises:
             SchemaError: no plan, or one of several global batches (take one by `get_batch` first).
         """
-        pairs, lengths = self._single_plan()
-        names = self._token_columns(sequence_dim)
+        if cut == "fixed":
+            rows = self.size
+            if size < 1 or rows % size:
+                raise ConfigError(
+                    f"{rows} rows are not a multiple of the microbatch size ({size}); change it "
+                    "(train_micro_batch_size, logprob_batch_size), or switch on sequence_packing or dynamic_batching"
+                )
+            missing = agree(rows // size) - rows // size
+            made = (self.slice(start, start + size) for start in range(0, rows, size))
+        else:
+            pairs, lengths = self._single_plan()
+            names = self._tokens_to_cut(token_dim) if cut == "dynamic" else []
+            missing = agree(len(pairs)) - len(pairs)
+            made = (self._planned(*pair, n, names, token_dim) for pair, n in zip(pairs, lengths))
+        return chain(made, (self.make_dummy() for _ in range(missing)))
+
+    def _tokens_to_cut(self, token_dim: int) -> list[str]:
         if undeclared := sorted(name for name in self.ragged_columns if name in self.data):
             raise SchemaError(
                 f"column '{undeclared[0]}' has rows of different lengths and no declaration, so dynamic batching does "
                 f"not know whether to cut it with the tokens: declare(FieldSpec('{undeclared[0]}', Kind.PER_TOKEN, "
                 "dtype)) before the policy is built, or switch policy.dynamic_batching off"
             )
+        return self._token_columns(token_dim)
 
-        def microbatches() -> Iterator[Self]:
-            for (start, stop), length in zip(pairs, lengths):
-                if start == stop:
-                    yield self.make_dummy(length)
-                    continue
-                microbatch = self.slice(start, stop)
-                for name in names:
-                    column = microbatch.data[name]
-                    width = min(length, column.shape[sequence_dim])
-                    microbatch.data[name] = column.narrow(sequence_dim, 0, width)
-                yield microbatch
-
-        return microbatches()
-
-    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[Self]:
-        """Return the planned microbatches, each of which fits one packed row; dummies included."""
-        pairs, lengths = self._single_plan()
-        return (
-            self.slice(start, stop) if start < stop else self.make_dummy(length)
-            for (start, stop), length in zip(pairs, lengths)
-        )
+    def _planned(self, start: int, stop: int, length: int, names: Sequence[str], token_dim: int) -> Self:
+        if start == stop:
+            return self.make_dummy(length)
+        microbatch = self.slice(start, stop)
+        for name in names:
+            column = microbatch.data[name]
+            microbatch.data[name] = column.narrow(token_dim, 0, min(length, column.shape[token_dim]))
+        return microbatch
 
     def make_dummy(self, width: int = 1) -> Self:
         """Return a microbatch that weighs nothing: one row of one token, all masks 0.

@@ -44,7 +44,6 @@ class PackedTensor:
 
     @classmethod
     def concat(cls, columns: Sequence["PackedTensor"]) -> "PackedTensor":
-        """Return the rows of all columns, one after the other."""
         return cls([row for column in columns for row in column.tensors], _common_dim(columns))
 
     def to(self, device: torch.device | str) -> "PackedTensor":

@@ -21,25 +21,25 @@ class WorkerGroup(ABC):
         """Whether the workers are gone."""
         return False
 
-    @abstractmethod
     def run_sharded(self, method: str, shards: Sequence[Any], **common: Any) -> list[Any]:
         """Call `method(shard, **common)` on every rank, with the shard of its replica.
 
         Returns:
             One result per replica, in replica order: its leader's.
         """
+        raise NotImplementedError
 
     @abstractmethod
     def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method with equal arguments on every rank; one result per replica, its leader's."""
 
-    @abstractmethod
     def stream(self, method: str, *args: Any, **kwargs: Any) -> Generator[Any, None, None]:
         """Call a generator method on every rank, and yield what the first rank's yields.
 
         Every rank runs its generator to the end, so collectives inside stay in step. The group takes no other
         call until the stream has been read or closed.
         """
+        raise NotImplementedError
 
     def stream_to(self, target: "WorkerGroup", method: str, into: str, *args: Any) -> None:
         """Give what the first rank's generator `method` yields to `into(items, *args)` of `target`'s only worker.

@@ -149,7 +149,6 @@ def join_process_group(info: RankInfo, settings: RankSettings) -> TCPStore:
 
 
 def leave_process_group() -> None:
-    """Leave the process group, if this process is in one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

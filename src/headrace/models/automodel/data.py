@@ -150,7 +150,7 @@ def valid_counts(
     return sequences, tokens
 
 
-def most_of_ranks(count: int, group: dist.ProcessGroup | None) -> int:
+def most_of_ranks(group: dist.ProcessGroup | None, count: int) -> int:
     """Return the greatest count that a rank of `group` has (None: this process alone)."""
     return count if group is None else int(_all_reduce(torch.tensor([count]), dist.ReduceOp.MAX, group))
 

@@ -58,7 +58,6 @@ class Masters:
             train_in_half(model)
 
     def pairs(self) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        """Yield each weight of the device with its master."""
         for name, weight in self._model.named_parameters():
             yield weight, self.parameters[name]
 

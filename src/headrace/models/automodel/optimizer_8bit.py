@@ -105,7 +105,6 @@ class Quantized(NamedTuple):
     qmap: torch.Tensor
 
     def whole(self) -> torch.Tensor:
-        """Return the values as float32."""
         blocks = self.qmap[self.codes.flatten().int()].view(self.scale.numel(), -1)
         return (blocks * self.scale[:, None]).view(self.codes.shape)
 

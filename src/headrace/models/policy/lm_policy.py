@@ -350,5 +350,4 @@ def logprob_options(micro_batch_size: int | None, *, unfiltered: bool) -> dict[s
 
 
 def timed(timer: Timer | None, label: str) -> AbstractContextManager[None]:
-    """Time a block if there is a timer."""
     return timer.time(label) if timer else nullcontext()

@@ -6,6 +6,7 @@ sharded over all of them as `policy.parallel` says; ranks of one replica then ge
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,6 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             return "dynamic"
         return "packed" if self.cfg.sequence_packing.enabled else "fixed"
 
-    def _most_of_ranks(self, count: int) -> int:
-        return most_of_ranks(count, self.dp_group)
-
     @property
     def _sharded(self) -> ShardedModel | None:
         return self._scorer.sharded
@@ -192,7 +190,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             self._scorer.replayer.begin(TRAIN, data)
         size = mbs or self.cfg.train_micro_batch_size
         data = data.to(self.device, on_host=(INPUT_LENGTHS,))
-        microbatches = data.microbatches(self._cut, size, self._most_of_ranks)
+        microbatches = data.microbatches(self._cut, size, partial(most_of_ranks, self.dp_group))
         drops = backward and self._adapter is not None and self.cfg.lora.dropout > 0
         with self._adapter.dropping() if drops and self._adapter else nullcontext():
             run_microbatches(self._scorer, microbatches, loss_fn, step, backward=backward)
@@ -296,7 +294,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         for offset, rows, plan in _portions(data, micro_batch_size or self.cfg.logprob_batch_size):
             mbs = max((stop - start for start, stop in plan), default=1)
             rows = rows.to(self.device, on_host=(INPUT_LENGTHS,))
-            microbatches = rows.microbatches(self._cut, mbs, self._most_of_ranks)
+            microbatches = rows.microbatches(self._cut, mbs, partial(most_of_ranks, self.dp_group))
             for index, microbatch in enumerate(microbatches):
                 # Dummies beyond the plan run too: other ranks wait for them in collectives.
                 start, stop = plan[index] if index < len(plan) else (0, 0)
