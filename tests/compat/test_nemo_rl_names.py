@@ -131,7 +131,7 @@ def test_the_recipe_keys_and_metrics_of_the_guide_are_headraces() -> None:
 
 def test_the_classes_and_functions_of_the_guide_can_be_found() -> None:
     paths = {text for row in table("Classes and functions") for text in row if text.startswith("headrace.")}
-    assert len(paths) == 10
+    assert len(paths) == 11
     has_megatron = importlib.util.find_spec("megatron") is not None
     for path in paths:
         if has_megatron or not path.startswith("headrace.models.megatron"):

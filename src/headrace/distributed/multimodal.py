@@ -33,11 +33,6 @@ class PackedTensor:
         shapes = [None if t is None else tuple(t.shape) for t in self.tensors]
         return f"PackedTensor({shapes}, dim_to_pack={self.dim_to_pack})"
 
-    @classmethod
-    def empty_like(cls, other: "PackedTensor") -> "PackedTensor":
-        """Return a column of as many rows without media."""
-        return cls([None] * len(other), other.dim_to_pack)
-
     def slice(self, indices: Sequence[int] | torch.Tensor) -> "PackedTensor":
         """Return the rows at `indices`, in that order, repeats included."""
         return PackedTensor([self.tensors[int(i)] for i in indices], self.dim_to_pack)
