@@ -55,7 +55,7 @@ def test_each_turn_of_a_chat_only_adds_tokens():
 
 
 def test_a_saved_tokenizer_loads_as_a_hugging_face_tokenizer_with_everything(tmp_path):
-    build_character_tokenizer(CHARACTERS, tmp_path)
+    build_character_tokenizer(CHARACTERS).save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded.get_vocab() == TOKENIZER.get_vocab()
     assert loaded.special_tokens_map == TOKENIZER.special_tokens_map
@@ -67,7 +67,7 @@ def test_a_saved_tokenizer_loads_as_a_hugging_face_tokenizer_with_everything(tmp
 
 def test_two_builds_write_the_same_files(tmp_path):
     for name in ("one", "two"):
-        build_character_tokenizer(CHARACTERS, tmp_path / name)
+        build_character_tokenizer(CHARACTERS).save_pretrained(tmp_path / name)
     files = sorted(p.name for p in (tmp_path / "one").iterdir())
     assert "tokenizer.json" in files
     for name in files:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +30,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_character_tokenizer(
-    characters: str, directory: str | Path | None = None
-) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of five special tokens and `characters`; save it in `directory` if given.
+def build_character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of five special tokens and `characters`.
 
     The same characters give the same ids everywhere. Other characters become the unknown token; text made of
     `characters` decodes back to itself. In a chat, a message is its text followed by the separator, an
@@ -60,7 +57,7 @@ def build_character_tokenizer(
     core = Tokenizer(WordLevel(vocabulary, unk_token=SPECIAL_TOKENS["unk_token"]))
     core.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     core.decoder = Fuse()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=core,
         chat_template=CHAT_TEMPLATE,
         padding_side="left",
@@ -68,9 +65,6 @@ def build_character_tokenizer(
         model_input_names=["input_ids", "attention_mask"],
         **SPECIAL_TOKENS,
     )
-    if directory is not None:
-        tokenizer.save_pretrained(directory)
-    return tokenizer
 
 
 def unknown_ids(tokenizer: Any, vocabulary: int) -> torch.Tensor | None:
