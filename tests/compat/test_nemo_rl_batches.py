@@ -19,6 +19,7 @@ from nemo_rl.data.packing.algorithms import (
     SequencePacker,
     get_packer,
 )
+from nemo_rl.data_plane import codec
 from nemo_rl.distributed.batched_data_dict import (
     _COUPLED_MULTIMODAL_KEYS,
     BatchedDataDict,
@@ -328,3 +329,15 @@ def test_first_fit_takes_sequences_in_their_order() -> None:
     assert FirstFitPacker(10).pack([6, 3, 4, 7, 2, 1]) == [[0, 1, 5], [2, 4], [3]]
     with pytest.raises(ConfigError, match="bin_capacity"):
         FirstFitPacker(10).pack([11])
+
+
+def test_a_batch_that_is_made_of_columns_from_a_store_has_a_callers_methods() -> None:
+    wire = codec.pack_jagged_fields({"x": torch.arange(6.0).view(3, 2)}, lengths=None)
+    batch = codec.materialize(wire)
+    assert isinstance(batch, BatchedDataDict)
+    assert [part["x"].tolist() for part in batch.make_microbatch_iterator(1)] == [
+        [[0, 1]],
+        [[2, 3]],
+        [[4, 5]],
+    ]
+    assert batch.chunk(2, 3)["x"].tolist() == [[4, 5]]

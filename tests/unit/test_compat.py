@@ -28,7 +28,7 @@ NAMES = {
     ),
     "data_plane": ("headrace.compat.data_plane", ["KVBatchMeta", "build_data_plane_client"]),
     "data_plane.adapters.noop": ("headrace.data_plane.adapters.noop", ["NoOpDataPlaneClient"]),
-    "data_plane.codec": ("headrace.data_plane.codec", ["materialize", "pack_jagged_fields"]),
+    "data_plane.codec": ("headrace.compat.codec", ["materialize", "pack_jagged_fields"]),
     "data_plane.column_io": ("headrace.compat.column_io", ["kv_first_write", "read_columns", "round_up"]),
     "data_plane.factory": ("headrace.compat.factory", ["build_data_plane_client"]),
     "data_plane.interfaces": (
@@ -95,10 +95,10 @@ def test_every_alias_leads_to_a_module() -> None:
 
 
 def test_an_alias_keeps_its_own_name_and_spec() -> None:
-    module = importlib.import_module("nemo_rl.data_plane.codec")
-    assert module.__name__ == "headrace.data_plane.codec"
+    module = importlib.import_module("nemo_rl.data_plane.schema")
+    assert module.__name__ == "headrace.data_plane.schema"
     assert module.__spec__ is not None
-    assert module.__spec__.name == "headrace.data_plane.codec"
+    assert module.__spec__.name == "headrace.data_plane.schema"
 
 
 def test_a_package_on_the_way_is_empty_and_belongs_to_no_headrace_package() -> None:
@@ -143,7 +143,7 @@ def test_the_opt_in_loads_nothing_heavy_and_aliases_load_what_they_name() -> Non
         "import sys, headrace.compat.nemo_rl\n"
         "assert 'torch' not in sys.modules\n"
         "import nemo_rl.data_plane.codec\n"
-        "assert nemo_rl.data_plane.codec is sys.modules['headrace.data_plane.codec']\n"
+        "assert nemo_rl.data_plane.codec is sys.modules['headrace.compat.codec']\n"
         "from nemo_rl.data_plane import KVBatchMeta\n"
         "import pickle\n"
         "meta = KVBatchMeta('p', 't', ['a'])\n"

@@ -45,6 +45,7 @@ TRANSLATED = {
     "data.packing": "headrace.compat.packing_algorithms",
     "data.packing.algorithms": "headrace.compat.packing_algorithms",
     "data_plane": "headrace.compat.data_plane",
+    "data_plane.codec": "headrace.compat.codec",
     "data_plane.column_io": "headrace.compat.column_io",
     "data_plane.factory": "headrace.compat.factory",
     "data_plane.interfaces": "headrace.compat.interfaces",

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.compat.batched_data_dict import BatchedDataDict
 from headrace.compat.factory import build_data_plane_client
 from headrace.data_plane import worker_mixin
 from headrace.data_plane.interfaces import KVBatchMeta
@@ -27,6 +28,9 @@ class TQWorkerMixin(worker_mixin.TQWorkerMixin):
     def setup_data_plane(self, cfg: Mapping[str, Any] | Any, columns: Sequence[FieldSpec] = ()) -> None:
         declare(*columns)
         self._dp_client = build_data_plane_client(cfg, bootstrap=False)
+
+    def _fetch(self, meta: KVBatchMeta, **options: Any) -> BatchedDataDict:
+        return BatchedDataDict.of(super()._fetch(meta, **options))
 
     @property
     def _nemo_in_pieces(self) -> bool:
