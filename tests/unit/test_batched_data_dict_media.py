@@ -43,6 +43,14 @@ def test_rows_are_sliced_and_concatenated():
     assert [None if t is None else len(t) for t in both.tensors] == [1, None, 2, 4]
 
 
+def test_flattened_concat_makes_one_row_of_each_column():
+    flat = PackedTensor.flattened_concat([images(1, 2), images(None), images(3)])
+    assert [None if t is None else len(t) for t in flat.tensors] == [3, None, 3]
+    assert torch.equal(
+        flat.as_tensor(), PackedTensor.concat([images(1, 2), images(None), images(3)]).as_tensor()
+    )
+
+
 def test_columns_that_join_along_different_dimensions_are_refused():
     with pytest.raises(SchemaError, match=r"dim_to_pack \[0, 1\]"):
         PackedTensor.concat([images(1), images(1, dim=1)])

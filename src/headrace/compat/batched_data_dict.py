@@ -125,7 +125,7 @@ class BatchedDataDict(batched_data_dict.BatchedDataDict, metaclass=_AnyBatch):
                 is_native = name in NATIVE_MULTIMODAL_KEYS
                 yield copy.deepcopy(row, _shared_media(row, is_native) if share_immutable_media else {})
 
-        columns = {}
+        columns: dict[str, Any] = {}
         for name, column in self.data.items():
             if isinstance(column, list | tuple) or _holds_objects(column):
                 rows = [row for given in column for row in copies(given, name)]

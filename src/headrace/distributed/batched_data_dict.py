@@ -273,7 +273,8 @@ class BatchedDataDict(UserDict[str, Any]):
             pairs, lengths = self._single_plan()
             names = self._tokens_to_cut(token_dim) if cut == "dynamic" else []
             missing = agree(len(pairs)) - len(pairs)
-            made = (self._planned(*pair, n, names, token_dim) for pair, n in zip(pairs, lengths))
+            planned = zip(pairs, lengths)
+            made = (self._planned(start, stop, n, names, token_dim) for (start, stop), n in planned)
         return chain(made, (self.make_dummy() for _ in range(missing)))
 
     def _tokens_to_cut(self, token_dim: int) -> list[str]:

@@ -41,6 +41,11 @@ class PackedTensor:
     def concat(cls, columns: Sequence["PackedTensor"]) -> "PackedTensor":
         return cls([row for column in columns for row in column.tensors], _common_dim(columns))
 
+    @classmethod
+    def flattened_concat(cls, columns: Sequence["PackedTensor"]) -> "PackedTensor":
+        """Return one row per column: all its media joined, or None where it has none."""
+        return cls([column.as_tensor() for column in columns], _common_dim(columns))
+
     def to(self, device: torch.device | str) -> "PackedTensor":
         return PackedTensor([None if t is None else t.to(device) for t in self.tensors], self.dim_to_pack)
 
