@@ -29,6 +29,7 @@ _SHARED = ("run", "runner", "cells", "columns", "plot", "scale_model", "tables")
 """Files in the folder that are no benchmarks."""
 _ON_RAY = ("ray", "transfer_queue")
 _NEEDS = {
+    "indexes": _ON_RAY,
     "scale": _ON_RAY,
     "store_mooncake": (*_ON_RAY, "mooncake"),
     "store_scale": _ON_RAY,

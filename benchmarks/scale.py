@@ -40,16 +40,8 @@ from scale_model import (
 )
 
 from headrace.data_plane import KVBatchMeta, pack_columns
-from headrace.data_plane.adapters.transfer_queue_index import (
-    Call,
-    Indexes,
-    calls,
-    encoder,
-    opened,
-    operation_of,
-    reply_to,
-    sealed,
-)
+from headrace.data_plane.adapters.transfer_queue_index import Indexes, operation_of, reply_to
+from headrace.data_plane.adapters.transfer_queue_socket import Call, calls, encoder, opened, sealed
 from headrace.data_plane.preshard import shard_meta_for_dp
 from headrace.data_plane.schema import (
     DP_TRAIN_FIELDS,
@@ -238,7 +230,7 @@ class Books:
         }
         begun, ticket = self.ask("begin_put", OWNER, Put(PARTITION, ids, tags, {}), columns, 60.0)
         slots = [self._puts * 1000 + number for number in range(len(packed.blocks))]
-        return begun + self.ask("commit", ticket, slots)[0]
+        return begun + self.ask("commit", ticket, slots, None)[0]
 
 
 def packed_like(rows: int, names: Sequence[str]) -> PackedColumns:

@@ -17,13 +17,14 @@ from store_transfer_queue import eighth, make, stores, without_padding
 from tensordict import TensorDict
 
 from headrace.data_plane import DataPlaneClient
-from headrace.data_plane.adapters.transfer_queue import Blocks, TransferQueueDataPlaneClient
+from headrace.data_plane.adapters.transfer_queue import TransferQueueDataPlaneClient
 from headrace.data_plane.adapters.transfer_queue_cluster import (
     STARTUP_KNOB,
     find_index,
     wait_for_connection,
 )
 from headrace.data_plane.adapters.transfer_queue_mooncake import FIELD, as_rows, batch_meta, get_blocks
+from headrace.data_plane.adapters.transfer_queue_socket import Blocks
 from headrace.data_plane.interfaces import DataPlaneConfig
 from headrace.data_plane.store.blocks import BlockInfo, Frames, PackedColumns, select_rows
 from headrace.data_plane.store.columns import Rows

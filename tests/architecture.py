@@ -98,15 +98,15 @@ ONLY_IN = {
         "headrace.data_plane.adapters.transfer_queue_mooncake",
     ),
     "transfer_queue": (
-        "headrace.data_plane.adapters.transfer_queue",
         "headrace.data_plane.adapters.transfer_queue_cluster",
+        "headrace.data_plane.adapters.transfer_queue_index",
         "headrace.data_plane.adapters.transfer_queue_mooncake",
         "headrace.data_plane.adapters.transfer_queue_socket",
     ),
     "mooncake": ("headrace.data_plane.adapters.transfer_queue_mooncake",),
     "zmq": (
-        "headrace.data_plane.adapters.transfer_queue",
-        "headrace.data_plane.adapters.transfer_queue_cluster",
+        "headrace.data_plane.adapters.transfer_queue_ask",
+        "headrace.data_plane.adapters.transfer_queue_index",
         "headrace.data_plane.adapters.transfer_queue_socket",
     ),
     "vllm": ("headrace.models.generation.vllm",),

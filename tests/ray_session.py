@@ -10,6 +10,7 @@ import pytest
 _stores = itertools.count()
 
 SIMPLE: dict[str, Any] = {"impl": "transfer_queue", "backend": "simple", "timeout_s": 30.0}
+SEVERAL: dict[str, Any] = {**SIMPLE, "indexes": 2}
 MOONCAKE: dict[str, Any] = {
     "impl": "transfer_queue",
     "backend": "mooncake_cpu",
@@ -37,9 +38,9 @@ def ray_cluster() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def transfer_queue_engine(ray_cluster: str) -> Iterator[None]:
-    """Keep the processes of transfer_queue/simple up, for stores that come and go."""
+    """Keep the processes of transfer_queue/simple up, for stores of one index or two that come and go."""
     pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
-    yield from _keep(SIMPLE)
+    yield from _keep(SEVERAL)
 
 
 @pytest.fixture(scope="session")

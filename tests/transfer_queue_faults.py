@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -68,15 +69,34 @@ def start_another_job() -> "subprocess.Popen[str]":
     return other
 
 
-def run(victim: str, units: int) -> dict[str, Any]:
-    config = DataPlaneConfig(impl="transfer_queue", timeout_s=TIMEOUT_S, num_storage_units=units)
+def waiting_claim(client: TransferQueueDataPlaneClient) -> "tuple[threading.Thread, list[Any]]":
+    """Return a thread that claims more rows than will come, and what it will have seen."""
+    client.register_partition("waited for", ["x"], 4, ["t"])
+    seen: list[Any] = []
+
+    def claim() -> None:
+        seen.append(attempt(lambda: client.claim_meta("waited for", "t", ["x"], 4, timeout_s=60)))
+
+    thread = threading.Thread(target=claim, daemon=True)
+    thread.start()
+    return thread, seen
+
+
+def run(victim: str, units: int, indexes: int = 1) -> dict[str, Any]:
+    config = DataPlaneConfig(
+        impl="transfer_queue", timeout_s=TIMEOUT_S, num_storage_units=units, indexes=indexes
+    )
     client = TransferQueueDataPlaneClient(config, bootstrap=True)
     client.put_samples(list("abcd"), "p", fields=FIELDS)
     assert client.get_samples(list("dcba"), "p", ["x"])["x"].tolist() == [3, 2, 1, 0]
     assert client._engine is not None
-    index, controller, *storage = client._engine.actors
-    pids = [process_of(actor) for actor in (index, controller, *storage)]
-    victims = {"index": [index], "controller": [controller], "storage": storage[-1:]}[victim]
+    actors = client._engine.actors
+    (*index, controller), storage = actors[: indexes + 1], actors[indexes + 1 :]
+    pids = [process_of(actor) for actor in actors]
+    victims = {"index": index[-1:], "controller": [controller], "storage": storage[-1:]}[
+        victim.removeprefix("second ")
+    ]
+    thread, waited = waiting_claim(client) if "index" in victim else (None, [])
     other = start_another_job() if victim == "storage" else None
     doomed = [process_of(actor) for actor in victims]
     for actor in victims:
@@ -84,6 +104,8 @@ def run(victim: str, units: int) -> dict[str, Any]:
     while any(Path(f"/proc/{pid}").exists() for pid in doomed):
         time.sleep(0.05)
     theirs = json.loads(other.communicate("now\n", timeout=100)[0]) if other is not None else {}
+    if thread is not None:
+        thread.join(60)
     seen = {
         "put": attempt(lambda: client.put_samples(list("efgh"), "p", fields=FIELDS)),
         "get": attempt(lambda: client.get_samples(list("abcd"), "p", ["x", "y"])),
@@ -91,7 +113,7 @@ def run(victim: str, units: int) -> dict[str, Any]:
         "clear": attempt(lambda: client.clear_samples(list("abcd"), "p")),
         "close": attempt(client.close),
     }
-    return {"seen": seen, "seen by another job": theirs, "pids": pids}
+    return {"seen": seen, "seen by another job": theirs, "pids": pids, "waited": waited}
 
 
 def start_too_slowly() -> dict[str, Any]:
@@ -105,6 +127,7 @@ def main() -> None:
     report = {
         victim: run(victim, units) for victim, units in (("storage", 2), ("controller", 1), ("index", 1))
     }
+    report["second index"] = run("second index", 1, indexes=2)
     report["slow start"] = start_too_slowly()
     ray.shutdown()
     print("REPORT" + json.dumps(report))

@@ -71,6 +71,8 @@ class DataPlaneConfig(Section):
     """Samples that the store holds at most, over all partitions."""
     num_storage_units: PositiveInt = 1
     """Processes that hold the bulk of a transfer_queue store."""
+    indexes: PositiveInt = 1
+    """Processes that know where the rows of a transfer_queue store are; one is enough for some hundred ranks."""
     store_name: str = "headrace"
     """Which store of a Ray cluster, or of this process; runs that share one need a name each, while they run."""
     ray_address: str | None = None

@@ -8,21 +8,29 @@ import pytest
 from contract_batches import Start
 
 from headrace.data_plane import DataPlaneClient, build_data_plane_client
-from ray_session import MOONCAKE, SIMPLE, fresh_store
+from ray_session import MOONCAKE, SEVERAL, SIMPLE, fresh_store
 
 STORES: dict[str, dict[str, Any]] = {
     "local": {"impl": "local"},
     "transfer_queue-simple": SIMPLE,
     "transfer_queue-mooncake": MOONCAKE,
 }
-ENGINES = {"transfer_queue-simple": "transfer_queue_engine", "transfer_queue-mooncake": "mooncake_engine"}
+ENGINES = {
+    "transfer_queue-simple": "transfer_queue_engine",
+    "transfer_queue-several": "transfer_queue_engine",
+    "transfer_queue-mooncake": "mooncake_engine",
+}
 
 
-JOURNALED = "local-journal"
+JOURNALED, SEVERAL_INDEXES = "local-journal", "transfer_queue-several"
 
 
 @pytest.fixture(
-    params=[*(f"{store}{wrapper}" for store in STORES for wrapper in ("", "-metrics")), JOURNALED]
+    params=[
+        *(f"{store}{wrapper}" for store in STORES for wrapper in ("", "-metrics")),
+        SEVERAL_INDEXES,
+        JOURNALED,
+    ]
 )
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """The config of one kind of store, by itself or behind the metrics wrapper, or with a journal."""
@@ -34,6 +42,9 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
             "fsync": "never",
         }
         return {**fresh_store(STORES["local"]), "journal": journal}
+    if request.param == SEVERAL_INDEXES:
+        request.getfixturevalue(ENGINES[SEVERAL_INDEXES])
+        return fresh_store(SEVERAL)
     name = request.param.removesuffix("-metrics")
     observed = {"observability": {"enabled": name != request.param}}
     if name in ENGINES:

@@ -47,6 +47,10 @@ def report() -> dict[str, Any]:
         ("index", "get"),
         ("index", "claim"),
         ("index", "clear"),
+        ("second index", "put"),
+        ("second index", "get"),
+        ("second index", "claim"),
+        ("second index", "clear"),
     ],
 )
 def test_a_call_that_needs_a_dead_process_is_a_transport_error_in_time(
@@ -55,6 +59,16 @@ def test_a_call_that_needs_a_dead_process_is_a_transport_error_in_time(
     seen = report[victim]["seen"][operation]
     assert seen["outcome"] == "TransportError", seen
     assert seen["seconds"] < NOTICED_S < TIMEOUT_S
+
+
+@pytest.mark.parametrize("victim", ["index", "second index"])
+def test_a_claim_that_waits_when_an_index_dies_is_a_transport_error(
+    report: dict[str, Any], victim: str
+) -> None:
+    (seen,) = report[victim]["waited"]
+    assert seen["outcome"] == "TransportError", seen
+    assert seen["seconds"] < TIMEOUT_S
+    assert "the index" in seen["message"] if victim == "index" else "index 1 of 2" in seen["message"]
 
 
 def test_the_error_names_the_operation_and_the_process(report: dict[str, Any]) -> None:
@@ -105,7 +119,7 @@ def test_a_start_that_takes_too_long_names_the_knob_that_governs_it_and_leaves_n
 
 
 def test_nothing_hangs_at_the_end(report: dict[str, Any]) -> None:
-    for death in (report[victim] for victim in ("storage", "controller", "index")):
+    for death in (report[victim] for victim in ("storage", "controller", "index", "second index")):
         assert all(seen["seconds"] < 30 for seen in death["seen"].values())
         assert death["seen"]["close"]["outcome"] == "ok"
 

@@ -178,8 +178,8 @@ def test_sixty_thousand_short_rows_take_seconds_at_most(client: Any) -> None:
 
 @pytest.mark.slow
 def test_a_hundred_and_twenty_eight_connections_at_once_all_work(client: Any) -> None:
-    from headrace.data_plane.adapters.transfer_queue import Blocks
     from headrace.data_plane.adapters.transfer_queue_cluster import find_index, wait_for_connection
+    from headrace.data_plane.adapters.transfer_queue_socket import Blocks
 
     connection = wait_for_connection(find_index(client._config.backend), within(30))
 
@@ -307,7 +307,7 @@ def test_an_answer_that_cannot_be_sent_is_an_error_of_the_caller_and_the_index_g
     (block,) = columns["x"]
     huge = {name: [block._replace(nbytes=2**63)] for name in "xy"}
     ticket = client._ask("begin_put", client._open().index.owner, Put("p", ["a", "b"], None, {}), huge, 60.0)
-    client._ask("commit", ticket, [0, 1])
+    client._ask("commit", ticket, [0, 1], None)
     with pytest.raises(DataPlaneError, match="OverflowError") as caught:
         client.stored_bytes()
     assert type(caught.value) is DataPlaneError

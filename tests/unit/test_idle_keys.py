@@ -44,6 +44,7 @@ SAID = {
     "data_plane.journal.fsync=never": ("", JOURNAL),
     "data_plane.backend=mooncake_cpu": ("", REMOTE),
     "data_plane.num_storage_units=2": ("", REMOTE),
+    "data_plane.indexes=2": ("", REMOTE),
     "data_plane.store_name=mine": ("", REMOTE),
     "data_plane.ray_address=10.0.0.1:6379": ("", REMOTE),
     "data_plane.timeout_s=5.0": ("", REMOTE),

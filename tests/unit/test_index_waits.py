@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.data_plane.adapters.transfer_queue_index import Indexes, sealed
 from headrace.data_plane.store.claims import ClaimRequest, Registration
 from headrace.data_plane.store.columns import Put
 from headrace.errors import DataPlaneError
@@ -18,15 +17,17 @@ pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
 
 import zmq
 
-from headrace.data_plane.adapters import transfer_queue_socket as socket
+from headrace.data_plane.adapters import transfer_queue_index
+from headrace.data_plane.adapters.transfer_queue_index import Indexes, IndexServer, operation_of
+from headrace.data_plane.adapters.transfer_queue_socket import IndexClient, sealed
 from headrace.distributed.ray_connection import Deadline
 
 
 class Client:
     """A process's connection to the index, and the store that it asks."""
 
-    def __init__(self, server: socket.IndexServer, store: str = "") -> None:
-        self.connection = socket.IndexClient(server.endpoint, [], Deadline(10, "a key"))
+    def __init__(self, server: IndexServer, store: str = "") -> None:
+        self.connection = IndexClient(server.endpoint, [], Deadline(10, "a key"), operation_of)
         self.store = store
 
     def ask(self, operation: str, *arguments: object, wait_s: float = 0.0, store: str | None = None) -> Any:
@@ -42,7 +43,7 @@ class Client:
 
     def put(self, *ids: str) -> None:
         ticket = self.ask("begin_put", self.connection.owner, Put("p", list(ids), None, {}), {}, 60.0)
-        self.ask("commit", ticket, [])
+        self.ask("commit", ticket, [], None)
 
     def claim(self, rows: int, wait_s: float = 0.0, lease_s: float | None = None) -> Any:
         request = ClaimRequest("p", "train", [], rows, lease_s=lease_s)
@@ -51,17 +52,17 @@ class Client:
 
 
 @pytest.fixture
-def server() -> socket.IndexServer:
-    server = socket.IndexServer("127.0.0.1", b"secret")
+def server() -> IndexServer:
+    server = IndexServer("127.0.0.1", b"secret")
     indexes = Indexes(server.is_alive)
     server.start(indexes.run, indexes.next_end_s)
     return server
 
 
 @pytest.fixture
-def client(server: socket.IndexServer) -> Iterator[Client]:
+def client(server: IndexServer) -> Iterator[Client]:
     client = Client(server)
-    client.store = client.ask("open_store", client.connection.owner, "one", 8, "me")[0]
+    client.store = client.ask("open_store", client.connection.owner, "one", 8, "me", 1)[0]
     client.ask("register", Registration("p", 8, ("train",)))
     yield client
     client.connection.close()
@@ -85,7 +86,7 @@ def waiting(client: Client, rows: int, wait_s: float) -> "tuple[threading.Thread
 
 
 def test_a_held_claim_is_answered_by_the_put_that_it_waits_for_and_holds_up_nobody(
-    server: socket.IndexServer, client: Client
+    server: IndexServer, client: Client
 ) -> None:
     other = Client(server, client.store)
     thread, got = waiting(other, 2, 30)
@@ -101,7 +102,7 @@ def test_a_held_claim_is_answered_by_the_put_that_it_waits_for_and_holds_up_nobo
 
 
 def test_held_claims_are_answered_in_the_order_in_which_they_came(
-    server: socket.IndexServer, client: Client
+    server: IndexServer, client: Client
 ) -> None:
     others = [Client(server, client.store) for _ in range(3)]
     held = [waiting(other, 1, 30) for other in others]
@@ -112,7 +113,7 @@ def test_held_claims_are_answered_in_the_order_in_which_they_came(
 
 
 def test_a_held_call_ends_with_its_time_with_a_lease_or_with_its_store(
-    server: socket.IndexServer, client: Client
+    server: IndexServer, client: Client
 ) -> None:
     start = time.monotonic()
     assert client.claim(1, 0.2) is None
@@ -130,9 +131,9 @@ def test_a_held_call_ends_with_its_time_with_a_lease_or_with_its_store(
 
 
 def test_a_client_that_is_gone_takes_nothing(
-    server: socket.IndexServer, client: Client, monkeypatch: pytest.MonkeyPatch
+    server: IndexServer, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(socket, "LOOK_S", 0.05)
+    monkeypatch.setattr(transfer_queue_index, "LOOK_S", 0.05)
     gone = Client(server, client.store)
     thread, _ = waiting(gone, 1, 30)
     # As a process that is killed: its connections end, whatever it was waiting for.
@@ -145,7 +146,7 @@ def test_a_client_that_is_gone_takes_nothing(
     thread.join(5)
 
 
-def test_a_producer_is_held_until_rows_are_cleared(server: socket.IndexServer, client: Client) -> None:
+def test_a_producer_is_held_until_rows_are_cleared(server: IndexServer, client: Client) -> None:
     client.put(*"abcdefgh")
     assert client.ask("has_room", "p", 1, 0.0) is False
     timer = threading.Timer(0.1, client.ask, ("clear", "p", ["a"], None))
@@ -155,7 +156,7 @@ def test_a_producer_is_held_until_rows_are_cleared(server: socket.IndexServer, c
 
 
 def test_a_message_that_cannot_be_read_is_answered_and_the_index_goes_on(
-    server: socket.IndexServer, client: Client
+    server: IndexServer, client: Client
 ) -> None:
     class Other(msgspec.Struct, array_like=True):
         owner: int

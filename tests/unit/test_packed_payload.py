@@ -11,20 +11,6 @@ from msgspec import Raw
 from tensordict import TensorDict
 
 from headrace import errors
-from headrace.data_plane.adapters.transfer_queue_index import (
-    Call,
-    Done,
-    Failed,
-    Indexes,
-    SampleIndex,
-    calls,
-    encoder,
-    opened,
-    operation_of,
-    reply_to,
-    sealed,
-    wire_tags,
-)
 from headrace.data_plane.codec import nest
 from headrace.data_plane.store.blocks import BlockError, PackedColumns, pack, select_rows, unpack
 from headrace.data_plane.store.claims import ClaimRequest, Registration
@@ -33,6 +19,24 @@ from headrace.data_plane.wire import wire_tensordict
 from headrace.distributed.columns import object_array
 from headrace.errors import CapacityExceeded, DataPlaneError, SampleNotFound, SchemaError, TransportError
 from reference import rows_of, same_bits, same_rows
+
+pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
+
+from headrace.data_plane.adapters.transfer_queue_index import Indexes, IndexServer, operation_of, reply_to
+from headrace.data_plane.adapters.transfer_queue_rows import SampleIndex
+from headrace.data_plane.adapters.transfer_queue_socket import (
+    Call,
+    Done,
+    Endpoint,
+    Failed,
+    IndexClient,
+    calls,
+    encoder,
+    opened,
+    sealed,
+    wire_tags,
+)
+from headrace.distributed.ray_connection import Deadline
 
 DTYPES = [torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.bfloat16, torch.float64]
 
@@ -266,18 +270,18 @@ def ask(indexes: Indexes, operation: str, *arguments: object, store: str = "", o
 
 def test_stores_of_one_cluster_are_apart() -> None:
     indexes = Indexes()
-    one, two = (ask(indexes, "open_store", b"me", name, 4, "me")[0] for name in ("one", "two"))
-    assert (ask(indexes, "attach", "one"), ask(indexes, "attach", "two")) == (one, two)
+    one, two = (ask(indexes, "open_store", b"me", name, 4, "me", 1)[0] for name in ("one", "two"))
+    assert (ask(indexes, "attach", "one"), ask(indexes, "attach", "two")) == ((one, 1), (two, 1))
     ticket = ask(
         indexes, "begin_put", b"me", Put("p", ["a"], None, {}), numbers("k").columns, 60.0, store=one
     )
-    ask(indexes, "commit", ticket, [0], store=one)
+    ask(indexes, "commit", ticket, [0], None, store=one)
     assert (ask(indexes, "sample_ids", store=one), ask(indexes, "sample_ids", store=two)) == (
         {"p": ["a"]},
         {},
     )
     with pytest.raises(DataPlaneError, match="'one' is open already, by me, which lives"):
-        ask(indexes, "open_store", b"it", "one", 4, "it")
+        ask(indexes, "open_store", b"it", "one", 4, "it", 1)
     ask(indexes, "close_store", one)
     with pytest.raises(DataPlaneError, match="'one' is closed"):
         ask(indexes, "sample_ids", store=one)
@@ -285,7 +289,7 @@ def test_stores_of_one_cluster_are_apart() -> None:
 
 def test_what_the_index_is_told_and_says_is_the_same_after_the_way_through_messages() -> None:
     indexes = Indexes()
-    store = ask(indexes, "open_store", b"me", "one", 4, "me")[0]
+    store = ask(indexes, "open_store", b"me", "one", 4, "me", 1)[0]
     column = {
         "input_ids": nest([torch.arange(3), torch.arange(5)]),
         "x": torch.zeros(2, 3, dtype=torch.bfloat16),
@@ -298,10 +302,12 @@ def test_what_the_index_is_told_and_says_is_the_same_after_the_way_through_messa
     registration = Registration("p", 2, ("train",), enums={"n": (1, "x")})
     ask(indexes, "register", registration, store=store)
     ticket = ask(indexes, "begin_put", b"me", told, packed.columns, 60.0, store=store)
-    facts = ask(indexes, "commit", ticket, [4, 7], store=store)
+    facts = ask(indexes, "commit", ticket, [4, 7], None, store=store)
     assert (facts.sample_ids, facts.sequence_lengths) == ([], [3, 5])
     claimed = ask(indexes, "claim", ClaimRequest("p", "train", ["x"], 2), 0.0, store=store)
-    for got in (facts.tags, claimed.tags):
+    assert facts.tags == [], "all rows are new, so their tags are those of the put"
+    again = ask(indexes, "begin_put", b"me", Put("p", ids, None, {}), {}, 60.0, store=store)
+    for got in (claimed.tags, ask(indexes, "commit", again, [], None, store=store).tags):
         assert (got[0], got[1]["none"], got[1]["mask"].tolist()) == (tags[0], None, [1, 2])
         got[1]["mask"][0] = 5
     located = ask(indexes, "locate", "p", ids[::-1], ["input_ids", "x"], store=store)
@@ -318,7 +324,7 @@ def test_what_the_index_is_told_and_says_is_the_same_after_the_way_through_messa
 @pytest.mark.parametrize("operation", ["run", "__init__", "hand_out", "close", "begin_puts"])
 def test_only_operations_that_are_listed_can_be_called(operation: str) -> None:
     indexes = Indexes()
-    store = ask(indexes, "open_store", b"me", "one", 4, "me")[0]
+    store = ask(indexes, "open_store", b"me", "one", 4, "me", 1)[0]
     for at in ("", store):
         call = Call(b"me", at, operation, Raw(encoder.encode(())))
         frames, _ = reply_to(b"secret", call, indexes.run)
@@ -381,10 +387,6 @@ def test_rows_that_a_block_does_not_have_are_those_of_another_block(ragged: bool
 
 
 def test_a_message_without_the_secret_is_not_read_and_a_failed_request_holds_nothing() -> None:
-    pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
-    from headrace.data_plane.adapters.transfer_queue_socket import Endpoint, IndexClient, IndexServer
-    from headrace.distributed.ray_connection import Deadline
-
     def within(seconds: float) -> Deadline:
         return Deadline(seconds, "a key")
 
@@ -405,9 +407,9 @@ def test_a_message_without_the_secret_is_not_read_and_a_failed_request_holds_not
     server = IndexServer("127.0.0.1", b"secret")
     endpoint = server.endpoint
     server.start(lambda call: Done(None) if call.operation == "hello" else divide(call))
-    good = IndexClient(endpoint, [], within(10))
+    good = IndexClient(endpoint, [], within(10), operation_of)
     with pytest.raises(TransportError, match="no answer within"):
-        IndexClient(Endpoint("127.0.0.1", endpoint.port, b"x"), [], within(0.2))
+        IndexClient(Endpoint("127.0.0.1", endpoint.port, b"x"), [], within(0.2), operation_of)
     assert asked(2) == ["5"]
     gc.disable()
     try:

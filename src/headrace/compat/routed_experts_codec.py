@@ -20,7 +20,7 @@ from headrace.data_plane.routes_codec import (
     signed_routes,
     wire_dtype,
 )
-from headrace.distributed.ragged_cpu import byte_view
+from headrace.distributed.ragged import byte_view
 from headrace.errors import SchemaError
 
 __all__ = [

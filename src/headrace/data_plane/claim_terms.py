@@ -133,3 +133,40 @@ class PartitionReport:
     leases: list[LeaseReport]
     unconsumed_rows: int
     unconsumed: list[RowReport]
+
+
+@dataclass(frozen=True)
+class WaitState:
+    """What a claim waits for: rows that are ready, of those `left` to the task, and how far the others are.
+
+    `passing`: of the ready ones, if the claim has rules. `written`: of those left, by column. `broken`: the size of a
+    group, how many are not whole, and of one of these its uid and its rows.
+    """
+
+    ready: int
+    left: int
+    had: int
+    expected: int
+    passing: int | None
+    written: dict[str, int]
+    broken: tuple[int, int, str, int] | None
+    leases: list[LeaseReport]
+
+    def __str__(self) -> str:
+        parts = [f"{self.ready} are ready of {self.left} not claimed yet"]
+        if self.passing is not None:
+            parts.append(f"{self.passing} of the ready ones pass the rules on tags (where)")
+        for name, count in self.written.items():
+            if count < self.left or not self.left:
+                parts.append(f"column '{name}' is written for {count} of them")
+        if self.broken is not None:
+            size, count, uid, rows = self.broken
+            text = f"samples are claimed in whole groups of {size}"
+            parts.append(f"{text}, and {count} are not whole: {uid} has {rows}" if count else text)
+        for lease in self.leases:
+            by = f" by {lease.holder}" if lease.holder else ""
+            parts.append(f"{lease.rows} are leased{by} for another {lease.seconds_left:.3g} s")
+        come = self.had + self.left
+        if come < self.expected:
+            parts.append(f"{come} of {self.expected} registered samples have come")
+        return "; ".join(parts)

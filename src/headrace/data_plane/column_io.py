@@ -90,7 +90,7 @@ def write_columns(
         _check_route_ids(wire, meta, route_shape)
     # What is not given is not passed on, so that a client of an older signature will do.
     claim = {CLAIM: meta.extra_info[CLAIM]} if CLAIM in meta.extra_info else {}
-    dp_client.put_samples(meta.sample_ids, meta.partition_id, fields=wire, **claim)
+    dp_client.write_samples(meta.sample_ids, meta.partition_id, wire, **claim)
     meta.add_fields(list(wire.keys()))
     return meta
 

@@ -384,6 +384,12 @@ class DataPlaneClient(ABC):
             DataPlaneError: rows that are not of the `claim`.
         """
 
+    def write_samples(
+        self, sample_ids: Sequence[str], partition_id: str, fields: TensorDict, **claim: Any
+    ) -> None:
+        """Do what `put_samples` does, for a caller that wants no meta of the rows; a store may save making one."""
+        self.put_samples(sample_ids, partition_id, fields=fields, **claim)
+
     @abstractmethod
     def get_samples(
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]

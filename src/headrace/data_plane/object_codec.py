@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
-from headrace.distributed.ragged_cpu import byte_view
+from headrace.distributed.ragged import byte_view
 from headrace.errors import SchemaError
 from headrace.utils.arguments import names_list
 

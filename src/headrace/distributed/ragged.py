@@ -21,15 +21,7 @@ import torch
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from headrace.distributed.offsets_reader import OffsetsReader
-from headrace.distributed.ragged_cpu import (
-    Ints,
-    PadValue,
-    byte_view,
-    join_spans,
-    memory_of,
-    pad_element,
-    pad_rows,
-)
+from headrace.distributed.ragged_cpu import Bytes, Ints, PadValue, join_spans, pad_element, pad_rows
 from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
 
@@ -42,6 +34,22 @@ logging.getLogger("torch.fx._symbolic_trace").addFilter(
     lambda record: not record.getMessage().startswith("is_fx_tracing will return")
 )
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def byte_view(tensor: torch.Tensor) -> Bytes:
+    """Return the elements of a CPU tensor in C order as flat bytes; shared with a contiguous tensor."""
+    whole = (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg()
+    if not whole.is_contiguous():
+        whole = whole.contiguous()
+    # `view(-1)` keeps a stride of 0, as an expanded dimension of size 1 has it; that cannot be viewed as bytes.
+    flat: Bytes = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
+    return flat
+
+
+def memory_of(tensor: torch.Tensor) -> Bytes:
+    """Return the bytes from a tensor's first element to its last, whose rows may lie apart."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return byte_view(tensor.as_strided((reach,), (1,)))
 
 
 def row_lengths(lengths: torch.Tensor | Sequence[int], read: OffsetsReader | None = None) -> torch.Tensor:

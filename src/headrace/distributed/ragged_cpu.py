@@ -1,4 +1,4 @@
-"""Memory of the CPU as bytes, and copies of ragged rows there where the C extension was not built."""
+"""Copies of ragged rows on the CPU where the C extension was not built."""
 
 from itertools import pairwise
 
@@ -11,22 +11,6 @@ from headrace.errors import SchemaError
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 PadValue = int | float | bool
-
-
-def byte_view(tensor: torch.Tensor) -> Bytes:
-    """Return the elements of a CPU tensor in C order as flat bytes; shared with a contiguous tensor."""
-    whole = (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg()
-    if not whole.is_contiguous():
-        whole = whole.contiguous()
-    # `view(-1)` keeps a stride of 0, as an expanded dimension of size 1 has it; that cannot be viewed as bytes.
-    flat: Bytes = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
-    return flat
-
-
-def memory_of(tensor: torch.Tensor) -> Bytes:
-    """Return the bytes from a tensor's first element to its last, whose rows may lie apart."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return byte_view(tensor.as_strided((reach,), (1,)))
 
 
 def pad_element(pad_value: PadValue, dtype: torch.dtype) -> torch.Tensor:

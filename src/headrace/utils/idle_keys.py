@@ -161,7 +161,7 @@ EFFECTS: tuple[Effect, ...] = (
     _when(
         _REMOTE_STORE,
         "data_plane",
-        "backend num_storage_units store_name ray_address timeout_s startup_timeout_s",
+        "backend num_storage_units indexes store_name ray_address timeout_s startup_timeout_s",
     ),
     _when(_POLLING, "data_plane", "claim_meta_poll_interval_s"),
     _when(_STORE, "data_plane", "journal.enabled"),

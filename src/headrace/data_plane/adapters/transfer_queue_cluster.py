@@ -9,64 +9,36 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import ray
-import zmq
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transfer_queue.controller import TransferQueueController
 from transfer_queue.storage.simple_storage import (
-    KEY_NOT_FOUND_MARKER,
     SimpleStorageUnit,
     StorageKeyNotFoundError,
     StorageUnitData,
-)
-from transfer_queue.utils.zmq_utils import (
-    STORAGE_MANAGER_IDENTITY_PREFIX,
-    ZMQMessage,
-    ZMQRequestType,
-    ZMQServerInfo,
-    ZMQSocketPool,
 )
 
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.adapters import check_version
 from headrace.data_plane.adapters import transfer_queue_mooncake as mooncake
-from headrace.data_plane.adapters.transfer_queue_index import Indexes
-from headrace.data_plane.adapters.transfer_queue_mooncake import FIELD
-from headrace.data_plane.adapters.transfer_queue_socket import Endpoint, IndexServer, poll
-from headrace.data_plane.store.blocks import BlockError, BlockInfo, Frames, select_rows
-from headrace.data_plane.store.columns import Rows
-from headrace.distributed.ray_connection import NAMESPACE, Deadline, Part, answers, wait_for
+from headrace.data_plane.adapters.transfer_queue_index import Indexes, IndexServer
+from headrace.data_plane.adapters.transfer_queue_socket import Connection, Endpoint
+from headrace.data_plane.store.blocks import BlockError, Frames, select_rows
+from headrace.distributed.ray_connection import NAMESPACE, Deadline, Part, answers
 from headrace.errors import HeadraceError, TransportError
 
 _log = logging.getLogger(__name__)
 
-BACKENDS = {"simple": "SimpleStorage", "mooncake_cpu": "MooncakeStore"}
-_UNIT_CLIENT = f"{STORAGE_MANAGER_IDENTITY_PREFIX}headrace"
 STARTUP_KNOB = "data_plane.startup_timeout_s"
 _LASTING: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 15.0
-
-
-@dataclass(frozen=True)
-class Connection:
-    """How a process reaches TransferQueue and the index, and which processes they are; Ray carries it."""
-
-    engine_id: str
-    backend: str
-    controller: Any
-    storage: dict[str, Any]
-    index: Endpoint
-    controller_part: Part
-    unit_parts: list[Part]
 
 
 class IndexActor:
@@ -118,78 +90,6 @@ def _serve_rows(unit: Any) -> None:
     unit.storage_data = BlockTable(unit.storage_data.storage_size)
 
 
-class StorageUnits:
-    """A process's connections to the simple storage units; safe to use from several threads.
-
-    A block is sent as its two frames, so neither side copies it into a message.
-    """
-
-    def __init__(self, infos: Mapping[str, ZMQServerInfo], parts: Sequence[Part]) -> None:
-        # A slot's unit is the one that TransferQueue's own client would choose, since that one clears.
-        self._units, self._parts = list(infos.values()), parts
-        self._context = zmq.Context()
-        self._pool = ZMQSocketPool(self._context, _UNIT_CLIENT, "put_get_socket")
-
-    def put(self, slots: Sequence[int], frames: Sequence[Frames], what: str, deadline: Deadline) -> None:
-        """Store blocks; their memory is read until this returns."""
-        bodies = {
-            unit: {
-                "global_indexes": [slots[i] for i in mine],
-                "data": {FIELD: [list(frames[i]) for i in mine]},
-                "data_parser": None,
-            }
-            for unit, mine in self._by_unit(slots).items()
-        }
-        self._request(ZMQRequestType.PUT_DATA, bodies, what, deadline)
-
-    def get(
-        self, blocks: Sequence[BlockInfo], rows: Sequence[Rows | None], what: str, deadline: Deadline
-    ) -> list[Frames]:
-        """Return blocks, or those `rows` of them; raises BlockError: a unit does not have all of them."""
-        groups, bodies = self._by_unit([block.slot for block in blocks]), {}
-        for unit, mine in groups.items():
-            some = [wanted for i in mine if (wanted := rows[i]) is not None]
-            counts = [None if (wanted := rows[i]) is None else len(wanted) for i in mine]
-            fields = {FIELD: [counts, np.concatenate(some)]} if some else [FIELD]
-            bodies[unit] = {"global_indexes": [blocks[i].slot for i in mine], "fields": fields}
-        got: list[Any] = [None] * len(blocks)
-        for unit, body in self._request(ZMQRequestType.GET_DATA, bodies, what, deadline).items():
-            for i, block in zip(groups[unit], body["data"][FIELD], strict=True):
-                got[i] = Frames(*block)
-        return got
-
-    def _by_unit(self, slots: Sequence[int]) -> dict[int, list[int]]:
-        groups: dict[int, list[int]] = {}
-        for position, slot in enumerate(slots):
-            groups.setdefault(slot % len(self._units), []).append(position)
-        return groups
-
-    def _request(
-        self, kind: ZMQRequestType, bodies: Mapping[int, dict[str, Any]], what: str, deadline: Deadline
-    ) -> dict[int, dict[str, Any]]:
-        """Ask units at the same time and return what each answers."""
-        answered: dict[int, dict[str, Any]] = {}
-        # A lease that is left by an error closes its socket, so a late answer reaches nobody.
-        with ExitStack() as leases:
-            sockets = {unit: leases.enter_context(self._pool.lease(self._units[unit])) for unit in bodies}
-            for unit, body in bodies.items():
-                request = ZMQMessage.create(kind, _UNIT_CLIENT, body, self._units[unit].id)
-                sockets[unit].send_multipart(request.serialize(), copy=False)
-            for unit, socket in sockets.items():
-                wait_for(partial(poll, socket), self._parts, what, deadline)
-                message = ZMQMessage.deserialize(socket.recv_multipart(copy=False))
-                answered[unit] = message.body
-                if message.request_type != ZMQRequestType[f"{kind.name}_RESPONSE"]:
-                    text = str(message.body.get("message", message.request_type))
-                    error = BlockError if KEY_NOT_FOUND_MARKER in text else TransportError
-                    raise error(f"{what}: a storage unit refused: {text}")
-        return answered
-
-    def close(self) -> None:
-        self._pool.close()
-        self._context.destroy(linger=0)
-
-
 class Engine:
     """The processes that this client has started."""
 
@@ -202,7 +102,8 @@ class Engine:
         if config.backend == "mooncake_cpu":
             mooncake.check_installed()
         self.index = _actor(IndexActor, name=_index_name(config.backend), namespace=NAMESPACE)
-        self.actors.append(self.index)
+        self._indexes = [self.index, *(_actor(IndexActor) for _ in range(1, config.indexes))]
+        self.actors.extend(self._indexes)
         with ExitStack() as undo:
             undo.callback(self.stop)
             published = self.index.set_connection.remote(self._start(deadline))
@@ -217,13 +118,19 @@ class Engine:
         storage, units, addresses = start(deadline)
         answers(controller.__ray_call__.remote(check_version), starting, deadline)
         info = answers(controller.get_zmq_server_info.remote(), starting, deadline)
-        endpoint = answers(self.index.serve.remote(), "starting the index", deadline)
+        endpoints = answers([index.serve.remote() for index in self._indexes], "starting the index", deadline)
         unit_parts = [
             Part(f"storage unit {i} of {len(units)} at {address}", unit)
             for i, (address, unit) in enumerate(zip(addresses, units, strict=True))
         ]
         controller_part = Part("TransferQueue's controller", controller)
-        return Connection(uuid.uuid4().hex, backend, info, storage, endpoint, controller_part, unit_parts)
+        index_parts = [
+            Part(f"index {number} of {len(endpoints)}" if number else "the index of the store", index)
+            for number, index in enumerate(self._indexes)
+        ]
+        return Connection(
+            uuid.uuid4().hex, backend, info, storage, endpoints, index_parts, controller_part, unit_parts
+        )
 
     def _start_simple(self, deadline: Deadline) -> tuple[dict[str, Any], list[Any], list[str]]:
         settings = {"num_data_storage_units": self._config.num_storage_units, "total_storage_size": None}

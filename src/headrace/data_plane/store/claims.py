@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.data_plane.claim_terms import LeaseReport, TagRule, TaskReport
+from headrace.data_plane.claim_terms import LeaseReport, TagRule, TaskReport, WaitState
 from headrace.data_plane.store.columns import Rows, grown
 from headrace.data_plane.store.groups import Groups
 from headrace.errors import ClaimExpired, DataPlaneError
@@ -50,6 +50,29 @@ class ClaimRequest(NamedTuple):
     holder: str | None = None
     where: list[TagRule] = []  # noqa: RUF012 - never changed
     order: str = "oldest"
+    token: str | None = None
+    """Id of a claim of which this is a part, with a lease; other stores hand out the others."""
+
+
+class Ready(NamedTuple):
+    """What a task may claim: the number in the order of each of the next groups, and what is known of the others.
+
+    `left` rows are not claimed yet, `had` are, `leased` of them for a time; `all_ready` counts those of the left that
+    have all columns (-1: nobody asked), and `expected` are registered.
+    """
+
+    numbers: Rows
+    size: int
+    left: int
+    had: int
+    leased: int
+    all_ready: int
+    expected: int
+
+    @property
+    def state(self) -> list[int]:
+        """What changes when a claim that had to wait should look again."""
+        return [len(self.numbers), self.left, self.had, self.leased, self.all_ready]
 
 
 @dataclass
@@ -61,6 +84,9 @@ class _Lease:
     slots: Rows
     ends: float
     place: int
+    is_part: bool = False
+    is_done: bool = False
+    """All rows of a part were cleared under the claim, which the other parts may hold on to."""
 
 
 class _Cursor:
@@ -88,6 +114,7 @@ class Claims:
         self._expected = 1
         self._cursors: dict[str, _Cursor] = {}
         self._leases: dict[str, _Lease] = {}
+        self._number: Rows = np.empty(0, np.int64)
         if registration is not None:
             self._expected = max(registration.num_samples, 1)
             self._cursors = {task: _Cursor() for task in registration.tasks}
@@ -107,8 +134,20 @@ class Claims:
         self._gone[slots] = True
         if self.groups is not None:
             self.groups.drop(slots)
-        if claim is not None and not len(self._rest(self._leases[claim])):
-            del self._leases[claim]
+        if claim is not None and not len(self._rest(lease := self._leases[claim])):
+            lease.is_done = True
+            if not lease.is_part:
+                del self._leases[claim]
+
+    def number(self, first: int, numbers: Rows) -> None:
+        """Give the slots from `first` on their numbers in an order that other stores share."""
+        self._number = grown(self._number, first + len(numbers), 0)
+        self._number[first : first + len(numbers)] = numbers
+
+    def numbers(self, slots: Rows) -> Rows:
+        """Return the numbers of slots; 0 where nobody gave one."""
+        self._number = grown(self._number, int(slots.max(initial=-1)) + 1, 0)
+        return self._number[slots]
 
     def renumber(self, slots: Rows) -> None:
         """Let what is slot `slots[i]` now be slot i; all other slots are free."""
@@ -118,6 +157,7 @@ class Claims:
         for lease in self._leases.values():
             now = place[lease.slots]
             lease.slots, lease.place = now[now >= 0], 0
+        self._number = self.numbers(slots)
         self._gone, self._slots = self._gone[slots], len(slots)
         for cursor in self._cursors.values():
             cursor.taken, cursor.start = cursor.taken[slots], 0
@@ -149,9 +189,28 @@ class Claims:
         cursor.count += len(slots)
         if request.lease_s is None or not len(slots):
             return slots, None
-        claim, ends = uuid.uuid4().hex, self._clock() + request.lease_s
-        self._leases[claim] = _Lease(request.task, request.holder, slots, ends, cursor.start)
+        claim, ends = request.token or uuid.uuid4().hex, self._clock() + request.lease_s
+        is_part = request.token is not None
+        self._leases[claim] = _Lease(request.task, request.holder, slots, ends, cursor.start, is_part)
         return slots, claim
+
+    def ready(
+        self,
+        request: ClaimRequest,
+        ids: Sequence[str],
+        held_by: Mapping[str, Held],
+        passes: Passes | None = None,
+    ) -> Ready:
+        """Return what `claim` would take, and take nothing."""
+        cursor = self._cursor(request.task)
+        if self.groups is not None:
+            self.groups.check_claim(request.rows, ids)
+        self._advance(cursor)
+        slots = self._ready(cursor, held_by, request.rows, passes, is_freshest=request.order == "freshest")
+        all_ready = len(self._ready(cursor, held_by, self._slots)) if request.allow_partial else -1
+        numbers = self.numbers(slots).reshape(-1, self._size).max(axis=1, initial=0)
+        leased = self._leased(request.task)
+        return Ready(numbers, self._size, self._left(cursor), cursor.count, leased, all_ready, self._expected)
 
     def _is_rest(self, task: str, held_by: Mapping[str, Held], found: int) -> bool:
         """Return whether nothing will be ready beside what was `found`: all rows are ready or had, none by lease."""
@@ -166,14 +225,16 @@ class Claims:
         """Refuse the writer of samples who no longer has them, or never had; a slot below 0 is a sample not there."""
         own = np.isin(slots, self._lease(claim).slots)
         if not own.all():
-            others = [ids[row] for row in np.flatnonzero(~own).tolist()]
-            raise DataPlaneError(
-                f"{shown(others)} of partition '{self._name}' are not among the rows of claim '{claim}'; write and "
-                "clear under a claim only what it handed out"
-            )
+            raise not_of_claim(self._name, [ids[row] for row in np.flatnonzero(~own).tolist()], claim)
 
     def renew(self, claim: str, lease_s: float) -> None:
         self._lease(claim).ends = self._clock() + lease_s
+
+    def hold(self, claim: str, least_s: float) -> bool:
+        """Let a claim in force last so long at least; return whether it has rows that were not cleared under it."""
+        lease = self._lease(claim)
+        lease.ends = max(lease.ends, self._clock() + least_s)
+        return not lease.is_done
 
     def finish(self, claim: str) -> None:
         """Let the rows of a lease be taken for good."""
@@ -292,45 +353,40 @@ class Claims:
 
     # What is told.
 
-    def describe_wait(
+    def waiting(
         self, request: ClaimRequest, held_by: Mapping[str, Held], passes: Passes | None = None
-    ) -> str:
-        """Return what a claim is waiting for: ready samples, how far each column has come, and those yet to come."""
+    ) -> WaitState:
+        """Return what a claim is waiting for."""
         cursor = self._cursor(request.task)
         left = np.flatnonzero(self._is_free(cursor))
-        ready = len(self._ready(cursor, held_by, self._slots))
-        parts = [f"{ready} are ready of {len(left)} not claimed yet"]
-        if passes is not None:
-            passing = len(self._ready(cursor, held_by, self._slots, passes))
-            parts.append(f"{passing} of the ready ones pass the rules on tags (where)")
-        for name, held in held_by.items():
-            count = int(np.count_nonzero(held(left)))
-            if count < len(left) or not len(left):
-                parts.append(f"column '{name}' is written for {count} of them")
-        if self.groups is not None:
-            parts.append(self.groups.describe())
-        for lease in self.leases():
-            if lease.task == request.task:
-                by = f" by {lease.holder}" if lease.holder else ""
-                parts.append(f"{lease.rows} are leased{by} for another {lease.seconds_left:.3g} s")
-        come = cursor.count + len(left)
-        if come < self._expected:
-            parts.append(f"{come} of {self._expected} registered samples have come")
-        return "; ".join(parts)
+        return WaitState(
+            ready=len(self._ready(cursor, held_by, self._slots)),
+            left=len(left),
+            had=cursor.count,
+            expected=self._expected,
+            passing=None if passes is None else len(self._ready(cursor, held_by, self._slots, passes)),
+            written={name: int(np.count_nonzero(held(left))) for name, held in held_by.items()},
+            broken=None if self.groups is None else self.groups.broken(),
+            leases=[lease for lease in self.leases() if lease.task == request.task],
+        )
+
+    def consumption(self, tasks: Sequence[str]) -> tuple[int, list[tuple[int, int, int]]]:
+        """Return the rows expected; and for each task those had, those left, and how many of those had are leased."""
+        cursors = [(task, self._cursor(task)) for task in tasks]
+        told = [(cursor.count, self._left(cursor), self._leased(task)) for task, cursor in cursors]
+        return self._expected, told
 
     def is_consumed(self, tasks: Sequence[str]) -> bool:
         """Return whether all samples that were registered have come, and each task has had them for good."""
-        cursors = [(task, self._cursor(task)) for task in tasks]
-        return bool(cursors) and all(
-            cursor.count >= self._expected and not self._left(cursor) and not self._leased(task)
-            for task, cursor in cursors
-        )
+        expected, told = self.consumption(tasks)
+        return consumed(told, expected)
 
     def leases(self) -> list[LeaseReport]:
         now = self._clock()
         return [
             LeaseReport(claim, lease.task, lease.holder, len(self._rest(lease)), lease.ends - now)
             for claim, lease in self._leases.items()
+            if not lease.is_done
         ]
 
     def tasks(self) -> dict[str, TaskReport]:
@@ -354,4 +410,16 @@ def claim_expired(partition: str, claim: str) -> ClaimExpired:
     return ClaimExpired(
         f"claim '{claim}' on partition '{partition}' is no longer in force: its lease ran out, it was released or "
         "finished, or the partition was emptied. Claim rows again; a longer lease_s, or renew_claim in time, keeps them"
+    )
+
+
+def consumed(tasks: Sequence[tuple[int, int, int]], expected: int) -> bool:
+    """Return whether tasks have had all rows for good, by what `Claims.consumption` says of them."""
+    return bool(tasks) and all(had >= expected and not left and not leased for had, left, leased in tasks)
+
+
+def not_of_claim(partition: str, ids: Sequence[str], claim: str) -> DataPlaneError:
+    return DataPlaneError(
+        f"{shown(ids)} of partition '{partition}' are not among the rows of claim '{claim}'; write and clear under a "
+        "claim only what it handed out"
     )

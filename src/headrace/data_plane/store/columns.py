@@ -1,7 +1,4 @@
-"""What every store keeps of a put: columns as chunks, rows of one form in one buffer; and which chunk has which row.
-
-Chunks never change, so readers need no lock.
-"""
+"""What every store keeps of a put: columns as chunks, which never change; and which chunk has which row."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,6 +21,7 @@ from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged import (
+    byte_view,
     gather_dense,
     gather_rows,
     nested_from_ragged,
@@ -31,7 +29,6 @@ from headrace.distributed.ragged import (
     own_copy,
     take_apart,
 )
-from headrace.distributed.ragged_cpu import byte_view
 from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
 from headrace.utils.arguments import shown, texts
@@ -41,7 +38,6 @@ Rows = NDArray[np.int64]
 Lengths = NDArray[np.int32]
 Known = list[tuple[torch.Tensor, torch.Tensor]]
 """Offsets that a call has met, each with the store's or the caller's own copy."""
-
 _LONGEST = 2**31 - 1
 _NOWHERE = -1
 _NO_ROWS: Rows = np.empty(0, np.int64)
@@ -257,8 +253,9 @@ def chunk_of_bytes(form: Form, rows: int, data: torch.Tensor, offsets: torch.Ten
 class Put(NamedTuple):
     """What a store is told of a put beside its columns.
 
-    `lengths` are the tokens of each row by the columns that say them; columns that agree share one array. For the
-    others see `DataPlaneClient.put_samples`.
+    `lengths` are the tokens of each row by the columns that say them; columns that agree share one array. `part_of`
+    names the rows of a put that other stores share, whose caller looks for room; by `order`, numbers, claims compare
+    rows of them all. Unless it `tells`, nobody asks for the rows' tags; `known` is for `check_put` to know.
     """
 
     partition_id: str
@@ -268,6 +265,10 @@ class Put(NamedTuple):
     claim: str | None = None
     producer: str | None = None
     once: bool = False
+    part_of: str = ""
+    order: Rows | None = None
+    tells: bool = True
+    known: Any = None
 
 
 class RowFacts(NamedTuple):

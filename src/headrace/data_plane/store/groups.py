@@ -11,7 +11,7 @@ from headrace.data_plane.store.columns import Rows
 from headrace.errors import DataPlaneError, SchemaError
 from headrace.utils.arguments import shown
 
-_MARK = "_g"
+MARK = "_g"
 
 
 class _Group(NamedTuple):
@@ -68,7 +68,7 @@ class Groups:
     ) -> Sequence[Hashable | None]:
         """Return the uids of new samples, None where an id has none."""
         if self._tag is None:
-            return [sample_id.rpartition(_MARK)[0] or None for sample_id in map(str, ids)]
+            return [sample_id.rpartition(MARK)[0] or None for sample_id in map(str, ids)]
         return [self._tagged(self._tag, row, values) for row, values in zip(ids, tags or [{}] * len(ids))]
 
     def _tagged(self, tag: str, sample_id: str, values: Mapping[str, Any]) -> Hashable:
@@ -131,10 +131,9 @@ class Groups:
                 "holds their uid"
             )
 
-    def describe(self) -> str:
-        """Return what keeps samples from being handed out: groups that are not whole."""
+    def broken(self) -> tuple[int, int, str, int]:
+        """Return the size of a group, how many groups are not whole, and of one of these its uid and its samples."""
         partial = [group for group in self._by_uid.values() if len(group.slots) < self.size]
-        text = f"samples are claimed in whole groups of {self.size}"
         if not partial:
-            return text
-        return f"{text}, and {len(partial)} are not whole: {partial[0].uid!r} has {len(partial[0].slots)}"
+            return self.size, 0, "", 0
+        return self.size, len(partial), repr(partial[0].uid), len(partial[0].slots)

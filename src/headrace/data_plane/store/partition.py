@@ -1,19 +1,30 @@
 """One partition: its samples by id and slot, their columns, lengths, tags, claims and producers."""
 
+import math
 import time
-from collections.abc import Sequence
-from typing import Any, Generic
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
-from headrace.data_plane.claim_terms import PartitionReport, RowReport, TagRule
+from headrace.data_plane.claim_terms import PartitionReport, RowReport, TagRule, WaitState
 from headrace.data_plane.object_codec import copied_tag
 from headrace.data_plane.schema import FIELDS, INPUT_IDS, INPUT_LENGTHS
-from headrace.data_plane.store.claims import ClaimRequest, Claims, Clock, Held, Mask, Passes, Registration
+from headrace.data_plane.store.claims import (
+    ClaimRequest,
+    Claims,
+    Clock,
+    Held,
+    Mask,
+    Passes,
+    Ready,
+    Registration,
+)
 from headrace.data_plane.store.columns import (
     Block,
     Column,
     Columns,
+    Form,
     Lengths,
     Put,
     RowFacts,
@@ -30,6 +41,20 @@ _FEW_SLOTS = 1024
 _UNKNOWN = -1
 
 
+class Faults(NamedTuple):
+    """What keeps a read from its rows: ids that are not there, columns that no row has, and rows that lack others."""
+
+    unknown: list[str]
+    no_row_has: list[str]
+    lacking: dict[str, list[str]]
+
+    def error(self, partition: str) -> SampleNotFound:
+        texts = [f"unknown sample ids {shown(self.unknown)}"] if self.unknown else []
+        texts += [f"no sample has column '{name}'" for name in self.no_row_has]
+        texts += [f"column '{name}' is not written for {shown(ids)}" for name, ids in self.lacking.items()]
+        return SampleNotFound(f"partition '{partition}': {'; '.join(texts)}")
+
+
 class Partition(Generic[Block]):
     """Samples by id. Each has a slot, a small number; slots keep the order of the first puts. Not thread-safe."""
 
@@ -42,7 +67,7 @@ class Partition(Generic[Block]):
         # None: slot i is that of the i-th id, and nobody has asked for a single one yet; see `_slot_of`.
         self._slots_by_id: dict[str, int] | None = None
         # Counts up when samples come or go.
-        self._version = 0
+        self.version = 0
         self._all_slots: Slots | None = None
         self._tags: dict[str, dict[str, Any]] = {}
         self._columns: dict[str, Column[Block]] = {}
@@ -74,6 +99,9 @@ class Partition(Generic[Block]):
     def blocks(self) -> list[Block]:
         return [block for column in self._columns.values() for block in column.blocks]
 
+    def has(self, sample_id: str) -> bool:
+        return sample_id in self._slot_of
+
     def sample_ids(self) -> list[str]:
         return list(self._ids if self._slots_by_id is None else self._slots_by_id)
 
@@ -85,7 +113,7 @@ class Partition(Generic[Block]):
             return Slots(np.full(len(ids), -1))
         if len(ids) == len(self._ids) == len(self) and ids == self._ids:
             if self._all_slots is None:
-                self._all_slots = Slots(np.arange(len(ids)), self._version)
+                self._all_slots = Slots(np.arange(len(ids)), self.version)
             return self._all_slots
         slot_of = self._slot_of.get
         return Slots(np.array([slot_of(sample_id, -1) for sample_id in map(str, ids)], dtype=np.int64))
@@ -96,15 +124,12 @@ class Partition(Generic[Block]):
         if put.claim is not None:
             self.claims.check_in_force(put.claim, slots.at, put.ids)
         registration = self.registration
-        if registration is not None and len(self) + new > registration.num_samples:
-            raise CapacityExceeded(
-                f"a put of {new} new samples does not fit into partition '{self.name}': it was registered for "
-                f"num_samples={registration.num_samples} and holds {len(self)}. Clear samples that are done with, or "
-                "register more"
-            )
+        most = registration.num_samples if registration is not None else math.inf
+        if not put.part_of and len(self) + new > most:
+            raise no_room(self.name, new, int(most), len(self))
         for name, blocks in columns.items():
             if name in self._columns:
-                self._check_form(name, blocks[0], put.ids, slots.at)
+                self._check_form(name, blocks[0].form, put.part_of or shown(put.ids), slots.at)
         if put.lengths:
             self._check_lengths(put, columns, slots.at)
         if self._claims.groups is not None:
@@ -128,22 +153,27 @@ class Partition(Generic[Block]):
         if self._spent is not None:
             old |= self._spent.has(put.ids)
         if old.any() and not old.all():
-            known = [put.ids[row] for row in np.flatnonzero(old).tolist()]
-            raise SchemaError(
-                f"a put of {len(put.ids)} samples with once=True has {shown(known)}, which partition '{self.name}' has "
-                "had before, beside new ones; put again what was put together, or give new samples ids of their own"
-            )
+            raise had_before(self.name, len(put.ids), [put.ids[row] for row in np.flatnonzero(old).tolist()])
         return bool(old.all())
 
-    def _check_form(self, name: str, block: Block, ids: Sequence[str], slots: Rows) -> None:
-        column, got = self._columns[name], block.form
+    def check_beside(self, forms: Mapping[str, Form], samples: str, *, once: bool) -> None:
+        """Refuse a put into other stores of the partition, which is to be done `once`, for the forms of its columns."""
+        for name, form in forms.items():
+            column = self._columns.get(name)
+            if column is not None and column.form is not None:
+                self._check_form(name, form, samples, np.empty(0, np.int64))
+        if once and self._spent is None:
+            self._spent = SpentIds()
+
+    def _check_form(self, name: str, got: Form, samples: str, slots: Rows) -> None:
+        column = self._columns[name]
         held = column.form
         if held is None or held == got:
             return
         axes = FIELDS[name].trailing_dims if name in FIELDS else 0
         if axes and got.trailing[-axes:] != held.trailing[-axes:]:
             raise SchemaError(
-                f"column '{name}' of {shown(ids) or 'no samples'} has {got.trailing[-axes:]} values per token; the "
+                f"column '{name}' of {samples or 'no samples'} has {got.trailing[-axes:]} values per token; the "
                 f"samples of partition '{self.name}' have {held.trailing[-axes:]} (routes: MoE layers, experts per "
                 "token). Write the rows of one model to one partition, or clear its samples first"
             )
@@ -206,21 +236,24 @@ class Partition(Generic[Block]):
         first, count = len(self._ids), int(np.count_nonzero(slots < 0))
         if not count:
             return Slots(slots)
-        ids, tags, new = put.ids, put.tags, np.arange(first, first + count)
+        ids, tags, order, new = put.ids, put.tags, put.order, np.arange(first, first + count)
         if count == len(slots):
             slots = new
         else:
             rows = np.flatnonzero(slots < 0)
             ids = [ids[row] for row in rows.tolist()]
             tags = None if tags is None else [tags[row] for row in rows.tolist()]
+            order = None if order is None else order[rows]
             slots[rows] = new
         if first:
             self._slot_of.update(zip(ids, range(first, first + count)))
         else:
             self._slots_by_id = None
         self._ids.extend(ids)
-        self._version += 1
-        self._all_slots = None if first else Slots(slots, self._version)
+        self.version += 1
+        self._all_slots = None if first else Slots(slots, self.version)
+        if order is not None:
+            self._claims.number(first, order)
         if self._claims.groups is not None:
             self._claims.groups.add(ids, first, tags)
         return self._all_slots or Slots(slots)
@@ -235,7 +268,7 @@ class Partition(Generic[Block]):
             del self._slot_of[sample_id]
         if self._spent is not None:
             self._spent.add(known)
-        self._version, self._all_slots = self._version + 1, None
+        self.version, self._all_slots = self.version + 1, None
         self._claims.drop(slots, claim)
         for sample_id in known:
             self._tags.pop(sample_id, None)
@@ -260,23 +293,23 @@ class Partition(Generic[Block]):
 
     def slots(self, ids: Sequence[str], names: Sequence[str]) -> Slots:
         """Return the slots of `ids`, all of which have the columns `names`."""
-        slots, faults = self.locate(ids), []
-        known = slots
-        if slots.version is None and (slots.at < 0).any():
-            unknown = list(dict.fromkeys(str(ids[row]) for row in np.flatnonzero(slots.at < 0).tolist()))
-            faults.append(f"unknown sample ids {shown(unknown)}")
-            known = Slots(slots.at[slots.at >= 0])
-        for name in names:
-            column = self._columns.get(name)
-            if column is None:
-                faults.append(f"no sample has column '{name}'")
-            elif not column.holds_all(known):
-                lacking = known.at[~column.held(known.at)].tolist()
-                ids_lacking = list(dict.fromkeys(self._ids[slot] for slot in lacking))
-                faults.append(f"column '{name}' is not written for {shown(ids_lacking)}")
-        if faults:
-            raise SampleNotFound(f"partition '{self.name}': {'; '.join(faults)}")
+        slots = self.locate(ids)
+        is_known = slots.version is not None or not (slots.at < 0).any()
+        columns = [self._columns.get(name) for name in names]
+        if not is_known or not all(column is not None and column.holds_all(slots) for column in columns):
+            raise self.faults(ids, names).error(self.name)
         return slots
+
+    def faults(self, ids: Sequence[str], names: Sequence[str]) -> Faults:
+        """Return what keeps columns of rows from being read."""
+        slots = self.locate(ids).at
+        unknown = list(dict.fromkeys(str(ids[row]) for row in np.flatnonzero(slots < 0).tolist()))
+        known, lacking = slots[slots >= 0], dict[str, list[str]]()
+        for name in (name for name in names if name in self._columns):
+            missing = known[~self._columns[name].held(known)].tolist()
+            if missing:
+                lacking[name] = list(dict.fromkeys(self._ids[slot] for slot in missing))
+        return Faults(unknown, [name for name in names if name not in self._columns], lacking)
 
     def select(self, ids: Sequence[str], names: Sequence[str]) -> dict[str, Selection[Block]]:
         """Return how to read columns of samples; raises what `slots` raises."""
@@ -287,7 +320,7 @@ class Partition(Generic[Block]):
         slots = self.slots(ids, ())
         return [name for name, column in self._columns.items() if column.holds_all(slots)]
 
-    def facts(self, ids: list[str], slots: Slots) -> RowFacts:
+    def facts(self, ids: list[str], slots: Slots, *, with_tags: bool = True) -> RowFacts:
         """Return lengths, if a column of lengths or of tokens says those of all samples, and copies of the tags."""
         lengths: list[int] | None = None
         for name in (INPUT_LENGTHS, INPUT_IDS):
@@ -295,7 +328,7 @@ class Partition(Generic[Block]):
                 lengths = self._lengths[slots.at].tolist()
                 break
         tags = None
-        if self._tags:
+        if self._tags and with_tags:
             tags = [copied_tag(self._tags.get(sample_id, {}), row) for row, sample_id in enumerate(ids)]
         return RowFacts(ids, lengths, tags if tags and any(tags) else None)
 
@@ -315,8 +348,16 @@ class Partition(Generic[Block]):
         slots, claim = claimed
         return [self._ids[slot] for slot in slots.tolist()], Slots(slots), claim
 
-    def describe_wait(self, request: ClaimRequest) -> str:
-        return self.claims.describe_wait(request, *self._wanted(request))
+    def ready(self, request: ClaimRequest) -> Ready:
+        """Return what a claim would take; raises what `Claims.claim` raises."""
+        return self.claims.ready(request, self._ids, *self._wanted(request))
+
+    def waiting(self, request: ClaimRequest) -> WaitState:
+        return self.claims.waiting(request, *self._wanted(request))
+
+    def numbers(self, ids: Sequence[str]) -> Rows:
+        """Return the numbers of samples in the order that their puts gave."""
+        return self._claims.numbers(self.locate(ids).at)
 
     def _wanted(self, request: ClaimRequest) -> tuple[dict[str, Held], Passes | None]:
         """Return what tells which slots have the columns that a claim asks for, and which groups pass its rules."""
@@ -358,6 +399,20 @@ class Partition(Generic[Block]):
                 for slot in unconsumed[:limit].tolist()
             ],
         )
+
+
+def no_room(partition: str, new: int, most: int, held: int) -> CapacityExceeded:
+    return CapacityExceeded(
+        f"a put of {new} new samples does not fit into partition '{partition}': it was registered for "
+        f"num_samples={most} and holds {held}. Clear samples that are done with, or register more"
+    )
+
+
+def had_before(partition: str, rows: int, known: Sequence[str]) -> SchemaError:
+    return SchemaError(
+        f"a put of {rows} samples with once=True has {shown(known)}, which partition '{partition}' has had before, "
+        "beside new ones; put again what was put together, or give new samples ids of their own"
+    )
 
 
 def _two_lengths(name: str, sample: str, got: int, other: str, held: int, where: str) -> SchemaError:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from headrace.data_plane.claim_terms import PartitionReport
+from headrace.data_plane.claim_terms import PartitionReport, WaitState
 from headrace.data_plane.store.claims import ClaimRequest, Clock, Registration, claim_expired
 from headrace.data_plane.store.columns import Block, Columns, Put, RowFacts, Selection, Slots
 from headrace.data_plane.store.partition import Partition
@@ -84,14 +84,18 @@ class SampleStore(Generic[Block]):
                 self._ended.pop(name, None)
             self._held += new
             slots, gone = partition.write(put, columns, slots)
-            facts = partition.facts(ids, slots)
+            facts = partition.facts(ids, slots, with_tags=put.tells)
             self._changed.notify_all()
         return facts, gone
 
-    def check_put(self, put: Put, columns: Columns[Block]) -> bool:
-        """Raise what `put` would raise; return whether there is anything to write."""
+    def check_put(self, put: Put, columns: Columns[Block]) -> tuple[Put, int | None]:
+        """Raise what `put` would raise; return the put with the slots found, and how many rows are new.
+
+        None in place of new rows: there is nothing to write.
+        """
         with self._changed:
-            return self._checked(put, columns)[2] is not None
+            partition, slots, new = self._checked(put, columns)
+            return put._replace(known=(partition, partition.version, slots)), new
 
     def _checked(self, put: Put, columns: Columns[Block]) -> tuple[Partition[Block], Slots, int | None]:
         """Return the partition of a put that nothing speaks against, which may be new, the ids' slots, and new rows.
@@ -103,15 +107,13 @@ class SampleStore(Generic[Block]):
         partition = self._partitions.get(name)
         if partition is None:
             partition = Partition(name, self._ended.get(name), self._clock)
-        slots = partition.locate(put.ids)
+        is_known = put.known is not None and put.known[:2] == (partition, partition.version)
+        slots = put.known[2] if is_known else partition.locate(put.ids)
         if put.once and partition.has_had(put, slots):
             return partition, slots, None
         new = partition.check(put, columns, slots)
-        if self._held + new > self._capacity:
-            raise CapacityExceeded(
-                f"a put of {new} new samples into partition '{name}' does not fit: the store holds {self._held} of "
-                f"at most {self._capacity}. Clear samples that are done with, or raise data_plane.storage_capacity"
-            )
+        if not put.part_of and self._held + new > self._capacity:
+            raise store_full(name, new, self._capacity, self._held)
         return partition, slots, new
 
     def select(
@@ -176,10 +178,7 @@ class SampleStore(Generic[Block]):
         def attempt() -> bool:
             most = self._most(self._registered(partition_id))
             if rows > most:
-                raise DataPlaneError(
-                    f"no room for {rows} samples at a time in partition '{partition_id}': it holds at most "
-                    f"num_samples={most}. Wait for fewer, or register the partition with more"
-                )
+                raise never_room(partition_id, rows, most)
             return self.room(partition_id) >= rows
 
         return self._waited(attempt, timeout_s)
@@ -242,11 +241,7 @@ class SampleStore(Generic[Block]):
     def claim_timeout_text(self, request: ClaimRequest) -> str:
         """Return what a claim has waited for in vain."""
         with self._changed:
-            state = self._registered(request.partition_id).describe_wait(request)
-        return (
-            f"task '{request.task}' waited in vain for {request.rows} samples of partition "
-            f"'{request.partition_id}': {state}. Raise timeout_s, or look for the producer of what is missing"
-        )
+            return claim_timeout(request, self._registered(request.partition_id).waiting(request))
 
     def report(self, partition_id: str, limit: int) -> PartitionReport:
         """Return what a partition holds, with at most `limit` rows that are not consumed."""
@@ -291,8 +286,32 @@ class SampleStore(Generic[Block]):
     def _existing(self, name: str, ids: Sequence[str]) -> Partition[Block]:
         self._check_open()
         if name not in self._partitions:
-            known = shown(list(self._partitions)) or "none"
-            raise SampleNotFound(
-                f"unknown partition '{name}' (there are: {known}), so no sample ids {shown(ids)}"
-            )
+            raise unknown_partition(name, list(self._partitions), ids)
         return self._partitions[name]
+
+
+def store_full(partition: str, new: int, capacity: int, held: int) -> CapacityExceeded:
+    return CapacityExceeded(
+        f"a put of {new} new samples into partition '{partition}' does not fit: the store holds {held} of at most "
+        f"{capacity}. Clear samples that are done with, or raise data_plane.storage_capacity"
+    )
+
+
+def never_room(partition: str, rows: int, most: int) -> DataPlaneError:
+    return DataPlaneError(
+        f"no room for {rows} samples at a time in partition '{partition}': it holds at most num_samples={most}. Wait "
+        "for fewer, or register the partition with more"
+    )
+
+
+def claim_timeout(request: ClaimRequest, state: WaitState) -> str:
+    """Return what a claim has waited for in vain."""
+    return (
+        f"task '{request.task}' waited in vain for {request.rows} samples of partition '{request.partition_id}': "
+        f"{state}. Raise timeout_s, or look for the producer of what is missing"
+    )
+
+
+def unknown_partition(name: str, known: Sequence[str], ids: Sequence[str]) -> SampleNotFound:
+    there = shown(list(known)) or "none"
+    return SampleNotFound(f"unknown partition '{name}' (there are: {there}), so no sample ids {shown(ids)}")
