@@ -54,7 +54,7 @@ def test_local_ranks_over_transfer_queue_take_the_same_steps_without_a_lag(
 
 
 def test_two_ranks_train_while_two_collectors_die_and_weights_change_inside_answers(
-    tmp_path: Path, transfer_queue_engine: None
+    tmp_path: Path, transfer_queue_engine: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     ray = pytest.importorskip("ray")
     section = {"enabled": True, "max_lag": 1, "collectors": 2, "on_update": "resume", "piece_tokens": 2}
@@ -74,7 +74,7 @@ def test_two_ranks_train_while_two_collectors_die_and_weights_change_inside_answ
         session.close()
     assert [record.step for record in recorder.steps] == [1, 2, 3, 4]
     assert recorder.steps[0].metrics["async/lag_max"] == 0
-    assert sum(record.metrics["async/failed_calls"] for record in recorder.steps) >= 1
+    assert caplog.text.count("it is started again") >= 1  # the other one may have nothing to do any more
     for record in recorder.steps:
         assert 0 <= record.metrics["async/lag_max"] <= 1
         assert record.metrics["train/grad_norm"] > 0

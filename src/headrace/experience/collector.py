@@ -70,8 +70,8 @@ class Tickets(Protocol):
 class Collector:
     """Makes samples until there are no more tickets; `rollouts` is a group of one `CollectingActor`.
 
-    Before each call the actor takes the newest weights, if it has older ones; one that has died is started again.
-    `lock` is held during a call. `moved` is what the calls so far have moved.
+    Before each call the actor takes the newest weights, if it has older ones. `lock` is held during a call. `moved` is
+    what the calls so far have moved.
     """
 
     def __init__(
@@ -108,7 +108,18 @@ class Collector:
             wait([self._running], timeout_s)
 
     def take_weights(self) -> int:
-        """Have the actor take the newest weights, and return their version; called with `lock` held."""
+        """Have the actor take the newest weights, and return their version; called with `lock` held.
+
+        An actor that has died is started again.
+        """
+        try:
+            return int(self.rollouts.run_all("take_weights")[0])
+        except HeadraceError as error:
+            if not self.rollouts.has_ended:
+                raise
+            _log.warning("%s: %s; it is started again", self.name, error)
+        self._moved_before = Traffic(self.moved.by_column)
+        self.rollouts.restart()
         return int(self.rollouts.run_all("take_weights")[0])
 
     def _run(self) -> None:
@@ -119,17 +130,9 @@ class Collector:
         if (error := running.exception()) is not None:
             self._tickets.stop(error)
 
-    def _require_actor(self) -> None:
-        """Start the actor again if it has died."""
-        if self.rollouts.has_ended:
-            _log.warning("%s: its actor has died, and is started again", self.name)
-            self._moved_before = Traffic(self.moved.by_column)
-            self.rollouts.restart()
-
     def _make(self, ticket: Ticket) -> None:
         try:
             with self.lock:
-                self._require_actor()
                 self.take_weights()
                 started, begun = time.time(), time.perf_counter()
                 made = self.rollouts.run_all("rollout_to_tq", ticket.request(self.name), **self._arguments)

@@ -46,6 +46,8 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self.restart()
 
     def restart(self) -> None:
+        if self._is_shut:
+            raise HeadraceError(f"cannot start {self._alone or 'the workers'} again: it was shut down")
         self.cluster = RayVirtualCluster(self.world_size, **self._room)
         self._actors, self._ended = [], None
         self._open(self._spec, self._settings)

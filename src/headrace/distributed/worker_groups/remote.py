@@ -34,6 +34,7 @@ class RemoteWorkerGroup(WorkerGroup):
         self._grace_s = grace_s
         self._busy: str | None = None
         self._ended: str | None = None
+        self._is_shut = False
         self.dp_size, self.world_size = layout.data, layout.size
 
     # How a group reaches its ranks.
@@ -93,6 +94,7 @@ class RemoteWorkerGroup(WorkerGroup):
         self._begin(method, {rank: others if rank else first for rank in range(self.world_size)})
 
     def shutdown(self) -> None:
+        self._is_shut = True
         if self._ended is None:
             self._ended = "it was shut down"
             self._end(gently=self._busy is None)
