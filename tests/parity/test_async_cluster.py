@@ -42,17 +42,6 @@ def test_without_a_lag_actors_take_the_steps_of_the_synchronous_loop(
         check_driver(record)
 
 
-@pytest.mark.slow
-def test_local_ranks_over_transfer_queue_take_the_same_steps_without_a_lag(
-    tmp_path: Path, transfer_queue_engine: None
-) -> None:
-    spawn = {"parallel": {"launcher": "spawn"}}
-    want = run_steps(recipe_for(tmp_path, 2, 2, policy=spawn))
-    got = run_steps(recipe_for(tmp_path, 2, 2, policy=spawn, **{"async": {"enabled": True, "max_lag": 0}}))
-    assert torch.equal(numbers(got["steps"]), numbers(want["steps"]))
-    assert got["recorder"].samples == want["recorder"].samples
-
-
 def test_two_ranks_train_while_two_collectors_die_and_weights_change_inside_answers(
     tmp_path: Path, transfer_queue_engine: None, caplog: pytest.LogCaptureFixture
 ) -> None:
