@@ -42,7 +42,7 @@ $(VLLM): constraints-vllm.txt
 demo: $(TRAIN)  ## train a small MoE model with GRPO (SEED=0 RUN_DIR=runs/demo_moe/seed0)
 	$(BIN)/headrace train demo_moe seed=$(SEED) run_dir=$(RUN_DIR) overwrite=true
 
-# In the order of files: those of few and long tests come first, so that neither process waits for the other at the end.
+# In the order of tests/suite_order.py.
 test: $(DEV)  ## the test suite (no GPU, under 15 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 

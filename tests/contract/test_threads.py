@@ -21,7 +21,7 @@ def test_concurrent_puts_and_gets_of_many_clients_lose_nothing(
 ) -> None:
     def work(worker: int) -> bool:
         mine = build_data_plane_client(config, bootstrap=False)
-        for step in range(5):
+        for step in range(2):
             ids = [f"{worker}_{step}_{i}" for i in range(4)]
             rows = [[worker, step, i] * (i + 1) for i in range(4)]
             mine.put_samples(ids, "p", fields=wire(4, x=tokens(*rows)))
@@ -33,8 +33,8 @@ def test_concurrent_puts_and_gets_of_many_clients_lose_nothing(
         return True
 
     with ThreadPoolExecutor(16) as pool:
-        assert all(pool.map(work, range(128)))
-    left = [f"{w}_{s}_{i}" for w in range(128) for s in range(5) for i in (2, 3)]
+        assert all(pool.map(work, range(40)))
+    left = [f"{w}_{s}_{i}" for w in range(40) for s in range(2) for i in (2, 3)]
     assert client.get_samples(left, "p", ["x"]).batch_size[0] == len(left)
 
 
@@ -60,10 +60,10 @@ def test_concurrent_claims_share_no_row(client: DataPlaneClient) -> None:
 
 
 @pytest.mark.skipif(not OPEN_FILES.exists(), reason="needs /proc")
-def test_hundreds_of_calls_leave_no_file_open(client: DataPlaneClient) -> None:
+def test_a_hundred_calls_leave_no_file_open(client: DataPlaneClient) -> None:
     put_numbers(client, ["a"], x=0)
     before = len(list(OPEN_FILES.iterdir()))
-    for _ in range(200):
+    for _ in range(50):
         put_numbers(client, ["a"], x=0)
         numbers(client, ["a"], "x")
     assert len(list(OPEN_FILES.iterdir())) <= before + 2

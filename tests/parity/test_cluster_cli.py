@@ -90,6 +90,7 @@ def wait_for(path: Path, process: "subprocess.Popen[str]", within_s: float = 300
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
 @pytest.mark.timeout(600)
+@pytest.mark.slow  # Ctrl-C in the loop, below, ends a run the same way
 def test_a_run_that_finishes_leaves_no_process_behind(tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     process = start(tmp_path / "run", mark, "grpo.max_num_steps=1", *ONE_WORKER)

@@ -57,8 +57,10 @@ def losses(recorder_steps: list[Any]) -> torch.Tensor:
     return torch.tensor([[r.metrics[name] for name in names] for r in recorder_steps])
 
 
-# `dynamic` cuts rows by lengths as `packed` does, and pads them as `fixed` does.
-@pytest.mark.parametrize("batching", ["fixed", pytest.param("dynamic", marks=pytest.mark.slow), "packed"])
+# Ranks of padded batches, on gloo: test_worker_sharded.
+@pytest.mark.parametrize(
+    "batching", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fixed", "dynamic")), "packed"]
+)
 def test_two_processes_take_the_steps_of_one_and_keep_row_order(tmp_path: Path, batching: str) -> None:
     before = running_children()
     alone = three_steps(build_session(in_memory(tmp_path, 1, batching, 3)))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.algorithms.grpo import Session
@@ -51,6 +50,7 @@ from headrace.errors import (
 )
 from headrace.experience.types import Prompt
 from headrace.models.policy.tq_policy import TQPolicy
+from ranks import run_ranks
 from reference_training import PolicyGradient
 from tiny_models import tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
 from tiny_recipe import tiny_recipe
@@ -380,7 +380,7 @@ def _unsendable_preprocessing(worker: Worker, meta: KVBatchMeta) -> tuple[str, b
 def replica(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the two ranks of a replica saw."""
     folder = Path(tmp_path_factory.mktemp("replica"))
-    mp.spawn(_replica, args=(str(folder),), nprocs=2)
+    run_ranks(_replica, (str(folder),), 2)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -46,8 +46,12 @@ def test_torch_says_nothing_of_tracing_where_the_data_plane_is_loaded() -> None:
 
 
 def test_importing_the_data_plane_loads_no_heavy_package_and_takes_under_four_seconds() -> None:
-    # Processor time, and the best of three: other processes may share the machine.
-    results = [probe() for _ in range(3)]
-    assert all(result["heavy"] == [] for result in results)
-    assert min(result["base_s"] + result["own_s"] for result in results) < 4
-    assert min(result["own_s"] for result in results) < 0.5
+    # Processor time, and the best of three where the first is slow: other processes may share the machine.
+    whole, own = [], []
+    while not whole or (len(whole) < 3 and not (min(whole) < 4 and min(own) < 0.5)):
+        result = probe()
+        assert result["heavy"] == []
+        whole.append(result["base_s"] + result["own_s"])
+        own.append(result["own_s"])
+    assert min(whole) < 4
+    assert min(own) < 0.5

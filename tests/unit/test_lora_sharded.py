@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from headrace.models.policy.results import merge_rows
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
+from ranks import run_ranks
 from reference_training import PolicyGradient
 from tiny_models import tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
 
@@ -74,7 +74,7 @@ def run_rank(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = Path(tmp_path_factory.mktemp("gloo"))
-    mp.spawn(run_rank, args=(str(folder),), nprocs=2)
+    run_ranks(run_rank, (str(folder),), 2)
     return folder
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from headrace.config import OptimizerConfig, PolicyConfig
 from headrace.errors import ConfigError
 from headrace.models.automodel.optimizer_8bit import import_torchao, state_bytes
 from headrace.models.automodel.setup import build_optimizer, build_scheduler
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
+from ranks import run_ranks
 from reference_training import PolicyGradient
 from tiny_models import CONFIGS, tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
 from torchao_path import need_torchao
@@ -238,7 +238,7 @@ def run_rank(rank: int, folder: str) -> None:
 
 def test_two_ranks_train_as_one_and_read_each_other_s_checkpoints(tmp_path: Path) -> None:
     alone = run(tmp_path, "one")
-    mp.spawn(run_rank, args=(str(tmp_path),), nprocs=2)
+    run_ranks(run_rank, (str(tmp_path),), 2)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     for one in (alone, *ranks):
         assert all(one["resumed"])

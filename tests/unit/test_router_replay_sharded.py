@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from headrace.models.router_replay import Routes, install, route_digest
 from moe_families import checkpoint_layers, random_routes, tiny_moe
+from ranks import run_ranks
 
 RANKS = 2
 INPUTS = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(5))
@@ -64,7 +64,7 @@ def test_fsdp2_before_or_after_installation_gives_the_gradients_of_one_process(t
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(run_rank, (port, str(tmp_path)), nprocs=RANKS)
+    run_ranks(run_rank, (port, str(tmp_path)), RANKS)
     expected: list[torch.Tensor] = []
     for rank in range(RANKS):
         model = tiny_moe("qwen3_moe").train()

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import AutoConfig
 
 from headrace.errors import ConfigError
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from moe_families import tiny_moe, tiny_sizes
+from ranks import run_ranks
 from tiny_models import CONFIGS, tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
 
 WORLD = 2
@@ -108,7 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    mp.spawn(_run_rank, args=(str(folder),), nprocs=WORLD)
+    run_ranks(_run_rank, (str(folder),), WORLD)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 

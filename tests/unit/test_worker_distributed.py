@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from headrace.compat.automodel_data import get_microbatch_iterator, process_global_batch
 from headrace.distributed.columns import object_array
 from headrace.models.policy.results import aggregate_train_results
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
+from ranks import run_ranks
 from reference_training import PolicyGradient
 from tiny_models import tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
 
@@ -95,7 +95,7 @@ def _run_rank(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = Path(tmp_path_factory.mktemp("gloo"))
-    mp.spawn(_run_rank, args=(str(folder),), nprocs=2)
+    run_ranks(_run_rank, (str(folder),), 2)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 

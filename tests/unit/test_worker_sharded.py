@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 
 from headrace.algorithms.sample_stats import MismatchLoss, split_mismatch
@@ -17,6 +16,7 @@ from headrace.data_plane import KVBatchMeta, build_data_plane_client, kv_first_w
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.policy.results import combine_metrics, merge_rows
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
+from ranks import run_ranks
 from reference_training import PolicyGradient
 from tiny_models import CONFIGS, tiny_batch, tiny_generation_config, tiny_policy_config, tiny_tokenizer
 
@@ -244,7 +244,7 @@ def ranks(folder: Path) -> dict[int, list[dict[Any, Any]]]:
     _train_on(alone)
     alone.save_checkpoint(folder / "one")
     for world in CASES:
-        mp.spawn(_run_rank, args=(world, str(folder)), nprocs=world)
+        run_ranks(_run_rank, (world, str(folder)), world)
     return {
         world: [torch.load(folder / f"rank{rank}of{world}.pt", weights_only=True) for rank in range(world)]
         for world in CASES
