@@ -5,13 +5,17 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from headrace.utils.interrupt import InterruptFlag
 
+# A suite under nohup has processes that ignore a hangup.
 LOOP = """
-import time
+import signal, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 from headrace.utils.interrupt import InterruptFlag
 with InterruptFlag() as interrupt:
     print("ready", flush=True)
@@ -21,16 +25,20 @@ with InterruptFlag() as interrupt:
 """
 
 
-def start(*, stops: bool) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
+@contextmanager
+def started(*, stops: bool) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
         [sys.executable, "-c", LOOP.replace("STOPS", str(stops))],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
@@ -39,9 +47,9 @@ def start(*, stops: bool) -> subprocess.Popen[str]:
 def test_the_first_signal_lets_the_loop_end_by_itself_and_says_so_once(
     number: signal.Signals, code: int
 ) -> None:
-    process = start(stops=True)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=20)
+    with started(stops=True) as process:
+        process.send_signal(number)
+        out, err = process.communicate(timeout=20)
     assert out == f"stopped {code}\n"
     assert err.startswith("headrace: stopping")
     assert err.count("\n") == 1
@@ -64,12 +72,12 @@ def test_a_message_that_nobody_can_read_does_not_end_the_run() -> None:
 
 
 def test_the_second_signal_stops_a_loop_that_does_not_look() -> None:
-    process = start(stops=False)
-    assert process.stderr is not None
-    process.send_signal(signal.SIGINT)
-    assert process.stderr.readline().startswith("headrace: stopping")
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    with started(stops=False) as process:
+        assert process.stderr is not None
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline().startswith("headrace: stopping")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
     assert process.returncode != 0
     assert err.rstrip().endswith("KeyboardInterrupt")
 
