@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import headrace
-from headrace.cli import app, find_benchmarks
+from headrace.cli import find_benchmarks
 from headrace.errors import ConfigError
 from headrace.run_tables import render_text
 
@@ -105,8 +104,8 @@ def test_a_figure_may_have_dots_in_its_name() -> None:
     ],
 )
 def test_a_command_line_that_cannot_be_right_is_one_line(arguments: list[str], expected: str) -> None:
-    done = CliRunner().invoke(app, ["bench", *arguments])
-    assert (done.exit_code, done.stdout) == (2, "")
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"headrace: error: {expected}")
     assert done.stderr.count("\n") == 1
 
