@@ -58,8 +58,8 @@ from headrace.distributed.worker_groups.wire import encode
 
 INDEXES, RANKS, PLAN_RANKS, DISPATCH_RANKS = (
     (1, 2, 4),
-    (64, 256, 1024, 2048),
-    (256, 1024, 2048),
+    (64, 256, 1024),
+    (256, 1024),
     (64, 256, 1024),
 )
 QUICK_INDEXES = (1, 2)
