@@ -96,6 +96,7 @@ ONLY_IN = {
         "headrace.data_plane.adapters.transfer_queue",
         "headrace.data_plane.adapters.transfer_queue_cluster",
         "headrace.data_plane.adapters.transfer_queue_mooncake",
+        "headrace.models.generation.engine_actor",
     ),
     "transfer_queue": (
         "headrace.data_plane.adapters.transfer_queue_cluster",
@@ -176,6 +177,7 @@ LOCAL_IMPORTS = {
     ("models/automodel/lora.py", "peft"),
     ("models/automodel/optimizer_8bit.py", "torchao.optim"),
     ("models/automodel/quantized_base.py", "torchao.quantization"),
+    ("models/generation/engine_pool.py", "headrace.models.generation.engine_actor"),
     ("models/generation/engine_process.py", "headrace.models.generation.hf_engine"),
     ("models/generation/engine_process.py", "headrace.models.generation.vllm"),
     ("models/generation/vllm.py", "vllm"),

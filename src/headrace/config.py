@@ -98,6 +98,8 @@ class VLLMConfig(Section):
 
     args: dict[str, Any] = Field(default_factory=dict)
     """Engine arguments as vLLM names them, such as `gpu_memory_utilization` (0.4 unless set) and `max_model_len`."""
+    tensor_parallel: PositiveInt = 1
+    """Devices of each engine, which hold a part of every matrix; `generation.placement=apart` if there are several."""
     sleep_level: Literal[0, 1] = 0
     """1: between rollouts, keep the weights in the host's memory and free the cache. 0: keep both on the device."""
 
@@ -112,12 +114,14 @@ class GenerationConfig(Section):
     sglang: SGLangConfig = SGLangConfig()
     guard: GuardConfig = GuardConfig()
     placement: Literal["in_place", "beside", "apart"] = "in_place"
-    """Where engines run: in the rollout's process, in processes of their own on its GPUs (`beside`), or on the last of
-    the GPUs that it sees (`apart`)."""
+    """Where engines run: in the rollout's process, in processes of their own on its GPUs (`beside`), or on GPUs of
+    their own (`apart`): the last that it sees or, where the policy's workers are Ray actors, any of the cluster."""
     engines: PositiveInt = 1
     """Engines that share the prompts, a process each; in place there is one."""
     python: str | None = None
     """Interpreter of the engines' processes, which may have an environment of its own; None: this one."""
+    weights_timeout_s: PositiveFloat = 300.0
+    """Engines apart: longest wait for another rank while weights are on their way."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of the generator's weights and products."""
     max_new_tokens: PositiveInt = 256
@@ -153,6 +157,12 @@ class GenerationConfig(Section):
             yield (
                 f"generation.engines={self.engines} with generation.placement=in_place, where there is one; set "
                 "generation.placement=beside or apart"
+            )
+        ranks = self.vllm.tensor_parallel
+        if self.backend == "vllm" and ranks > 1 and self.placement != "apart":
+            yield (
+                f"generation.vllm.tensor_parallel={ranks} with generation.placement={self.placement}, where an engine "
+                "has one device; set generation.placement=apart"
             )
 
 

@@ -1,8 +1,9 @@
-"""The contract of Generator, held by every backend, in place and by two engines in processes of their own (`@beside`).
+"""The contract of Generator, held by every backend: in place, and by two engines in processes of their own.
 
-HEADRACE_GENERATORS names them (those of hf, and sglang, unless set), HEADRACE_ENGINE_PYTHON the interpreter of the
-processes. `make test-engines` runs it on vLLM's CPU build, which needs an environment of its own. Behind `sglang`
-stands the server of tests/sglang_server.
+`NAME@beside` get weights through shared memory, `NAME@apart` by a broadcast, and `NAME@ranks` is one engine of two
+tensor-parallel ranks. HEADRACE_GENERATORS names them (those of hf, and sglang, unless set), HEADRACE_ENGINE_PYTHON the
+interpreter of the processes. `make test-engines` runs it on vLLM's CPU build, which needs an environment of its own.
+Behind `sglang` stands the server of tests/sglang_server.
 """
 
 import logging
@@ -26,7 +27,7 @@ from headrace.models.sampling import filter_logits
 from sglang_path import sglang_on_path
 from tiny_models import CHARACTERS, build_character_tokenizer
 
-BACKENDS = os.environ.get("HEADRACE_GENERATORS", "hf,sglang,hf@beside").split(",")
+BACKENDS = os.environ.get("HEADRACE_GENERATORS", "hf,sglang,hf@beside,hf@apart").split(",")
 TOKENIZER = build_character_tokenizer(CHARACTERS)
 END = TOKENIZER.eos_token_id
 PROMPTS = [TOKENIZER.encode(text) for text in ("ab", "hello", "x", "hello", "a longer one")]
@@ -55,11 +56,15 @@ def model_of(seed: int, *, unknown: int = 0) -> Any:
 
 
 def build(backend: str, *, unknown: int = 0) -> Generator:
-    values: dict[str, Any] = {"backend": backend.partition("@")[0], "max_new_tokens": 12}
-    if backend.endswith("@beside"):
+    name, _, place = backend.partition("@")
+    engines, ranks = (1, 2) if place == "ranks" else (2, 1)
+    values: dict[str, Any] = {"backend": name, "max_new_tokens": 12}
+    if place:
         python = os.environ.get("HEADRACE_ENGINE_PYTHON")
-        values |= {"placement": "beside", "engines": 2, "python": python}
-    values |= {"sglang": SGLANG, "vllm": VLLMConfig(args={"enforce_eager": True, "max_model_len": 128})}
+        placement = "beside" if place == "beside" else "apart"
+        values |= {"placement": placement, "engines": engines, "python": python}
+    args = {"enforce_eager": True, "max_model_len": 128}
+    values |= {"sglang": SGLANG, "vllm": VLLMConfig(args=args, tensor_parallel=ranks if place else 1)}
     cfg = GenerationConfig(**values)
     with sglang_on_path():
         return build_generator(cfg, model_of(0, unknown=unknown), TOKENIZER)
@@ -248,7 +253,7 @@ def test_ids_without_a_token_are_not_part_of_the_distribution(backend: str) -> N
     assert_scored(output, model_of(0, unknown=40), temperature=2.0, unknown_ids=ids)
 
 
-@pytest.mark.parametrize("started", [b for b in BACKENDS if "@" in b], indirect=True)
+@pytest.mark.parametrize("started", [b for b in BACKENDS if b.endswith(("@beside", "@apart"))], indirect=True)
 def test_the_prompts_of_a_killed_engine_go_to_the_other(
     started: EngineGenerator, generator: Generator, caplog: pytest.LogCaptureFixture
 ) -> None:

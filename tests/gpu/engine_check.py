@@ -1,20 +1,28 @@
 # ruff: noqa: E402 - the tests' folder has to be on the path first
-"""vLLM in a process of its own beside the trainer on one GPU: python tests/gpu/engine_check.py [--out FILE]
+"""vLLM in a process of its own, and its weights: python tests/gpu/engine_check.py [--out FILE]
 
 Checks that greedy logprobs are those of a bfloat16 transformers forward before and after updates of the weights, and
-that answers survive sleep. Measures updates through CUDA's IPC against a plain copy on the device, sleep, memory, and
-tokens per second. --placement in_place does the same without a process, for comparison.
+that answers survive sleep. Measures updates, sleep, memory, and tokens per second.
+
+--placement beside (one GPU): updates through CUDA's IPC, against a plain copy on the device.
+--placement in_place (one GPU): the same without a process, for comparison.
+--placement apart (two GPUs): updates by NCCL, against a plain broadcast between two processes and a plain copy from
+GPU to GPU, all in this run. CUDA graphs, sleep and speed are left out, so that it ends within three minutes:
+python tests/gpu/engine_check.py --placement apart --models 1.7b --out apart.json
 """
 
 import argparse
 import json
+import os
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -119,6 +127,47 @@ def copy_gb_per_s(nbytes: int = GIB) -> float:
     return nbytes / min(times) / 1e9
 
 
+def peer_copy_gb_per_s(nbytes: int = GIB) -> float:
+    """Return the bandwidth of a plain copy from the first GPU to the last, as by CUDA's IPC between processes."""
+    if torch.cuda.device_count() < 2:
+        return float("nan")
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
+    target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{torch.cuda.device_count() - 1}")
+    times = []
+    for _ in range(6):
+        synchronize()
+        start = time.perf_counter()
+        target.copy_(source)
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return nbytes / min(times) / 1e9
+
+
+def broadcast_gb_per_s(nbytes: int = GIB if DEVICE == "cuda" else 64 << 20) -> float:
+    """Return the bandwidth of a plain broadcast between two processes: NCCL's from GPU 0 to the last, or gloo's."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_broadcasting, args=(folder, nbytes), nprocs=2)  # type: ignore[no-untyped-call]
+        return nbytes / float(Path(folder, "seconds").read_text()) / 1e9
+
+
+def _broadcasting(rank: int, folder: str, nbytes: int) -> None:
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank * (torch.cuda.device_count() - 1))
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    data, times = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE), []
+    for _ in range(8):
+        dist.barrier()
+        synchronize()
+        start = time.perf_counter()
+        dist.broadcast(data, 0)
+        synchronize()
+        times.append(time.perf_counter() - start)
+    if rank == 1:
+        Path(folder, "seconds").write_text(str(min(times)))
+    dist.destroy_process_group()
+
+
 def synchronize() -> None:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
@@ -148,11 +197,16 @@ def check(name: str, args: argparse.Namespace) -> dict[str, Any]:
         engines=args.engines,
         python=args.python,
         vllm={
-            "args": {"gpu_memory_utilization": args.memory, "max_model_len": 1024, **json.loads(args.vllm_args)},
-            "sleep_level": args.sleep_level,
+            "args": engine_args(args),
+            "sleep_level": 0 if args.placement == "apart" else args.sleep_level,
+            "tensor_parallel": args.ranks,
         },
     )  # fmt: skip
+    apart = args.placement == "apart"
     report: dict[str, Any] = {"model": name, "copy_gb_per_s": copy_gb_per_s()}
+    if apart:
+        report |= {"broadcast_gb_per_s": broadcast_gb_per_s(), "peer_copy_gb_per_s": peer_copy_gb_per_s()}
+    print(report, flush=True)
     torch.cuda.empty_cache()
     start = time.perf_counter()
     generator = build_generator(cfg, model_of(name, 0), tokenizer, record_routes="moe" in name)
@@ -187,12 +241,20 @@ def check(name: str, args: argparse.Namespace) -> dict[str, Any]:
         v["gap"]["mean"] < LARGEST_STALE_SHARE * v["stale_gap"]["mean"] for v in versions[1:]
     )
     report["updates"] = updates(generator, name, few)
-    report["copy_share"] = report["updates"].get("gb_per_s", 0.0) / report["copy_gb_per_s"]
-    report["speed"] = speed(generator, name)
-    report["sleep"] = sleep(generator, few, greedy, args.sleep_level)
-    report["ok"] = bool(report["ok"] and report["sleep"]["answers_as_before"])
+    plain = report["broadcast_gb_per_s" if apart else "copy_gb_per_s"]
+    report["copy_share"] = report["updates"].get("gb_per_s", 0.0) / plain
+    if not apart:
+        report["speed"] = speed(generator, name)
+        report["sleep"] = sleep(generator, few, greedy, args.sleep_level)
+        report["ok"] = bool(report["ok"] and report["sleep"]["answers_as_before"])
     generator.shutdown()
     return report
+
+
+def engine_args(args: argparse.Namespace) -> dict[str, Any]:
+    quick = {"enforce_eager": True} if args.placement == "apart" else {}
+    shared = {"gpu_memory_utilization": args.memory, "max_model_len": 1024}
+    return {**shared, **quick, **json.loads(args.vllm_args)}
 
 
 def _weights(metrics: dict[str, float]) -> dict[str, float]:
@@ -258,14 +320,18 @@ def main() -> int:
     parser.add_argument(
         "--backend", choices=["vllm", "hf"], default="vllm", help="hf tries the script without vLLM"
     )
-    parser.add_argument("--placement", choices=["beside", "in_place"], default="beside")
+    parser.add_argument("--placement", choices=["beside", "in_place", "apart"], default="beside")
     parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks of an engine apart")
     parser.add_argument("--python", help="interpreter of the engines")
     parser.add_argument("--memory", type=float, default=0.4, help="gpu_memory_utilization of an engine")
     parser.add_argument("--sleep-level", type=int, choices=[0, 1], default=1)
     parser.add_argument("--vllm-args", default="{}", help="more engine arguments, as JSON")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    started = time.perf_counter()
+    # It has no part in a broadcast.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     reports = [check(name, args) for name in args.models]
     passed = all(report["ok"] for report in reports)
     result = {
@@ -273,7 +339,9 @@ def main() -> int:
         "where": where(),
         "placement": args.placement,
         "engines": args.engines,
+        "ranks": args.ranks,
         "passed": passed,
+        "seconds": time.perf_counter() - started,
         "models": reports,
     }
     if args.out is not None:

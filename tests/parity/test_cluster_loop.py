@@ -57,6 +57,10 @@ LEARNERS: dict[str, dict[str, Any]] = {
         },
     },
     "router_replay": {"policy": {"router_replay": {"enabled": True}}},
+    # Two sharded ranks send their weights straight to engines in actors of their own.
+    "engines_apart": {
+        "generation": {"placement": "apart", "engines": 2, "guard": {"enabled": False}},
+    },
 }
 
 
@@ -71,7 +75,7 @@ def test_actors_take_the_steps_of_one_process(
     grpo = {"max_num_steps": 3, **changes.get("grpo", {})}
     changes = {**changes, "grpo": grpo, "validation": {"period": 1, "batch_size": 8}}
     cluster = run_steps(on_the_cluster(tmp_path, 2, **changes))
-    alone = run_steps(in_one_process(tmp_path, **changes))
+    alone = run_steps(in_one_process(tmp_path, **{**changes, "generation": {}}))
     torch.testing.assert_close(numbers(cluster["steps"]), numbers(alone["steps"]), **CLOSE)
     assert numbers(alone["steps"])[:, 0].abs().max() > 1e-3, "a loss of zero proves nothing"
     assert [r.tokens for r in cluster["steps"]] == [r.tokens for r in alone["steps"]]
@@ -82,6 +86,8 @@ def test_actors_take_the_steps_of_one_process(
         assert [s["sample_id"] for s in got] == [s["sample_id"] for s in want]
     for name, weight in alone["weights"].items():
         torch.testing.assert_close(cluster["weights"][name], weight, rtol=0.0, atol=1e-4)
+    if learner == "engines_apart":
+        assert all(r.metrics["generator/weights_gb"] > 0 for r in cluster["steps"])
     if learner == "router_replay":
         for record in cluster["steps"]:
             counts = {

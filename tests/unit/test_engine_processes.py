@@ -20,7 +20,8 @@ from headrace.models.generation.dealing import LengthBook, deal
 from headrace.models.generation.engine_generator import EngineGenerator
 from headrace.models.generation.engine_pool import EnginePool
 from headrace.models.generation.interfaces import SamplingParams
-from headrace.models.generation.weight_buckets import HostMemory, Receiver, bucket_capacity, checksum, pack
+from headrace.models.generation.weight_buckets import bucket_capacity, checksum, pack
+from headrace.models.generation.weight_memory import HostMemory, Receiver
 from tiny_models import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -222,7 +223,7 @@ def test_an_engine_that_dies_in_the_middle_of_its_work_is_replaced(
     assert output.metrics["engines_lost"] == 1
     assert [f"(pid {first}) was killed by SIGKILL" in said for said in caplog.messages] == [True]
     assert served.pids == [second]
-    assert pool._starting[0].calls.poll(240)
+    assert pool._starting[0].ready([pool._starting[0]], 240)
     model = tiny_model("qwen3_moe", seed=1)
     served.update_weights(model.state_dict().items(), 1)
     assert len(served.pids) == 2

@@ -105,6 +105,11 @@ SAID = {
     ),
     "generation.guard.max_new_tokens=7": ("", "generation.guard.enabled=true"),
     "generation.python=/x/python": ("", "generation.placement=beside"),
+    "generation.weights_timeout_s=9.0": ("generation.placement=beside", "generation.placement=apart"),
+    "generation.vllm.tensor_parallel=2": (
+        "generation.placement=apart",
+        "generation.backend=vllm generation.placement=apart",
+    ),
     "grpo.advantage.leave_one_out=true": ("grpo.advantage.estimator=rloo", ""),
     "grpo.advantage.normalize_std=false": ("grpo.advantage.estimator=rloo", ""),
     "grpo.advantage.epsilon=0.1": ("grpo.advantage.normalize_std=false", ""),

@@ -177,7 +177,11 @@ class Loop:
 def update_weights(session: Session) -> None:
     """Give the side that makes samples the policy's weights."""
     policy = session.policy
-    policy.workers.stream_to(session.rollouts, "weight_stream", "update_weights", policy.weight_version)
+    # By a route, tensors go from the policy's first rank straight to engines.
+    (route,) = session.rollouts.run_all("weight_route")
+    policy.workers.stream_to(
+        session.rollouts, "weight_stream", "update_weights", policy.weight_version, given=(route,)
+    )
 
 
 def save_checkpoint(

@@ -36,7 +36,8 @@ class RayVirtualCluster:
     with `num_cpus` CPUs (None: those of the machine). `shutdown` ends what was started here and leaves any other
     cluster as it was. Each worker reserves a GPU where there are `gpus_per_node`, and `cpus_per_worker` (None:
     one, or its share where there are fewer CPUs than workers). The cluster must have `gpus_beside` GPUs more, for the
-    run's rollout actor.
+    run's rollout actor and engines. `spread` is Ray's strategy for bundles: "PACK" lets them share a node. A worker has
+    `gpus_per_worker`, where there are GPUs, and `asked_by` is the key that says how many workers there are.
 
     What the cluster lacks altogether is an error at once, unless it `autoscales`: then it is asked for, and waited for
     like room that others hold, with a warning after a few seconds.
@@ -55,7 +56,10 @@ class RayVirtualCluster:
         gpus_per_node: int = 0,
         num_cpus: int | None = None,
         cpus_per_worker: float | None = None,
+        gpus_per_worker: int = 1,
         gpus_beside: int = 0,
+        spread: str = "STRICT_SPREAD",
+        asked_by: str = "policy.workers",
         startup_timeout_s: float = 180.0,
         autoscales: bool = False,
     ) -> None:
@@ -73,18 +77,19 @@ class RayVirtualCluster:
                 cpus_per_worker = _cpu_fraction(self.workers_per_node, num_nodes, gpus_per_node, autoscales)
             self.cpus_per_worker = cpus_per_worker
             if not autoscales:
-                _check_gpus(workers if gpus_per_node else 0, gpus_beside)
+                _check_gpus(workers * gpus_per_worker if gpus_per_node else 0, gpus_beside, asked_by)
             # Processes of a cluster started here run this interpreter.
             self.runtime_env = None if starts_ray else _needed_runtime_env(startup_timeout_s)
-            self._reserve(num_nodes, gpus_per_node, startup_timeout_s)
+            gpus = float(gpus_per_worker if gpus_per_node else 0)
+            self._reserve(num_nodes, gpus, spread, startup_timeout_s)
             undo.pop_all()
 
-    def _reserve(self, num_nodes: int, gpus_per_node: int, startup_timeout_s: float) -> None:
-        per_worker = {"CPU": self.cpus_per_worker, "GPU": float(gpus_per_node > 0)}
+    def _reserve(self, num_nodes: int, gpus: float, spread: str, startup_timeout_s: float) -> None:
+        per_worker = {"CPU": self.cpus_per_worker, "GPU": gpus}
         bundle = {name: n * self.workers_per_node for name, n in per_worker.items() if n}
         if not bundle:
             return
-        self.placement_group = placement_group([dict(bundle) for _ in range(num_nodes)], "STRICT_SPREAD")
+        self.placement_group = placement_group([dict(bundle) for _ in range(num_nodes)], spread)
         ready, wanted = self.placement_group.ready(), f"{num_nodes} x {_listed(bundle)}"
         soon_s = min(_SOON_S, startup_timeout_s)
         if not ray.wait([ready], timeout=soon_s)[0]:
@@ -125,13 +130,13 @@ def _listed(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources.get(name, 0.0):.4g} {name}" for name in ("CPU", "GPU"))
 
 
-def _check_gpus(for_workers: int, beside: int) -> None:
+def _check_gpus(for_workers: int, beside: int, asked_by: str) -> None:
     """Raise ConfigError if the cluster has fewer GPUs than the run needs, whoever uses them now."""
     needed, there = for_workers + beside, int(ray.cluster_resources().get("GPU", 0))
     if needed > there:
         raise ConfigError(
             f"the run needs {needed} GPUs and the Ray cluster has {there}: the workers take {for_workers} "
-            f"(policy.workers), the rollout actor {beside} beside them (cluster.rollout_gpus). Lower one of the two, "
+            f"({asked_by}), the rollout actor {beside} beside them (cluster.rollout_gpus). Lower one of the two, "
             "set cluster.rollout=driver, or add nodes; where the cluster adds nodes by itself, set "
             "cluster.autoscales=true"
         )

@@ -35,8 +35,11 @@ from headrace.experience.validation import measure, sets_of
 from headrace.models.automodel.quantized_base import round_base
 from headrace.models.automodel.setup import COMPUTE_DTYPES, load_model, load_tokenizer
 from headrace.models.generation.build import build_generator
+from headrace.models.generation.engine_generator import EngineGenerator
 from headrace.models.generation.interfaces import Generator, SamplingParams
-from headrace.models.generation.weights import WeightStream
+from headrace.models.generation.weight_group import WeightRoute
+from headrace.models.generation.weights import Opening, WeightStream
+from headrace.models.policy.launch import engine_room
 from headrace.utils.seeding import derive_seed
 from headrace.utils.targets import extend_import_path
 
@@ -110,9 +113,11 @@ class SyncRolloutActor:
         environment = environment or prompts_that_fit(recipe, tokenizer)
         replays = recipe.policy.router_replay.enabled
         if generator is None:
-            model = load_model(recipe.policy, seed=recipe.seed)
+            room = engine_room(recipe)
+            device = torch.device("cpu") if room else None  # this process needs the description alone
+            model = load_model(recipe.policy, seed=recipe.seed, device=device)
             round_base(model, recipe.policy.lora, COMPUTE_DTYPES[recipe.policy.precision])
-            generator = build_generator(recipe.generation, model, tokenizer, record_routes=replays)
+            generator = build_generator(recipe.generation, model, tokenizer, record_routes=replays, room=room)
         if replays and generator.route_shape is None:
             raise ConfigError(
                 f"policy.router_replay.enabled=true, and generation.backend={recipe.generation.backend} records no "
@@ -250,11 +255,19 @@ class SyncRolloutActor:
 
         return measure(self._held_out, self._validation, self.settings.sampling, roll_out)
 
+    def weight_route(self) -> WeightRoute | None:
+        """Return how the policy's first rank sends its next weights straight to engines; None: by `update_weights`."""
+        return self.generator.weight_route() if isinstance(self.generator, EngineGenerator) else None
+
     def update_weights(self, weights: Iterable[Any], version: int) -> None:
         """Give the generator what a policy's `weight_stream` yields."""
         items = iter(weights)
-        shapes = next(items)
-        self.generator.update_weights(items if shapes is None else WeightStream(shapes, items), version)
+        opening: Opening = next(items)
+        if opening.shapes is None:
+            self.generator.update_weights(items, version)
+            return
+        stream = WeightStream(opening.shapes, items, is_routed=opening.is_routed)
+        self.generator.update_weights(stream, version)
 
     def probe(
         self, num_prompts: int, others: Sequence[list[int]], *, max_new_tokens: int, seed: int, sampled: bool

@@ -183,7 +183,7 @@ EFFECTS: tuple[Effect, ...] = (
     _when(_is("policy.tokenizer.builder", "characters"), "policy.tokenizer", "characters"),
     _when(_GGUF, "policy.model", "cache_dir"),
     _when_enabled("policy.router_replay", "max_missing_fraction min_exact_fraction on_excess trace"),
-    _when(_is("generation.backend", "vllm"), "generation.vllm", "args sleep_level"),
+    _when(_is("generation.backend", "vllm"), "generation.vllm", "args sleep_level tensor_parallel"),
     _when(_is("generation.backend", "hf"), "generation", "static_cache"),
     _when(
         _is("generation.backend", "sglang"),
@@ -194,6 +194,7 @@ EFFECTS: tuple[Effect, ...] = (
     _when(_OWN_SGLANG, "generation.sglang", "args python"),
     _when(_GUARDED, "generation.guard", "every_n_steps max_logprob_gap num_prompts max_new_tokens"),
     _when(_is("generation.placement", "beside", "apart"), "generation", "python"),
+    _when(_is("generation.placement", "apart"), "generation", "weights_timeout_s"),
     _when(_is("grpo.advantage.estimator", "grpo"), "grpo.advantage", "leave_one_out"),
     _when(_DIVIDES, "grpo.advantage", "normalize_std"),
     _when(_is("grpo.advantage.normalize_std", True) & _DIVIDES, "grpo.advantage", "epsilon"),

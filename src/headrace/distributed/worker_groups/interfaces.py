@@ -41,12 +41,15 @@ class WorkerGroup(ABC):
         """
         raise NotImplementedError
 
-    def stream_to(self, target: "WorkerGroup", method: str, into: str, *args: Any) -> None:
-        """Give what the first rank's generator `method` yields to `into(items, *args)` of `target`'s only worker.
+    def stream_to(
+        self, target: "WorkerGroup", method: str, into: str, *args: Any, given: Sequence[Any] = ()
+    ) -> None:
+        """Give what the first rank's `method(*given)` yields to `into(items, *args)` of `target`'s only worker.
 
-        Every rank runs its generator to the end. Between Ray actors, the items do not pass through this process.
+        The first item goes at once. Every rank runs its generator to the end. Between Ray actors, the items do not pass
+        through this process.
         """
-        with closing(self.stream(method)) as items:
+        with closing(self.stream(method, *given)) as items:
             target.take_stream(items, into, *args)
 
     def take_stream(self, items: Iterable[Any], into: str, *args: Any) -> None:

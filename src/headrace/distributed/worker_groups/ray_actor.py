@@ -141,6 +141,7 @@ class ActorSink:
         self._method = method
         self._arguments = arguments
         self._waiting: list[Payload] = []
+        self._is_first = True
         self._sent: deque[Any] = deque()
 
     def __enter__(self) -> Self:
@@ -148,9 +149,9 @@ class ActorSink:
         return self
 
     def put(self, item: Payload) -> None:
-        """Send an item, soon; a few messages may be on their way."""
+        """Send an item, the first at once and others soon; a few messages may be on their way."""
         self._waiting.append(item)
-        if sum(waiting.nbytes for waiting in self._waiting) >= _MESSAGE_BYTES:
+        if self._is_first or sum(waiting.nbytes for waiting in self._waiting) >= _MESSAGE_BYTES:
             self._send()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -169,7 +170,7 @@ class ActorSink:
 
     def _send(self) -> None:
         self._sent.append(self._actor.offer.remote(self._waiting))
-        self._waiting = []
+        self._waiting, self._is_first = [], False
         if len(self._sent) > _IN_FLIGHT:
             self._get(self._sent.popleft())
 

@@ -1,7 +1,7 @@
 """Workers as Ray actors, one per rank, inside the placement group of a RayVirtualCluster."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -77,14 +77,16 @@ class RayWorkerGroup(RemoteWorkerGroup):
         for _ in self._answers("start-up"):
             pass
 
-    def stream_to(self, target: WorkerGroup, method: str, into: str, *args: Any) -> None:
+    def stream_to(
+        self, target: WorkerGroup, method: str, into: str, *args: Any, given: Sequence[Any] = ()
+    ) -> None:
         if isinstance(target, RayWorkerGroup) and target.world_size == 1:
             sink = ActorSink(target._actors[0], into, encode((args, {})), target._alone)
-            self._begin_stream(method, encode(((), {})), sink)
+            self._begin_stream(method, encode((tuple(given), {})), sink)
             for _ in self._answers(method):
                 pass
         else:
-            super().stream_to(target, method, into, *args)
+            super().stream_to(target, method, into, *args, given=given)
 
     def reader(self, method: str) -> ActorReader:
         return ActorReader(self._actors[0], method, self._alone)

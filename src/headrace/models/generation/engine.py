@@ -13,7 +13,9 @@ import numpy.typing as npt
 import torch
 
 from headrace.config import GenerationConfig
+from headrace.distributed.worker_groups.rank import Answer
 from headrace.models.generation.interfaces import SamplingParams
+from headrace.models.generation.weight_group import WeightRoute
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,20 @@ class EngineSpec:
     device: str
     implementations: dict[str, str] = field(default_factory=dict)
     tied: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        """The processes, each with a device, that an engine consists of."""
+        return self.cfg.vllm.tensor_parallel if self.cfg.backend == "vllm" else 1
+
+
+@dataclass(frozen=True)
+class RayRoom:
+    """Where engines live as Ray actors: on CPUs, or each on so many GPUs of one node as it has ranks."""
+
+    device: str
+    startup_timeout_s: float
+    autoscales: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +140,48 @@ class Engine(Protocol):
         ...
 
     def shutdown(self) -> None: ...
+
+
+class EngineHandle(Protocol):
+    """The asking end of an engine in another process. Calls are answered one after the other, the start first."""
+
+    name: str
+
+    @property
+    def pid(self) -> int: ...
+
+    def post(self, method: str, *args: Any, streams: bool = False) -> None:
+        """Send a call; a process that is gone is noticed by `receive`."""
+        ...
+
+    @staticmethod
+    def ready(engines: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+        """Wait until `receive` of one of some engines has something to return, or so long; return all such."""
+        ...
+
+    def receive(self) -> Answer:
+        """Wait for the next answer; of a process that has ended, what it still sent, and then that it is lost."""
+        ...
+
+    def ask_to_end(self) -> None:
+        """Ask the process to end, and do not wait for it."""
+        ...
+
+    def end(self, *, timeout_s: float = 0.0) -> None:
+        """Kill the process, unless it ends by itself within the time; called once."""
+        ...
+
+
+class ProcessEngine(Engine, Protocol):
+    """An Engine for a process of its own, whose ranks may get weights by a route."""
+
+    def receive_weights(self, route: WeightRoute, rank: int, version: int) -> list[list[float]]:
+        """Do as `update_weights` with what comes; `rank` is the first of this engine's in the route's group.
+
+        Returns:
+            The seconds of each bucket, for each rank of the engine.
+        """
+        ...
 
 
 def sum_metrics(parts: Iterable[dict[str, float]]) -> dict[str, float]:

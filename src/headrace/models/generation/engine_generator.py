@@ -5,6 +5,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from headrace.config import GenerationConfig
 from headrace.errors import ConfigError, GenerationError
-from headrace.models.generation.engine import Engine, EngineSpec, Request
+from headrace.models.generation.engine import Engine, EngineSpec, RayRoom, Request
 from headrace.models.generation.engine_pool import EnginePool
 from headrace.models.generation.engine_routes import read_vllm
 from headrace.models.generation.interfaces import GenerationOutput, SamplingParams, check_request
@@ -21,8 +22,10 @@ from headrace.models.generation.served_model import refuse_own_args, write_descr
 from headrace.models.generation.stopping import build_stop_rule
 from headrace.models.generation.vllm import OWN_ARGS, VLLMEngine, import_vllm
 from headrace.models.generation.weight_buckets import sent_dtype
+from headrace.models.generation.weight_group import WeightRoute
 from headrace.models.generation.weights import (
     NamedTensors,
+    WeightStream,
     checked_weights,
     checkpoint_names,
     tied_names,
@@ -43,9 +46,15 @@ class EngineGenerator:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, cfg: GenerationConfig, *, record_routes: bool = False
+        self,
+        model: Any,
+        tokenizer: Any,
+        cfg: GenerationConfig,
+        *,
+        record_routes: bool = False,
+        room: RayRoom | None = None,
     ) -> None:
-        """Start the engines: seconds on a CPU, a minute for vLLM with CUDA graphs.
+        """Start the engines, as Ray actors where they have a `room`: seconds on a CPU, a minute for vLLM on a GPU.
 
         Raises:
             ConfigError: an engine cannot be started with this model and config.
@@ -57,7 +66,8 @@ class EngineGenerator:
         self.route_shape = self._routers.shape if self._routers else None
         self.weight_version = 0
         self._update_metrics: dict[str, float] = {}
-        device = model.device.type
+        self._room = room
+        device = room.device if room else model.device.type
         # Engines that are started again read it too.
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-engine-")
         missing = unknown_ids(tokenizer, vocabulary_of(model))
@@ -75,7 +85,7 @@ class EngineGenerator:
         model.to("meta")
         model.tie_weights()  # that move gives each name a parameter of its own
         gc.collect()
-        if device == "cuda":
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self._engine: Engine | None = self._start(spec)
         self.update_weights(first.items(), 0)
@@ -133,10 +143,26 @@ class EngineGenerator:
             GenerationError: unknown, missing or repeated names, or wrong shapes; nothing has changed then.
         """
         started = time.perf_counter()
-        checked = checked_weights(self._model, self._named(named_tensors))
-        found = self._open().update_weights(self._as_engine_names(checked), version) or {}
+        engine = self._open()
+        routed = isinstance(named_tensors, WeightStream) and named_tensors.is_routed
+        with ExitStack() as undo:
+            if routed and isinstance(engine, EnginePool):
+                undo.callback(engine.refuse_route, "the weights do not fit the engines' model")
+            checked = checked_weights(self._model, self._named(named_tensors))
+            undo.pop_all()
+        # By a route, the sender has named them already.
+        named = checked if routed else self._as_engine_names(checked)
+        found = engine.update_weights(named, version) or {}
         self.weight_version = version
         self._update_metrics = {"weights_seconds": time.perf_counter() - started, **found}
+
+    def weight_route(self) -> WeightRoute | None:
+        """Return how another process sends the next weights straight to the engines; None: it cannot.
+
+        `update_weights` then gets a routed `WeightStream`.
+        """
+        engine = self._open()
+        return engine.weight_route() if isinstance(engine, EnginePool) else None
 
     def release(self) -> None:
         """Give memory back until the next call, as far as the engine does."""
@@ -179,7 +205,7 @@ class EngineGenerator:
     def _start(self, spec: EngineSpec) -> Engine:
         dtype = getattr(torch, spec.cfg.precision)
         weights = self._model.state_dict().values()
-        return EnginePool(spec, [t.numel() * sent_dtype(t, dtype).itemsize for t in weights])
+        return EnginePool(spec, [t.numel() * sent_dtype(t, dtype).itemsize for t in weights], room=self._room)
 
     def _named(self, named_tensors: NamedTensors) -> NamedTensors:
         """Refuse weights of a kind that the engine does not take."""

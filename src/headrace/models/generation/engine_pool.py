@@ -3,10 +3,9 @@
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from multiprocessing.connection import wait
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -15,19 +14,25 @@ from headrace.distributed.worker_groups.failures import WorkerFailure, raise_fai
 from headrace.distributed.worker_groups.rank import Answer
 from headrace.errors import ConfigError, GenerationError
 from headrace.models.generation.dealing import LengthBook, deal
-from headrace.models.generation.engine import Completions, EngineSpec, Request, sum_metrics
-from headrace.models.generation.engine_process import EngineProcess
-from headrace.models.generation.weight_buckets import (
-    BUCKET_BYTES,
-    Bucket,
-    DeviceMemory,
-    HostMemory,
-    bucket_capacity,
-    pack,
+from headrace.models.generation.engine import (
+    Completions,
+    EngineHandle,
+    EngineSpec,
+    RayRoom,
+    Request,
+    sum_metrics,
 )
+from headrace.models.generation.engine_process import EngineProcess
+from headrace.models.generation.engine_weights import GroupWay, MemoryWay
+from headrace.models.generation.weight_buckets import BUCKET_BYTES, bucket_capacity
+from headrace.models.generation.weight_group import WeightRoute
+
+if TYPE_CHECKING:
+    from headrace.models.generation.engine_actor import EngineCluster
 
 _log = logging.getLogger(__name__)
 _GRACE_S, _GENTLE_S = 5.0, 10.0
+_HOST = "127.0.0.1"
 _RESTARTS = 3
 """How often each engine is started again."""
 
@@ -38,22 +43,37 @@ class EnginePool:
     A process that dies is said, counted, and started again; it takes part again after the next update of the weights.
     """
 
-    def __init__(self, spec: EngineSpec, sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Start the processes and wait for them. `sizes` are the bytes of each weight on its way.
+    def __init__(
+        self,
+        spec: EngineSpec,
+        sizes: Sequence[int],
+        bucket_bytes: int = BUCKET_BYTES,
+        room: RayRoom | None = None,
+    ) -> None:
+        """Start the processes, or Ray actors where they have a `room`, and wait for them.
+
+        `sizes` are the bytes of each weight on its way.
 
         Raises:
             ConfigError: too few GPUs, an interpreter that cannot be run, or what the engine refuses.
         """
         self._spec, count = spec, spec.cfg.engines
-        self._dtype = getattr(torch, spec.cfg.precision)
-        self._devices = _devices(spec)
+        self._devices = [] if room else _devices(spec)
         self._lengths = LengthBook()
         self._lost = 0
         self._restarts = [_RESTARTS] * count
-        self._capacity = bucket_capacity(sizes, bucket_bytes)
-        self._memory = HostMemory(self._capacity if spec.device == "cpu" else 0)
-        self._engines: dict[int, EngineProcess] = {}
-        self._starting: dict[int, EngineProcess] = {}
+        self._is_whole = True
+        capacity = bucket_capacity(sizes, bucket_bytes)
+        self._cluster: Any = None
+        if room is not None:
+            self._cluster = _on_ray(spec, room)
+        self._way: MemoryWay | GroupWay = (
+            GroupWay(spec, capacity, self._cluster.host if self._cluster else _HOST)
+            if spec.cfg.placement == "apart"
+            else MemoryWay(spec, capacity, [devices[0] for devices in self._devices])
+        )
+        self.engines: dict[int, EngineHandle] = {}
+        self._starting: dict[int, EngineHandle] = {}
         with ExitStack() as undo:
             undo.callback(self.shutdown)
             for index in range(count):
@@ -65,26 +85,30 @@ class EnginePool:
     @property
     def pids(self) -> list[int]:
         """Of the engines that answer."""
-        return [engine.pid for engine in self._engines.values()]
+        return [engine.pid for engine in self.engines.values()]
 
     # The interface of an engine.
 
     def answer(self, request: Request) -> Iterator[Completions]:
         """Yield completions as they finish; what a dead engine leaves unfinished is dealt to the others."""
         self._require_engines()
+        if not self._is_whole:
+            raise GenerationError(
+                "the engines hold parts of old and new weights, since their last update broke off; update them again"
+            )
         at = dict(zip(request.places, request.prompts))
         limits = {place: request.params.limit(len(prompt)) for place, prompt in at.items()}
         expected = {place: self._lengths.expected(at[place], limit) for place, limit in limits.items()}
         # Per engine, the places of each request that it has not answered to the end.
-        left: dict[int, list[list[int]]] = {index: [] for index in self._engines}
+        left: dict[int, list[list[int]]] = {index: [] for index in self.engines}
 
         def send(places: list[int]) -> None:
-            dealt = deal({p: at[p] for p in places}, {p: expected[p] for p in places}, len(self._engines))
-            for index, own in zip(list(self._engines), dealt):
+            dealt = deal({p: at[p] for p in places}, {p: expected[p] for p in places}, len(self.engines))
+            for index, own in zip(list(self.engines), dealt):
                 if own:
                     left[index].append(own)
                     part = request.subset(own)
-                    self._engines[index].post(
+                    self.engines[index].post(
                         "answer", part.prompts, part.places, part.params, part.seed, streams=True
                     )
 
@@ -92,11 +116,11 @@ class EnginePool:
         try:
             send(list(request.places))
             while any(left.values()):
-                for index in self._ready([i for i, own in left.items() if own]):
-                    answer = self._engines[index].receive()
+                for index in self.ready([i for i, own in left.items() if own]):
+                    answer = self.engines[index].receive()
                     if isinstance(answer, WorkerFailure):
                         lacking = [place for own in left.pop(index) for place in own]
-                        self._lose(index, answer, f"its {len(lacking)} unfinished prompts go to the others")
+                        self.lose(index, answer, f"its {len(lacking)} unfinished prompts go to the others")
                         send(lacking)
                         break  # the others have more to do now
                     if answer.value is None:
@@ -110,6 +134,19 @@ class EnginePool:
             self._drain({index: len(own) for index, own in left.items() if own})
         self._lengths.note([at[place] for place in lengths], list(lengths.values()))
 
+    def weight_route(self) -> WeightRoute | None:
+        """Return how another process sends the next weights to all engines, which does not wait for them here.
+
+        None: they have to come through `update_weights`.
+        """
+        self._gather()
+        return self._way.route(self) if isinstance(self._way, GroupWay) else None
+
+    def refuse_route(self, why: str) -> None:
+        """Tell whoever sends by the route that was given last that nobody will receive."""
+        if isinstance(self._way, GroupWay):
+            self._way.give_up(why)
+
     def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
     ) -> dict[str, float]:
@@ -120,45 +157,13 @@ class EnginePool:
 
         Raises:
             GenerationError: weights that did not arrive as they were sent, or no engine left.
+            TransportError: a broadcast that broke off.
         """
-        for index in [i for i, engine in self._starting.items() if engine.calls.poll()]:
-            self._admit(index, self._starting.pop(index), at_start=False)
-        self._require_engines()
-        sent, pack_s = 0, 0.0
-        memories = self._memories()
-        for index, engine in self._engines.items():
-            engine.post("update_weights", version)
-            self._tell(index, memories[self._device(index)].handle())
-        first, *others = memories.values()
-        unread: list[set[int]] = []
-        packing = time.perf_counter()
-        for bucket in pack(named_tensors, first.data, self._capacity, self._dtype):
-            part = slice(bucket.start, bucket.start + bucket.nbytes)
-            for other in others:
-                other.data[part].copy_(first.data[part])
-            _synchronize(memories)
-            pack_s += time.perf_counter() - packing
-            sent += bucket.nbytes
-            for index in self._engines:
-                self._tell(index, bucket)
-            unread.append(set(self._engines))
-            # The next bucket is written where the one before this one lies.
-            if len(unread) > 1:
-                self._await_copies(unread.pop(0))
-            packing = time.perf_counter()
-        for engines in unread:
-            self._await_copies(engines)
-        for index in list(self._engines):
-            self._tell(index, None)
-        copy_s = max(self._collect("update_weights"), default=0.0)
-        del first, others, memories
-        if self._spec.device == "cuda":
-            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        return {
-            "weights_gb": sent / 1e9,
-            "weights_pack_seconds": pack_s,
-            "weights_copy_seconds": copy_s,
-        }
+        self._gather()
+        self._is_whole = False
+        metrics = self._way.update(self, named_tensors, version)
+        self._is_whole = True
+        return metrics
 
     def release(self) -> None:
         self._call("release")
@@ -170,110 +175,95 @@ class EnginePool:
 
     def shutdown(self) -> None:
         deadline = time.monotonic() + _GENTLE_S
-        for engine in self._engines.values():
+        for engine in self.engines.values():
             engine.ask_to_end()
         for engine in self._starting.values():
             engine.end()
-        for engine in self._engines.values():
+        for engine in self.engines.values():
             engine.end(timeout_s=max(0.0, deadline - time.monotonic()))
-        self._starting, self._engines = {}, {}
-        self._memory.close()
-
-    # Weights.
-
-    def _memories(self) -> dict[int, HostMemory | DeviceMemory]:
-        """Return the memory of the host, or one on each device that engines have."""
-        if self._spec.device == "cpu":
-            return {-1: self._memory}
-        return {device: DeviceMemory(self._capacity, device) for device in map(self._device, self._engines)}
-
-    def _device(self, index: int) -> int:
-        return self._devices[index] if self._devices else -1
-
-    def _tell(self, index: int, message: Bucket | list[Any] | None) -> None:
-        with suppress(ConnectionError):  # noticed where its answer is awaited
-            wire.send(self._engines[index].weights, message)
-
-    def _await_copies(self, engines: set[int]) -> None:
-        """Wait until engines have copied a bucket; one that answers its call before has failed."""
-        for index in sorted(engines & self._engines.keys()):
-            engine = self._engines[index]
-            ready = wait([engine.weights, engine.calls])
-            if engine.weights in ready:
-                try:
-                    wire.receive(engine.weights)
-                    continue
-                except (EOFError, ConnectionError):
-                    pass
-            answer = engine.receive()
-            assert isinstance(answer, WorkerFailure)
-            self._lose(index, answer, "it died while it got weights")
+        self._starting, self.engines = {}, {}
+        self._way.close()
+        if self._cluster is not None:
+            self._cluster.close()
 
     # Processes.
 
+    def _gather(self) -> None:
+        """Take in engines that have been started again, and notice those that have died meanwhile."""
+        for index in [i for i, engine in self._starting.items() if engine.ready([engine], 0)]:
+            self._admit(index, self._starting.pop(index), at_start=False)
+        self._require_engines()
+        self._call("ping")
+
     def _launch(self, index: int) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = max(1, min(torch.get_num_threads(), cores // len(self._restarts)))
+        if self._cluster is not None:
+            self._starting[index] = self._cluster.launch(f"engine {index}", index, threads)
+            return
         self._starting[index] = EngineProcess(
             f"engine {index}",
             self._spec,
-            memory=self._memory.file,
+            memory=self._way.file,
             devices=_visible(self._devices[index]) if self._devices else None,
-            threads=max(1, min(torch.get_num_threads(), cores // len(self._restarts))),
+            threads=threads,
         )
 
-    def _admit(self, index: int, engine: EngineProcess, *, at_start: bool = True) -> None:
+    def _admit(self, index: int, engine: EngineHandle, *, at_start: bool = True) -> None:
         """Take an engine in that has been built, or raise why it has not."""
         answer = engine.receive()
-        self._engines[index] = engine
+        self.engines[index] = engine
         if isinstance(answer, WorkerFailure):
             if at_start:
-                self._raise(index, answer, "its start")
-            self._lose(index, answer, "it could not be started again")
+                self.fail(index, answer, "its start")
+            self.lose(index, answer, "it could not be started again")
 
-    def _ready(self, engines: list[int]) -> list[int]:
-        ready = wait([self._engines[index].calls for index in engines])
-        return [index for index in engines if self._engines[index].calls in ready]
+    def ready(self, engines: Iterable[int], timeout_s: float | None = None) -> list[int]:
+        """Return those of some engines that have answered; wait for one at least, or so long."""
+        by_engine = {self.engines[index]: index for index in engines}
+        first = next(iter(by_engine))
+        return [by_engine[engine] for engine in first.ready(list(by_engine), timeout_s)]
 
     def _drain(self, busy: dict[int, int]) -> None:
         """Read what engines still send of so many calls that nobody waits for; end those that take long."""
         deadline = time.monotonic() + _GRACE_S
         for index, calls in busy.items():
-            engine = self._engines[index]
-            while calls and engine.calls.poll(max(0.0, deadline - time.monotonic())):
+            engine = self.engines[index]
+            while calls and engine.ready([engine], max(0.0, deadline - time.monotonic())):
                 answer = engine.receive()
                 calls -= isinstance(answer, WorkerFailure) or answer.is_last
                 if isinstance(answer, WorkerFailure) and answer.is_lost:
                     break
             if calls:
-                self._engines.pop(index).end()
+                self.engines.pop(index).end()
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        for engine in self._engines.values():
+        for engine in self.engines.values():
             engine.post(method, *args)
-        return self._collect(method)
+        return self.collect(method)
 
-    def _collect(self, method: str) -> list[Any]:
+    def collect(self, method: str) -> list[Any]:
         """Return the answers of all engines to a call; one that is lost is missing."""
         values = []
-        for index in list(self._engines):
-            answer: Answer = self._engines[index].receive()
+        for index in list(self.engines):
+            answer: Answer = self.engines[index].receive()
             if isinstance(answer, WorkerFailure):
-                self._lose(index, answer, f"it was busy with {method}")
+                self.lose(index, answer, f"it was busy with {method}")
             elif answer.value is not None:
                 values.append(wire.decode(answer.value))
         return values
 
-    def _lose(self, index: int, failure: WorkerFailure, then: str) -> None:
+    def lose(self, index: int, failure: WorkerFailure, then: str) -> None:
         """Say that an engine is lost and start it again; an engine that lives and refuses is the run's error.
 
         Raises:
             GenerationError: it was the last one.
         """
         if not failure.is_lost:
-            self._raise(index, failure, "an engine's work")
-        self._engines.pop(index).end()
+            self.fail(index, failure, "an engine's work")
+        self.engines.pop(index).end()
         self._lost += 1
-        if not self._engines:
+        if not self.engines:
             raise GenerationError(
                 f"no engine is left: {failure.summary}; look at what it wrote above. For memory, lower "
                 "generation.vllm.args.gpu_memory_utilization or generation.batch_size"
@@ -287,36 +277,38 @@ class EnginePool:
             self._launch(index)
 
     def _require_engines(self) -> None:
-        if not self._engines:
+        if not self.engines:
             raise GenerationError("no engine is left; an earlier call was broken off, or ended the last one")
 
-    def _raise(self, index: int, failure: WorkerFailure, doing: str) -> None:
-        name = self._engines[index].name
+    def fail(self, index: int, failure: WorkerFailure, doing: str) -> NoReturn:
+        name = self.engines[index].name
         raise_failures([failure], world_size=1, doing=doing, alone=name)
 
 
-def _synchronize(memories: Mapping[int, HostMemory | DeviceMemory]) -> None:
-    for device in memories:
-        if device >= 0:
-            torch.cuda.synchronize(device)
-
-
-def _devices(spec: EngineSpec) -> list[int]:
-    """Return the GPU of each engine as this process numbers them: the policy's, or those after it."""
+def _devices(spec: EngineSpec) -> list[list[int]]:
+    """Return the GPUs of each engine as this process numbers them: the policy's, or those after it."""
     if spec.device != "cuda":
         return []
-    count, engines = torch.cuda.device_count(), spec.cfg.engines
+    count, engines, ranks = torch.cuda.device_count(), spec.cfg.engines, spec.ranks
     if spec.cfg.placement == "beside":
-        return [index % count for index in range(engines)]
-    if engines >= count:
+        return [[index % count] for index in range(engines)]
+    if (needed := engines * ranks) >= count:
+        each = "a GPU each" if ranks == 1 else f"{ranks} GPUs each (generation.vllm.tensor_parallel)"
         raise ConfigError(
-            f"generation.placement=apart: generation.engines={engines} take a GPU each, and of the {count} here one at "
+            f"generation.placement=apart: generation.engines={engines} take {each}, and of the {count} here one at "
             "least is the policy's; lower generation.engines, or set generation.placement=beside"
         )
-    return list(range(count - engines, count))
+    first = count - needed
+    return [list(range(begin, begin + ranks)) for begin in range(first, count, ranks)]
 
 
-def _visible(device: int) -> str:
-    """Return how the environment names a GPU of this process."""
+def _visible(devices: Sequence[int]) -> str:
+    """Return how the environment names GPUs of this process."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return names[device].strip() if names != [""] else str(device)
+    return ",".join(names[device].strip() if names != [""] else str(device) for device in devices)
+
+
+def _on_ray(spec: EngineSpec, room: RayRoom) -> "EngineCluster":
+    from headrace.models.generation.engine_actor import EngineCluster  # noqa: PLC0415  (loads Ray)
+
+    return EngineCluster(spec, room)

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from headrace.distributed.worker_groups.failures import lost
 from headrace.distributed.worker_groups.rank import Answer, Call
 from headrace.distributed.worker_groups.spawn import serve
 from headrace.errors import ConfigError
-from headrace.models.generation import weight_buckets
-from headrace.models.generation.engine import Completions, Engine, EngineSpec, Request
+from headrace.models.generation import weight_memory
+from headrace.models.generation.engine import Completions, EngineSpec, ProcessEngine, Request
+from headrace.models.generation.weight_group import WeightRoute
 from headrace.utils.interrupt import TERMINAL_SIGNALS, held_back
 
 _KILLED_S = 3.0
@@ -34,11 +35,11 @@ class EngineProcess:
     """The trainer's end: it starts the process, and sends calls. An answer to the start comes first.
 
     `devices` are the values of CUDA_VISIBLE_DEVICES, None: all that this process sees. `memory` is the file of
-    `weight_buckets.HostMemory`.
+    `weight_memory.HostMemory`; None: weights come by a route.
     """
 
     def __init__(
-        self, name: str, spec: EngineSpec, *, memory: int, devices: str | None, threads: int
+        self, name: str, spec: EngineSpec, *, memory: int | None, devices: str | None, threads: int
     ) -> None:
         """Start it, and do not wait for it.
 
@@ -49,7 +50,7 @@ class EngineProcess:
         self.calls, calls = _pair()
         self.weights, weights = _pair()
         theirs, self._lifeline = os.pipe()
-        given = (calls.fileno(), weights.fileno(), theirs, memory)
+        given = (calls.fileno(), weights.fileno(), theirs, *(() if memory is None else (memory,)))
         try:
             with held_back(TERMINAL_SIGNALS):
                 self._process = subprocess.Popen(
@@ -76,12 +77,15 @@ class EngineProcess:
         return self._process.pid
 
     def post(self, method: str, *args: Any, streams: bool = False) -> None:
-        """Send a call; a process that is gone is noticed by `receive`."""
         with suppress(ConnectionError):
             wire.send(self.calls, Call(method, wire.encode((args, {})), streams=streams))
 
+    @staticmethod
+    def ready(engines: "Sequence[EngineProcess]", timeout_s: float | None = None) -> "list[EngineProcess]":
+        found = set(wait([engine.calls for engine in engines], timeout_s))
+        return [engine for engine in engines if engine.calls in found]
+
     def receive(self) -> Answer:
-        """Wait for the next answer; of a process that has ended, what it still sent, and then that it is lost."""
         try:
             answer: Answer = wire.receive(self.calls)
         except (EOFError, ConnectionError):
@@ -95,14 +99,12 @@ class EngineProcess:
         return lost(0, f"{self.name} (pid {self.pid})", self._process.returncode)
 
     def ask_to_end(self) -> None:
-        """Ask the process to end, and do not wait for it."""
         self.weights.close()  # it may wait for more
         self.post("shutdown")
         with suppress(ConnectionError):
             wire.send(self.calls, None)
 
     def end(self, *, timeout_s: float = 0.0) -> None:
-        """Kill the process, unless it ends by itself within the time; called once."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         self._process.kill()
@@ -138,9 +140,12 @@ def _environment(spec: EngineSpec, devices: str | None, threads: int) -> dict[st
 class EngineServer:
     """The engine's end: its methods are what the trainer calls."""
 
-    def __init__(self, spec: EngineSpec, weights: "Connection[Any, Any]", memory: int) -> None:
-        self._receiver = weight_buckets.Receiver(weights, memory)
+    def __init__(self, spec: EngineSpec, memory: weight_memory.Receiver | None) -> None:
+        self._memory = memory
         self._engine = build_engine(spec)
+
+    def ping(self) -> None:
+        """Answer."""
 
     def answer(
         self, prompts: Sequence[Sequence[int]], places: Sequence[int], params: Any, seed: int
@@ -148,10 +153,14 @@ class EngineServer:
         yield from self._engine.answer(Request(prompts, places, params, seed))
 
     def update_weights(self, version: int) -> float:
-        """Load what comes, and return the seconds that copies of it took."""
-        self._receiver.copy_s = 0.0
-        self._engine.update_weights(self._receiver.tensors(), version)
-        return self._receiver.copy_s
+        """Load what comes through memory, and return the seconds that copies of it took."""
+        assert self._memory is not None
+        self._memory.copy_s = 0.0
+        self._engine.update_weights(self._memory.tensors(), version)
+        return self._memory.copy_s
+
+    def receive_weights(self, route: WeightRoute, rank: int, version: int) -> list[list[float]]:
+        return self._engine.receive_weights(route, rank, version)
 
     def release(self) -> None:
         self._engine.release()
@@ -163,7 +172,7 @@ class EngineServer:
         self._engine.shutdown()
 
 
-def build_engine(spec: EngineSpec) -> Engine:
+def build_engine(spec: EngineSpec) -> ProcessEngine:
     """Return the engine of `generation.backend`; what others need is not imported."""
     if spec.cfg.backend == "vllm":
         from headrace.models.generation.vllm import VLLMEngine  # noqa: PLC0415  (loads none of transformers)
@@ -176,12 +185,13 @@ def build_engine(spec: EngineSpec) -> Engine:
 
 def main(descriptors: Iterable[str]) -> None:
     """Serve one engine until the trainer says stop or is gone."""
-    calls, weights, lifeline, memory = map(int, descriptors)
+    calls, weights, lifeline, *memory = map(int, descriptors)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     pipe: Connection[Any, Any] = Connection(calls)
 
     def load() -> WorkerSpec:
-        return WorkerSpec(EngineServer, (wire.receive(pipe), Connection(weights), memory))
+        receiver = weight_memory.Receiver(Connection(weights), memory[0]) if memory else None
+        return WorkerSpec(EngineServer, (wire.receive(pipe), receiver))
 
     serve(pipe, None, RankSettings(), load)
     # An interpreter with these libraries takes seconds to take itself apart.

@@ -11,6 +11,7 @@ from headrace.models.automodel import attention as _attention  # noqa: F401
 from headrace.models.automodel import experts as _experts  # noqa: F401
 from headrace.models.generation.engine import Completions, EngineSpec, Request
 from headrace.models.generation.hf import HFGenerator
+from headrace.models.generation.weight_group import WeightGroup, WeightRoute
 
 
 class HFEngine:
@@ -21,6 +22,7 @@ class HFEngine:
             AutoConfig.from_pretrained(spec.folder), dtype=torch.float32, **spec.implementations
         )
         self._batch_size = spec.cfg.batch_size
+        self._weights = WeightGroup()
         self._generator = HFGenerator(
             model.to(spec.device),
             AutoTokenizer.from_pretrained(spec.folder),
@@ -46,6 +48,11 @@ class HFEngine:
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         self._generator.update_weights(named_tensors, version)
+
+    def receive_weights(self, route: WeightRoute, rank: int, version: int) -> list[list[float]]:
+        with self._weights.receiving(route, rank) as weights:
+            self.update_weights(weights, version)
+        return [self._weights.seconds]
 
     def release(self) -> None:
         self._generator.release()

@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from headrace.errors import ConfigError, GenerationError
 from headrace.models.generation.engine import Completions, EngineSpec, Request
 from headrace.models.generation.interfaces import SamplingParams
 from headrace.models.generation.weight_buckets import NamedTensors
+from headrace.models.generation.weight_group import WeightGroup, WeightRoute
 from headrace.utils.seeding import derive_seed
 
 _COUNTERS = {
@@ -44,13 +45,13 @@ OWN_ARGS = {
     "logprobs_mode": "nothing: the trainer scores what was sampled",
     "enable_return_routed_experts": "policy.router_replay.enabled",
     "enable_sleep_mode": "generation.vllm.sleep_level",
-    "tensor_parallel_size": "nothing: an engine has one device",
+    "tensor_parallel_size": "generation.vllm.tensor_parallel",
 }
 """Engine arguments that headrace sets, and the recipe's key that decides each."""
 
 
 class VLLMEngine:
-    """An Engine on one device."""
+    """An Engine on one device, or on one for each of `generation.vllm.tensor_parallel` ranks in processes of vLLM's."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """Start it, with random weights: seconds on a CPU, a minute with CUDA graphs.
@@ -58,6 +59,9 @@ class VLLMEngine:
         Raises:
             ConfigError: vLLM is not installed or cannot run the model.
         """
+        if spec.ranks > 1:
+            # On CPUs vLLM else gives each rank a NUMA node of its own, and refuses to start where there are fewer.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         self._vllm = import_vllm()
         self._spec = spec
         self._asleep: set[str] = set()
@@ -105,22 +109,29 @@ class VLLMEngine:
 
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         self._wake("weights")
-        weights = self._under_all_names(named_tensors)
+        weights = _under_all_names(named_tensors, self._spec.tied)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self._forget()
+
+    def receive_weights(self, route: WeightRoute, rank: int, version: int) -> list[list[float]]:
+        self._wake("weights")
+        try:
+            found: list[list[float]] = self._llm.collective_rpc(
+                _receive_weights, args=(route, rank, self._spec.tied)
+            )
+        except (RuntimeError, TimeoutError) as error:  # of a rank in another process
+            raise GenerationError(
+                f"vLLM could not load weights: {' '.join(str(error).split())[:500]}"
+            ) from error
+        self._forget()
+        return found
+
+    def _forget(self) -> None:
         if self._llm.reset_prefix_cache() is False:
             raise GenerationError(
                 "vLLM keeps its prefix cache, whose keys and values are of the old weights; are there requests of "
                 "others in the engine?"
             )
-
-    def _under_all_names(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        # On a CPU a tied output layer has a packed copy, which stays old unless its own name comes too.
-        sent: set[str] = set()
-        for name, tensor in named_tensors:
-            for alias in self._spec.tied.get(name, (name,)):
-                if alias not in sent:
-                    sent.add(alias)
-                    yield alias, tensor
 
     def release(self) -> None:
         """Give memory back until the next call, with `generation.vllm.sleep_level`; else do nothing."""
@@ -204,6 +215,29 @@ class VLLMEngine:
         return found
 
 
+def _receive_weights(
+    worker: Any, route: WeightRoute, first: int, tied: Mapping[str, list[str]]
+) -> list[float]:
+    """Load what comes into one of vLLM's workers, in whatever process that is; return the seconds of each bucket."""
+    # The worker keeps its place in the group for the next update.
+    group: WeightGroup = worker.__dict__.setdefault("headrace_weights", WeightGroup())
+    with group.receiving(route, first + worker.rank) as weights:
+        worker.reload_weights(weights_iterator=_under_all_names(weights, tied))
+    return group.seconds
+
+
+def _under_all_names(
+    named_tensors: NamedTensors, tied: Mapping[str, list[str]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    # On a CPU a tied output layer has a packed copy, which stays old unless its own name comes too.
+    sent: set[str] = set()
+    for name, tensor in named_tensors:
+        for alias in tied.get(name, (name,)):
+            if alias not in sent:
+                sent.add(alias)
+                yield alias, tensor
+
+
 def _engine_args(spec: EngineSpec) -> dict[str, Any]:
     cfg = spec.cfg
     own = {
@@ -214,6 +248,7 @@ def _engine_args(spec: EngineSpec) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "enable_sleep_mode": _sleep_level(spec) > 0,
         **({"enable_return_routed_experts": True} if spec.record_routes else {}),
+        **({"tensor_parallel_size": spec.ranks} if spec.ranks > 1 else {}),
     }
     assert own.keys() <= OWN_ARGS.keys()
     if spec.unknown_ids:
@@ -221,6 +256,8 @@ def _engine_args(spec: EngineSpec) -> dict[str, Any]:
         own["logits_processors"] = [*cfg.vllm.args.get("logits_processors", ()), _without(spec.unknown_ids)]
     return {
         "gpu_memory_utilization": 0.4,
+        # Ranks are processes of this host, also where the engine is a Ray actor.
+        **({"distributed_executor_backend": "mp"} if spec.ranks > 1 else {}),
         "max_num_seqs": cfg.batch_size,
         "async_scheduling": True,
         "disable_log_stats": False,

@@ -1,8 +1,10 @@
 """A generator's weights: their dtype, and their replacement by the trainer's."""
 
 import re
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.errors import GenerationError
+from headrace.models.generation.weight_group import WeightGroup, WeightRoute
 
 _NAMES_SHOWN = 5
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -46,11 +49,29 @@ def tied_names(targets: Mapping[str, torch.Tensor]) -> list[list[str]]:
     return [*groups.values()]
 
 
-class WeightStream:
-    """Weights by name, each made when it is asked for, whose names and shapes are all known ahead of the first."""
+@dataclass(frozen=True)
+class Opening:
+    """The first item of a policy's stream of weights: the shapes of all that follow, None for an adapter's.
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], named_tensors: NamedTensors) -> None:
+    `is_routed`: figures follow in place of the weights, which go another way.
+    """
+
+    shapes: dict[str, tuple[int, ...]] | None
+    is_routed: bool = False
+
+
+class WeightStream:
+    """Weights by name, each made when it is asked for, whose names and shapes are all known ahead of the first.
+
+    With `is_routed` the tensors go from another process straight to engines. Then this stream has figures of that in
+    their place, and ends when they have been sent.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, Sequence[int]], named_tensors: Iterable[Any], *, is_routed: bool = False
+    ) -> None:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self.is_routed = is_routed
         self._named_tensors = named_tensors
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,6 +89,37 @@ class WeightStream:
             yield name, tensor
         if missing:
             raise GenerationError(f"a stream of weights ended before {', '.join([*missing][:_NAMES_SHOWN])}")
+
+    def sent(self) -> dict[str, float]:
+        """Wait until all weights are sent by their route, and return the figures."""
+        return {name: value for figures in self._named_tensors for name, value in figures.items()}
+
+
+def weight_stream(
+    model: Any,
+    shapes: dict[str, tuple[int, ...]] | None,
+    weights: Iterator[tuple[str, torch.Tensor]],
+    group: WeightGroup | None,
+    route: WeightRoute | None,
+) -> Iterator[Any]:
+    """Yield an `Opening` and then the weights; by a route, figures of the transfer when they have been sent.
+
+    `shapes` are None for an adapter's, which take no route. `group` is None on ranks that send nothing, and only gather
+    with the one that does.
+
+    Raises:
+        TransportError: a receiver failed, or did not come in time.
+    """
+    if route is None or shapes is None:
+        yield Opening(shapes)
+        yield from weights
+        return
+    yield Opening(shapes, is_routed=True)
+    with ExitStack() as anyhow:
+        # Other ranks gather with this one, to the end.
+        anyhow.callback(lambda: deque(weights, maxlen=0))
+        if group is not None:
+            yield group.send(route, checkpoint_names(model, weights) if route.splits_experts else weights)
 
 
 def whole_weights(named_tensors: NamedTensors, taker: str, remedy: str) -> NamedTensors:

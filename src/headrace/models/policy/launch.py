@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import torch
 
-from headrace.config import ClusterConfig, GenerationConfig, PolicyConfig
+from headrace.config import ClusterConfig, GenerationConfig, PolicyConfig, RecipeConfig
 from headrace.distributed.topology import RankLayout, lay_out_ranks
 from headrace.distributed.worker_groups import (
     LocalWorkerGroup,
@@ -15,6 +15,7 @@ from headrace.distributed.worker_groups import (
 )
 from headrace.distributed.worker_groups.rank import DeviceType
 from headrace.errors import ConfigError
+from headrace.models.generation.engine import RayRoom
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 
 Launcher = Literal["spawn", "ray"]
@@ -56,23 +57,51 @@ def build_worker_group(
             settings = RankSettings(_spawn_device(cfg), torch.get_num_threads())
             return SpawnWorkerGroup(spec, layout, settings=settings)
         case "ray":
-            on_gpus = cluster.gpus_per_node > 0 and cfg.device != "cpu"
+            on_gpus = _on_gpus(cfg, cluster)
             return start_on_ray(
                 spec,
                 layout,
                 device="cuda" if on_gpus else "cpu",
                 num_nodes=cluster.num_nodes,
                 gpus_per_node=cluster.gpus_per_node if on_gpus else 0,
-                gpus_beside=rollout_gpus(cfg, cluster) if cluster.rollout == "actor" else 0,
+                gpus_beside=_gpus_beside(cfg, generation, cluster),
                 startup_timeout_s=cluster.startup_timeout_s,
                 autoscales=cluster.autoscales,
             )
 
 
-def rollout_gpus(cfg: PolicyConfig, cluster: ClusterConfig) -> int:
-    """Return the GPUs of the rollout actor, if there is one."""
-    on_gpus = cluster.gpus_per_node > 0 and cfg.device != "cpu"
-    return int(on_gpus) if cluster.rollout_gpus is None else cluster.rollout_gpus
+def rollout_gpus(cfg: PolicyConfig, generation: GenerationConfig, cluster: ClusterConfig) -> int:
+    """Return the GPUs of the rollout actor, if there is one; it needs none where engines have their own."""
+    if cluster.rollout_gpus is not None:
+        return cluster.rollout_gpus
+    return int(_on_gpus(cfg, cluster) and not _has_engines_apart(generation))
+
+
+def engine_room(recipe: RecipeConfig) -> RayRoom | None:
+    """Return where engines apart live as Ray actors, which they are if the policy's workers are; else None."""
+    launcher: Launcher = "ray" if recipe.data_plane.impl == "transfer_queue" else "spawn"
+    on_ray = recipe.uses_store and worker_place(recipe.policy, launcher) == "ray"
+    if not on_ray or not _has_engines_apart(recipe.generation):
+        return None
+    cluster = recipe.cluster
+    device = "cuda" if _on_gpus(recipe.policy, cluster) else "cpu"
+    return RayRoom(device, cluster.startup_timeout_s, cluster.autoscales)
+
+
+def _has_engines_apart(generation: GenerationConfig) -> bool:
+    return generation.placement == "apart" and generation.backend != "sglang"
+
+
+def _on_gpus(cfg: PolicyConfig, cluster: ClusterConfig) -> bool:
+    return cluster.gpus_per_node > 0 and cfg.device != "cpu"
+
+
+def _gpus_beside(cfg: PolicyConfig, generation: GenerationConfig, cluster: ClusterConfig) -> int:
+    """Return the GPUs that a run on Ray needs beside those of its workers."""
+    rollout = rollout_gpus(cfg, generation, cluster) if cluster.rollout == "actor" else 0
+    apart = _on_gpus(cfg, cluster) and _has_engines_apart(generation)
+    ranks = generation.vllm.tensor_parallel if generation.backend == "vllm" else 1
+    return rollout + generation.engines * ranks * apart
 
 
 def worker_place(cfg: PolicyConfig, auto_launcher: Launcher) -> Literal["driver", "spawn", "ray"]:

@@ -29,6 +29,8 @@ from headrace.models.automodel.scoring import Scoring, TokenScorer
 from headrace.models.automodel.setup import build_optimizer, build_scheduler, resolve_device
 from headrace.models.automodel.sharding import ShardedModel, named_tensors
 from headrace.models.automodel.train import TrainStep, apply_gradients, run_microbatches
+from headrace.models.generation.weight_group import WeightGroup, WeightRoute
+from headrace.models.generation.weights import weight_stream
 from headrace.models.interfaces import LossFn
 from headrace.models.policy.results import Outcome, StepResult, collect_steps
 from headrace.models.router_replay.stats import ReplayStats
@@ -77,6 +79,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         )
         self.weight_version = 0
         self._sent_bytes = 0
+        self._weight_group = WeightGroup()
         self._step: TrainStep | None = None
         self.reset_optimizer(cfg.optimizer, cfg.scheduler)
 
@@ -366,11 +369,17 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         else:
             yield from ((name, tensor.detach()) for name, tensor in named_tensors(self.model))
 
-    def weight_stream(self) -> Iterator[Any]:
-        """Yield what `named_weights` does, after its {name: shape}; of an adapter, which is small, after None."""
-        whole = self._adapter is None
-        yield {name: tuple(t.shape) for name, t in named_tensors(self.model)} if whole else None
-        yield from self.named_weights()
+    def weight_stream(self, route: WeightRoute | None = None) -> Iterator[Any]:
+        """Yield what `weights.weight_stream` does; by a route, the first rank sends the weights."""
+        shapes = {name: tuple(t.shape) for name, t in named_tensors(self.model)}
+        sends = self._sharded is None or dist.get_rank() == 0
+        return weight_stream(
+            self.model,
+            shapes if self._adapter is None else None,
+            self.named_weights(),
+            self._weight_group if sends else None,
+            route,
+        )
 
     def save_checkpoint(self, directory: Path, *, with_optimizer: bool = True) -> None:
         """Write model and tokenizer (Hugging Face layout), optimizer, schedule and RNG into `directory`.

@@ -1,0 +1,111 @@
+"""Weights through memory that trainer and engine both see, on one host.
+
+The bytes lie in an anonymous memory file or, for engines on a GPU, in memory of that GPU, which the engine opens by
+CUDA's IPC. Messages beside it say what lies where. A half is written again when all engines have taken a copy.
+
+Source: torch.multiprocessing.reductions, for CUDA's IPC handles.
+"""
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from headrace.distributed.worker_groups import wire
+from headrace.models.generation.weight_buckets import ALIGNMENT, HALVES, Bucket, unpack
+
+
+class HostMemory:
+    """Memory of this host that processes see who inherit `file`."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.file = _anonymous_file()
+        os.ftruncate(self.file, max(HALVES * capacity, ALIGNMENT))  # there is no map of nothing
+        self.data = _mapped(self.file)
+
+    def handle(self) -> None:
+        """Return what tells an engine where to look beyond the file that it has."""
+
+    def close(self) -> None:
+        os.close(self.file)
+
+
+class DeviceMemory:
+    """Memory of a GPU that processes see who get its handle; freed when they and this have let go of it."""
+
+    def __init__(self, capacity: int, device: int) -> None:
+        self.capacity = capacity
+        self.data = torch.empty(HALVES * capacity, dtype=torch.uint8, device=torch.device("cuda", device))
+
+    def handle(self) -> list[Any]:
+        _, arguments = reduce_tensor(self.data)  # type: ignore[no-untyped-call]
+        # Without the classes and the dtype, which are known, and the device, which the other side numbers for itself.
+        return [tuple(arguments[1]), tuple(arguments[2]), arguments[3], *arguments[7:]]
+
+
+def _opened(file: int, handle: list[Any] | None) -> torch.Tensor:
+    if handle is None:
+        return _mapped(file)
+    size, stride, offset, *rest = handle
+    device = torch.cuda.current_device()
+    opened: torch.Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+        torch.Tensor,
+        tuple(size),
+        tuple(stride),
+        offset,
+        torch.storage.TypedStorage,
+        torch.uint8,
+        device,
+        *rest,
+    )
+    return opened
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("headrace-weights")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _mapped(file: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+
+
+class Receiver:
+    """The engine's end. `copy_s` are the seconds that its copies have taken."""
+
+    def __init__(self, connection: "Connection[Any, Any]", file: int) -> None:
+        self._connection, self._file = connection, file
+        self.copy_s = 0.0
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that come through the memory of an opening message, copied, until there is a None."""
+        return unpack(self._arrivals())
+
+    def _arrivals(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        memory = _opened(self._file, wire.receive(self._connection))
+        while (bucket := wire.receive(self._connection)) is not None:
+            data = self._copy(memory[bucket.start : bucket.start + bucket.nbytes])
+            wire.send(self._connection, bucket.index)
+            yield bucket, data
+
+    def _copy(self, data: torch.Tensor) -> torch.Tensor:
+        _wait_for(data.device)
+        started = time.perf_counter()
+        copied = data.clone()
+        _wait_for(data.device)
+        self.copy_s += time.perf_counter() - started
+        return copied
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
