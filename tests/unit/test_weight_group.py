@@ -223,8 +223,7 @@ def test_an_engine_that_dies_during_an_update_ends_it_with_its_name_and_the_next
 ) -> None:
     """The last test of the fixture: engines are started again."""
     pool: Any = served._engine
-    if pool._starting:
-        assert pool._starting[0].ready([pool._starting[0]], 240)
+    assert all(engine.ready([engine], 240) for engine in pool._starting.values())
     served.update_weights(tiny_model("llama", seed=2).state_dict().items(), 2)
     victim, weights = served.pids[0], tiny_model("llama", seed=3).state_dict()
 

@@ -19,7 +19,7 @@ from headrace.distributed.worker_groups.failures import WorkerFailure
 from headrace.distributed.worker_groups.rank import Answer
 from headrace.distributed.worker_groups.ray_actor import ANSWERS, RankActor, briefly
 from headrace.distributed.worker_groups.wire import encode
-from headrace.errors import HeadraceError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.models.generation.engine import EngineSpec, RayRoom
 from headrace.models.generation.engine_process import EngineServer
 
@@ -33,9 +33,14 @@ class EngineCluster:
         """Wait for room.
 
         Raises:
-            ConfigError: GPUs that the cluster has not.
+            ConfigError: GPUs that the cluster has not, or an interpreter that is not Ray's.
             HeadraceError: no room within the time.
         """
+        if spec.cfg.python is not None:
+            raise ConfigError(
+                f"generation.python={spec.cfg.python}: engines apart are Ray actors where the policy's workers are, "
+                "and run Ray's interpreter; remove it, or set generation.placement=beside"
+            )
         self._spec = spec
         self._files = {file.name: file.read_bytes() for file in spec.folder.iterdir() if file.is_file()}
         self._gpus = spec.ranks if room.device == "cuda" else 0
