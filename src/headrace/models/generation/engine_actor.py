@@ -101,6 +101,7 @@ class EngineActor:
         try:
             answer: Answer = ray.get(next(self._answers[0]))
         except RayError as error:
+            self._answers.clear()
             return WorkerFailure(0, HeadraceError, f"{self.name} has died: {briefly(error)}", is_lost=True)
         if isinstance(answer, WorkerFailure) or answer.is_last:
             self._answers.popleft()
@@ -113,8 +114,7 @@ class EngineActor:
         deadline = time.monotonic() + timeout_s
         if ray.is_initialized():
             while self._answers and self.ready([self], max(0.0, deadline - time.monotonic())):
-                if isinstance(answer := self.receive(), WorkerFailure) and answer.is_lost:
-                    break
+                self.receive()
             ray.kill(self._actor)
 
 
