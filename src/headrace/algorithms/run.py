@@ -124,7 +124,9 @@ def _start_actor(recipe: RecipeConfig, gpus: int, spec: WorkerSpec, name: str) -
 def _start_rollout_actor(recipe: RecipeConfig, dp_cfg: DataPlaneConfig | Mapping[str, Any]) -> WorkerGroup:
     """Start a Ray actor; rows go from there to the store, weights from the policy's actors, on Ray too, to it."""
     spec = WorkerSpec(SyncRolloutActor.from_recipe, (recipe,))
-    group = _start_actor(recipe, rollout_gpus(recipe.policy, recipe.generation, recipe.cluster), spec, "the rollout actor")
+    group = _start_actor(
+        recipe, rollout_gpus(recipe.policy, recipe.generation, recipe.cluster), spec, "the rollout actor"
+    )
     with ExitStack() as undo:
         undo.callback(group.shutdown)
         group.run_all("setup_data_plane", dp_cfg, added_fields())
@@ -159,7 +161,10 @@ def _build_policy(recipe: RecipeConfig, tokenizer: Any, in_actor: bool) -> Polic
     actors = recipe.asynchrony.collectors if recipe.asynchrony.enabled else 1
     place: dict[str, Any] = {"rollout": "driver"}
     if in_actor:
-        place = {"rollout": "actor", "rollout_gpus": actors * rollout_gpus(recipe.policy, recipe.generation, recipe.cluster)}
+        place = {
+            "rollout": "actor",
+            "rollout_gpus": actors * rollout_gpus(recipe.policy, recipe.generation, recipe.cluster),
+        }
     common: dict[str, Any] = {
         "tokenizer": tokenizer,
         "seed": recipe.seed,
