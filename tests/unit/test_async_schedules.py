@@ -16,7 +16,7 @@ from headrace.algorithms.async_utils.replay_buffer import TRAINS
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.config import RecipeConfig
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
-from headrace.data_plane.interfaces import KVBatchMeta
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.schema import CLAIM
 from headrace.distributed.worker_groups import LocalWorkerGroup
 from headrace.errors import ClaimExpired, ConfigError, GenerationError
@@ -81,8 +81,9 @@ def producing(
     generators: Sequence[BigramGenerator],
     progress: Progress | None = None,
     judge: Any = None,
-) -> Iterator[tuple[Producers, LocalDataPlaneClient]]:
-    store, game, weights = LocalDataPlaneClient(), GuessingGame(), PublishedWeights()
+    store: DataPlaneClient | None = None,
+) -> Iterator[tuple[Producers, Any]]:
+    store, game, weights = store or LocalDataPlaneClient(), GuessingGame(), PublishedWeights()
     actors = [CollectingActor(g, TOKENIZER, game, SETTINGS, dp_client=store) for g in generators]
     for actor in actors:
         actor.follow(weights.newer_than)
@@ -104,7 +105,7 @@ def producing(
         store.close()
 
 
-def train(producers: Producers, store: LocalDataPlaneClient, step: int) -> KVBatchMeta:
+def train(producers: Producers, store: DataPlaneClient, step: int) -> KVBatchMeta:
     """Do with the store what a step does."""
     rows = producers.take(step, GROUPS)
     assert rows is not None
@@ -184,14 +185,18 @@ def test_calls_that_fail_keep_no_room_and_lose_no_group() -> None:
     assert len(set(ids)) == 3 * GROUPS * GROUP
 
 
-def test_an_error_that_no_retry_mends_ends_the_run_at_once() -> None:
+@pytest.mark.parametrize("error", [ConfigError, RuntimeError, MemoryError, SystemExit])
+def test_a_collector_that_dies_ends_the_run_at_once(error: type[BaseException]) -> None:
     class Refusing(BigramGenerator):
         def generate(self, *args: Any, **kwargs: Any) -> GenerationOutput:
-            raise ConfigError("generation.top_k=0: expected more")
+            raise error("no retry mends it")
 
-    with producing(recipe_of(), [Refusing(TOKENIZER)]) as (producers, _):
+    with producing(recipe_of(collectors=2), [Refusing(TOKENIZER), BigramGenerator(TOKENIZER)]) as (
+        producers,
+        _,
+    ):
         producers.publish(0)
-        with pytest.raises(ConfigError, match="top_k"):
+        with pytest.raises(error, match="no retry mends it"):
             producers.take(1, GROUPS)
 
 

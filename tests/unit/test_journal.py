@@ -121,13 +121,25 @@ def test_files_that_have_gone_are_not_missed(schedule: Any, writers: list[int]) 
         assert contents(restored(folder)) == model.left()
 
 
-def put_group(client: Any, number: int, tokens: int = 3, partition: str = "train") -> list[str]:
+def put_group(
+    client: Any,
+    number: int,
+    tokens: int = 3,
+    partition: str = "train",
+    once: bool = False,
+    v: int | None = None,
+) -> list[str]:
+    """Put a group, with the tag `v` if there is one; return the ids that were written."""
     ids = [f"u{number}_g{i}" for i in range(2)]
     rows = [torch.arange(tokens + i) for i in range(2)]
     batch = {"input_ids": rows, "input_lengths": torch.tensor([len(row) for row in rows])}
-    meta = kv_first_write(batch, sample_ids=ids, dp_client=client, partition_id=partition)
-    write_columns(client, meta, {"advantages": torch.tensor([0.5, number])})
-    return ids
+    tags = None if v is None else [{"v": v}] * 2
+    meta = kv_first_write(
+        batch, sample_ids=ids, dp_client=client, partition_id=partition, once=once, tags=tags
+    )
+    if meta.size:
+        write_columns(client, meta, {"advantages": torch.tensor([0.5, number])})
+    return meta.sample_ids
 
 
 PRODUCERS = """
@@ -303,6 +315,47 @@ def test_rows_that_come_back_with_later_ones_are_in_the_journal_again(tmp_path: 
     assert (report.total, report.revived > 0) == (6, True)
     second.clear_samples(groups[1], "train")
     assert restored(tmp_path).sample_ids("train") == [*groups[2], *groups[0]]
+
+
+def test_rows_that_come_back_twice_are_there_once_whatever_was_cleared_between(tmp_path: Path) -> None:
+    first = journaled(tmp_path)
+    first.register_partition("train", ["input_ids"], 4, ["train"], grpo_group_size=2)
+    groups = [put_group(first, 0, once=True), put_group(first, 1, once=True)]
+    first.clear_samples(groups[0], "train")
+    then = first.journal_position()
+    groups.append(put_group(first, 2, once=True))
+    first.clear_samples(groups[1], "train")
+    groups.append(put_group(first, 3, once=True))
+    for _ in range(2):  # a second crash before there is a checkpoint
+        client = journaled(tmp_path)
+        restore(client, tmp_path, then, later=True)
+        assert client.sample_ids("train") == [i for group in groups[1:] for i in group]
+    report = client.partition_report("train")
+    assert report.num_samples == 4 + report.rows, "what came later fits in"
+    assert put_group(client, 0, once=True) == [], "it was trained on before"
+    client.clear_samples(groups[1], "train")
+    then = client.journal_position()
+    client.clear_samples(groups[2], "train")
+    last = journaled(tmp_path)
+    restore(last, tmp_path, then, later=True)
+    assert last.sample_ids("train") == [*groups[2], *groups[3]]
+    assert put_group(last, 1, once=True) == []
+    assert last.partition_report("train").num_samples == 4 + 4
+
+
+def test_rows_that_are_not_to_be_kept_may_be_put_again_under_their_ids(tmp_path: Path) -> None:
+    first = journaled(tmp_path)
+    first.register_partition("train", ["input_ids"], 8, ["train"], grpo_group_size=2)
+    ids = [put_group(first, number, once=True, v=number) for number in range(3)]
+    client = journaled(tmp_path)
+    report = restore(client, tmp_path, {}, later=True, keep=lambda tags: tags["v"] != 1)
+    assert (report.unwanted, client.sample_ids("train")) == (2, [*ids[0], *ids[2]])
+    again = put_group(client, 1, once=True, v=5, tokens=7)
+    assert again == ids[1]
+    last = journaled(tmp_path)
+    restore(last, tmp_path, {}, later=True)
+    assert last.sample_ids("train") == [*ids[0], *ids[2], *ids[1]]
+    assert [row.tags["v"] for row in last.partition_report("train").unconsumed] == [0, 0, 2, 2, 5, 5]
 
 
 def test_a_journal_of_the_same_folder_goes_on_after_a_restore(tmp_path: Path) -> None:

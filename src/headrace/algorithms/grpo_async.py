@@ -181,6 +181,12 @@ class AsyncLoop(Loop):
             self._end_validation()
         super().save()
 
+    def _mark(self) -> dict[str, list[int]] | None:
+        # Groups are dropped at any time, and what was dropped by now must not be made again.
+        with self.producers.tickets.without_drops():
+            self._note_prompts()
+            return super()._mark()
+
     def _run_step(self, step: int, timer: Timer) -> StepResult:
         if self._beside is not None and self._beside.done():
             self._end_validation()

@@ -159,6 +159,11 @@ class Loop:
                 f"right; choose one of {', '.join(metrics)}, or leave it out"
             )
 
+    def _mark(self) -> dict[str, list[int]] | None:
+        """Return how far the store's journal has come, if it has one; the progress is of the same moment."""
+        client: DataPlaneClient | None = getattr(self.session.policy, "dp_client", None)
+        return None if client is None else journal_position(client)
+
     def save(self) -> None:
         """Write a checkpoint of the last whole step, unless there is one."""
         if self.checkpoints is None or not self.recipe.checkpointing.enabled:
@@ -168,7 +173,10 @@ class Loop:
             return
         self.observer.on_stage(self.progress.step, CHECKPOINT)
         with self._saving.time(CHECKPOINT), self._watched(CHECKPOINT, self.progress.step):
-            save_checkpoint(self.session.policy, self.checkpoints, self.recipe, self.progress, self.prompts)
+            position = self._mark()
+            save_checkpoint(
+                self.session.policy, self.checkpoints, self.recipe, self.progress, self.prompts, position
+            )
         info = self.checkpoints.latest()
         if info is not None:
             self.observer.on_checkpoint(info.step, info.path)
@@ -190,13 +198,15 @@ def save_checkpoint(
     recipe: RecipeConfig,
     progress: Progress,
     prompts: PromptsState,
+    position: dict[str, list[int]] | None = None,
 ) -> None:
     """Write the policy and the state of the run as one checkpoint, whole or not at all.
 
-    The state has the position of the store's journal, which then keeps what a restore of it needs.
+    The state has a position of the store's journal (None: the present one), which then keeps what a restore needs.
     """
     client: DataPlaneClient | None = getattr(policy, "dp_client", None)
-    position = None if client is None else journal_position(client)
+    if position is None and client is not None:
+        position = journal_position(client)
     with checkpoints.writing(progress.step) as draft:
         policy.save_checkpoint(draft / "policy", with_optimizer=recipe.checkpointing.save_optimizer)
     metrics = progress.last_validation if progress.last_validation_step == progress.step else {}

@@ -5,6 +5,7 @@ import json
 import logging
 from pathlib import Path
 
+from headrace.algorithms.async_utils.producers import worth_restoring
 from headrace.algorithms.grpo import Session
 from headrace.algorithms.warm_start import warm_start_optimizer
 from headrace.config import RecipeConfig
@@ -35,13 +36,19 @@ def prompts_state(environment: Environment) -> PromptsState:
 def restore(session: Session, checkpoints: CheckpointManager, reference_dir: Path) -> Progress:
     """Load the newest checkpoint into a session that was just built; without one, a fresh progress.
 
-    The store has the rows that it had when the checkpoint was written, if its journal can say.
+    The store has the rows that it had when the checkpoint was written, if its journal can say; in an asynchronous run
+    also those that were put or trained on since.
     """
     latest = checkpoints.latest()
     state = None if latest is None else read_state(latest)
     client = getattr(session.policy, "dp_client", None)
     if client is not None and (journal := journal_of(client)) is not None:
-        report = restore_rows(client, journal.folder, {} if state is None else state.journal or {})
+        position = {} if state is None else state.journal or {}
+        if position and state is not None and session.recipe.asynchrony.enabled:
+            keep = worth_restoring(session.recipe, state.progress)
+            report = restore_rows(client, journal.folder, position, later=True, keep=keep)
+        else:
+            report = restore_rows(client, journal.folder, position)
         if report.total:
             logger.warning("%s: %d rows are in the store again", journal.folder, report.total)
     return Progress.at_start() if latest is None else restore_from(session, latest, reference_dir)

@@ -121,6 +121,7 @@ class RowReport:
 class PartitionReport:
     """What a partition holds, and who has it.
 
+    `num_samples` is the most that it takes, None if it is not registered, and `group_size` the rows of a group there.
     `rows_by_producer` has no rows of puts that named no producer. `unconsumed` are the oldest rows that some task has
     not had for good, of `unconsumed_rows` in all; a partition without tasks has had none.
     """
@@ -133,6 +134,8 @@ class PartitionReport:
     leases: list[LeaseReport]
     unconsumed_rows: int
     unconsumed: list[RowReport]
+    num_samples: int | None = None
+    group_size: int = 1
 
 
 @dataclass(frozen=True)

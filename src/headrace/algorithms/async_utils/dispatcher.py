@@ -6,7 +6,8 @@ A call that fails keeps its room, and its ticket goes out again before all other
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Condition, Lock
 
@@ -32,6 +33,7 @@ class Plan:
 
     The step `first_step` takes its prompts from `position` on. `trained` are later positions whose groups earlier steps
     have used, `there` those whose groups are in the store already. After `last_step` no ticket is made for a later one.
+    Calls begin at multiples of `per_call`, so that a group has the same id in every run.
     """
 
     per_step: int
@@ -52,7 +54,7 @@ class Plan:
     def positions(self, start: int) -> list[int]:
         """Return the positions of the call that begins at `start` which are to be answered."""
         gone = self.trained | self.there
-        return [at for at in range(start, start + self.per_call) if at not in gone]
+        return [at for at in range(start, start + self.per_call) if at >= self.position and at not in gone]
 
 
 class Dispatcher:
@@ -66,18 +68,23 @@ class Dispatcher:
         room: Room,
         drop: Drop,
         *,
+        most_rows: int,
         max_failures: int,
     ) -> None:
+        """`most_rows` are in the making at a time, and in the store beside those that were there."""
         self._plan, self._prompts, self._sampler, self._room = plan, prompts, sampler, room
         self._drop = drop
-        self._max_failures = max_failures
+        self._most_rows, self._max_failures = most_rows, max_failures
         self._changed = Condition()
         # One thread at a time looks for room, so that what it finds is still there when it takes it.
         self._turn = Lock()
-        self._next, self._again = plan.position, deque[Ticket]()
+        self._next, self._again = plan.position // plan.per_call * plan.per_call, deque[Ticket]()
         self._version = plan.first_step - 2  # before the first weights nothing may begin
         self._rows_in_making, self._dropped = 0, 0
-        self._out = set(plan.there)
+        # Positions from the first one on whose group has not been used, and later ones whose groups have.
+        self._first, self._used = plan.position, set(plan.trained)
+        self._still_there = set(plan.there)
+        self._dropping = Lock()
         self._failures = 0
         self._noted = {"waited_s": 0.0, "failed_calls": 0.0}
         self._calls: list[Mapping[str, float]] = []
@@ -133,22 +140,25 @@ class Dispatcher:
                 if self._again:
                     return self._again.popleft()
                 ticket = self._mint()
-                wanted = self._rows_in_making + self._rows(ticket)
+                # What was in the store before takes no room, or later steps' groups could keep out an earlier one's.
+                taken = self._rows_in_making - len(self._still_there) * self._plan.group_size
+                wanted = taken + self._rows(ticket)
             try:
                 self._room(wanted, _LOOK_S)
             except ClaimTimeout:
                 continue
             with self._changed:
                 self._rows_in_making += self._rows(ticket)
-                self._out.update(ticket.positions)
                 self._next += self._plan.per_call
             return ticket
 
     def _may_begin(self) -> bool:
         plan = self._plan
-        while not plan.positions(self._next):
+        while not (positions := plan.positions(self._next)):
             self._next += plan.per_call
-        made_for = plan.made_for(self._next, self._dropped)
+        made_for = plan.made_for(positions[0], self._dropped)
+        if self._rows_in_making + len(positions) * plan.group_size > self._most_rows:
+            return False
         if self._version < plan.first_step - 1 or (plan.last_step is not None and made_for > plan.last_step):
             return False
         return self._sampler.may_begin(made_for, self._version)
@@ -158,7 +168,7 @@ class Dispatcher:
         step, number = divmod(self._next // plan.per_call, plan.per_step // plan.per_call)
         # As the synchronous loop has them, whose step is one call.
         return Ticket(
-            plan.made_for(self._next, self._dropped),
+            plan.made_for(positions[0], self._dropped),
             tuple(positions),
             self._prompts.at(positions),
             derive_seed(plan.seed, "rollout", step + 1, number),
@@ -177,23 +187,33 @@ class Dispatcher:
             self._changed.notify_all()
 
     def used(self, positions: Iterable[int]) -> None:
-        """These groups were trained on."""
+        """These groups were trained on, or dropped."""
         with self._changed:
-            self._out.difference_update(positions)
+            self._used.update(positions)
+            self._still_there -= self._used
+            while self._first in self._used:
+                self._used.remove(self._first)
+                self._first += 1
 
     def drop(self, step: int) -> None:
         """Drop what this step cannot use; other groups take the places of those."""
-        gone = self._drop(step)
+        with self._dropping:
+            gone = self._drop(step)
+            self.used(gone)
         with self._changed:
-            self._out.difference_update(gone)
             self._dropped += len(gone)
             self._changed.notify_all()
+
+    @contextmanager
+    def without_drops(self) -> Iterator[None]:
+        """Return a context in which what is in the store goes with what `progress` says."""
+        with self._dropping:
+            yield
 
     def progress(self) -> tuple[int, list[int]]:
         """Return the first position whose group has not been used, and the later ones whose groups have."""
         with self._changed:
-            first = min(self._out, default=self._next)
-            return first, [at for at in range(first, self._next) if at not in self._out]
+            return self._first, sorted(self._used)
 
     def close(self) -> None:
         """Hand out no more tickets; may be called twice."""

@@ -1,18 +1,20 @@
 """The collectors of a run, with the tickets, the weights and the buffer that join them to the trainer."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 from headrace.algorithms.async_utils.dispatcher import Dispatcher, Plan
 from headrace.algorithms.async_utils.replay_buffer import ReplayBuffer
-from headrace.algorithms.async_utils.staleness_sampler import build_sampler
+from headrace.algorithms.async_utils.staleness_sampler import NEWEST, OLDEST, InOrderSampler, build_sampler
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.algorithms.rollout_table import RolloutTable
 from headrace.config import RecipeConfig
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
-from headrace.experience.collector import POSITION, Collector
+from headrace.experience.collector import MADE_FOR, POSITION, Collector
 from headrace.experience.live_generator import LiveGenerator
 from headrace.experience.sync_rollout_actor import TAGS
 from headrace.models.policy.results import Traffic
@@ -37,27 +39,18 @@ class Producers:
         progress: Progress,
     ) -> None:
         """Open the partition; `rollouts` are groups of one `CollectingActor`, each with a collector of its own."""
-        cfg, grpo = recipe.asynchrony, recipe.grpo
+        cfg = recipe.asynchrony
         sampler = build_sampler(recipe)
         self.buffer = ReplayBuffer(client, partition_id, sampler, recipe)
         self.buffer.open()
-        plan = Plan(
-            per_step=grpo.num_prompts_per_step,
-            per_call=cfg.prompts_per_call or grpo.num_prompts_per_step // cfg.collectors,
-            group_size=grpo.num_generations_per_prompt,
-            seed=recipe.seed,
-            first_step=progress.step + 1,
-            position=progress.prompt_position,
-            last_step=grpo.max_num_steps if cfg.sampler is None and cfg.on_stale == "wait" else None,
-            trained=frozenset(progress.prompts_ahead),
-            there=frozenset(self.buffer.positions_there()),
-        )
+        plan = replace(plan_of(recipe, progress), there=frozenset(self.buffer.positions_there()))
         self.tickets = Dispatcher(
             plan,
             prompts,
             sampler,
             self.buffer.wait_for_room,
             self.buffer.drop,
+            most_rows=self.buffer.rows,
             max_failures=cfg.max_failures,
         )
         self._collectors = [
@@ -128,6 +121,42 @@ class Producers:
         for collector in self._collectors:
             collector.join(max(0.0, deadline - time.monotonic()))
         self.buffer.close()
+
+
+def plan_of(recipe: RecipeConfig, progress: Progress) -> Plan:
+    """Return the plan of a run that has come so far."""
+    cfg, grpo = recipe.asynchrony, recipe.grpo
+    return Plan(
+        per_step=grpo.num_prompts_per_step,
+        per_call=cfg.prompts_per_call or grpo.num_prompts_per_step // cfg.collectors,
+        group_size=grpo.num_generations_per_prompt,
+        seed=recipe.seed,
+        first_step=progress.step + 1,
+        position=progress.prompt_position,
+        last_step=grpo.max_num_steps if cfg.sampler is None and cfg.on_stale == "wait" else None,
+        trained=frozenset(progress.prompts_ahead),
+    )
+
+
+def worth_restoring(recipe: RecipeConfig, progress: Progress) -> Callable[[Mapping[str, Any]], bool]:
+    """Return whether a run that goes on can train on a row of before, by the row's tags.
+
+    Where steps train on the groups made for them, they are made again as they were, and with them the weights that drew
+    later groups. Elsewhere groups of weights that the checkpoint does not know are left out.
+    """
+    sampler, plan = build_sampler(recipe), plan_of(recipe, progress)
+
+    def keep(tags: Mapping[str, Any]) -> bool:
+        if POSITION not in tags:
+            return True
+        position, made_for, version = tags[POSITION], tags[MADE_FOR], tags[OLDEST]
+        if position < plan.position or position in plan.trained:
+            return False
+        if isinstance(sampler, InOrderSampler):
+            return made_for == plan.made_for(position, 0) and sampler.may_begin(made_for, version)
+        return bool(tags[NEWEST] <= progress.step)
+
+    return keep
 
 
 def _live_generator(collector: Collector) -> LiveGenerator | None:

@@ -1,5 +1,6 @@
 """The groups that lie ready in the store, between collectors and trainer; here are their ids and tags alone."""
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,6 +21,7 @@ from headrace.experience.sync_rollout_actor import MADE_AT
 TRAINS = "trains"
 """A tag: 1 where a step can learn from the row's group, else 0; stamped with dynamic sampling alone."""
 _TASK = "train"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,24 @@ class ReplayBuffer:
         self._most_flat = self._filter.max_refills * grpo.num_prompts_per_step
         self._dropped, self._flat = 0, list[KVBatchMeta]()
         self._dropping = Lock()  # collectors drop, too
+        # Rows that the partition takes beyond its room, for those that were restored.
+        self._spare = 0
 
     def open(self) -> None:
-        """Open the partition, unless there is one: rows that were restored are trained on."""
+        """Open the partition, unless there is one that will do: rows that were restored are trained on."""
         if self.partition_id in self._client.partition_ids():
-            return
+            there = self._client.partition_report(self.partition_id, limit=0)
+            spare = (there.num_samples or 0) - self.rows
+            columns = self._columns if there.rows else []
+            is_whole = all(there.rows_by_column.get(name) == there.rows for name in columns)
+            if there.group_size == self._group_size and spare >= there.rows and is_whole:
+                self._spare = spare
+                return
+            _log.warning(
+                "%d rows of partition '%s' have other columns, or are of groups of another size; they are made again",
+                there.rows,
+                self.partition_id,
+            )
         names = list(dict.fromkeys([*self._columns, *DP_TRAIN_FIELDS]))
         self._client.register_partition(
             self.partition_id, names, self.rows, [_TASK], grpo_group_size=self._group_size
@@ -76,12 +91,12 @@ class ReplayBuffer:
             self._client.clear_samples(None, self.partition_id)
 
     def wait_for_room(self, rows: int, timeout_s: float) -> None:
-        """Wait until so many rows more fit in.
+        """Wait until so many rows more fit into the room; below 0, until it is overdrawn by no more.
 
         Raises:
             ClaimTimeout: not in time.
         """
-        self._client.wait_for_room(self.partition_id, rows, timeout_s)
+        self._client.wait_for_room(self.partition_id, rows + self._spare, timeout_s)
 
     def take(self, step: int, groups: int, timeout_s: float) -> KVBatchMeta | None:
         """Lease groups to a step, in the order of their prompts; None: too few came in time.
@@ -164,7 +179,7 @@ class ReplayBuffer:
         return {
             "async/dropped_groups": float(dropped),
             "async/ready_groups": float(held),
-            "async/room_groups": float(groups - held),
+            "async/room_groups": float(max(0, groups - held)),
         }
 
     def _claim(

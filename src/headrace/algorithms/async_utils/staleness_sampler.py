@@ -13,8 +13,8 @@ from headrace.errors import ConfigError
 from headrace.experience.collector import MADE_FOR
 from headrace.utils.targets import load_callable, user_code
 
-OLDEST = "weight_version_min"
-"""The tag with the version of the weights that drew a sample's first token."""
+OLDEST, NEWEST = "weight_version_min", "weight_version"
+"""The tags with the versions of the weights that drew a sample's first and last tokens."""
 _METHODS = ("may_begin", "rules", "stale")
 
 

@@ -238,6 +238,11 @@ class JournalDataPlaneClient(DataPlaneClient):
         """Go on with a partition that another writer has registered: each new file says so."""
         self._opened[opened.partition] = opened
 
+    def begin_anew(self, opened: Opened) -> None:
+        """Journal that a partition is registered, and is empty, in a store that has it already."""
+        anew = partial(msgspec.structs.replace, opened, before=now(), first=None)
+        self.remember(self._journal(anew))
+
     def adopt(self, writers: Iterable[str]) -> None:
         """Remove files of other writers as well, which have ended, when nothing needs them."""
         self._janitor.writers.update(writers)

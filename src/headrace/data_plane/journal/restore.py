@@ -1,15 +1,17 @@
 """From a journal back into a store."""
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.journal import segments as files
-from headrace.data_plane.journal.client import journal_of
+from headrace.data_plane.journal.client import JournalDataPlaneClient, journal_of
 from headrace.data_plane.journal.ledger import Ledger, Row
 from headrace.data_plane.journal.records import Opened, Undone, Written, read_put
 from headrace.data_plane.journal.segments import Position, Record
@@ -28,21 +30,31 @@ class RestoreReport:
 
     `rows` counts them by partition. `cut_bytes` are of records that a crash has cut in two, and of those after the
     position that was asked for. `revived` rows were cleared or consumed only after it. `refused` ones were put last by
-    a writer, and no store takes them.
+    a writer, and no store takes them. `unwanted` ones are those that `keep` has left out.
     """
 
     rows: dict[str, int] = field(default_factory=dict)
     cut_bytes: int = 0
     revived: int = 0
     refused: int = 0
+    unwanted: int = 0
 
     @property
     def total(self) -> int:
         return sum(self.rows.values())
 
 
+Keep = Callable[[Mapping[str, Any]], bool]
+"""Whether a row is to come back, by its tags."""
+
+
 def restore(
-    client: DataPlaneClient, folder: Path, position: Position | None = None, *, later: bool = False
+    client: DataPlaneClient,
+    folder: Path,
+    position: Position | None = None,
+    *,
+    later: bool = False,
+    keep: Keep | None = None,
 ) -> RestoreReport:
     """Put every row that a journal has and that is neither cleared nor consumed into a store, which may be any other.
 
@@ -53,7 +65,9 @@ def restore(
         folder: Of the journal. If it is that of `client`, it goes on being it.
         position: Restore the rows of then: what lies after it is cut off. None: those of the journal's end.
         later: Beside these, restore the rows that were put after the position, and take back what was cleared or
-            consumed after it; nothing is cut off.
+            consumed after it; nothing is cut off. They may be more than a partition takes, so that it has room for as
+            many rows more as it was registered for.
+        keep: With `later`, leave out the rows whose tags it refuses, as if they had never been put.
 
     Raises:
         DataPlaneError: a damaged record.
@@ -64,25 +78,20 @@ def restore(
         report.cut_bytes += files.cut(folder, position)
     found = _whole_records(folder, report)
     before, everything = _ledgers(found, position)
+    begins = _first_puts(found, before, keep, report) if later else {}
     journal = journal_of(client)
     same = journal is not None and journal.folder.absolute() == folder.absolute()
-    if journal is not None and same:
-        journal.adopt({segment.writer for segment in files.segments(folder)})
-        for partition, rows in everything.partitions.items():
-            # The store does not have them any more, so that a sample of the same id is another one.
-            journal.forget(partition, [sample_id for sample_id, row in rows.items() if row.is_done])
-    # What the journal has already is not written there once more, but for rows that it takes for cleared.
+    # What the journal has already is not written there once more, but for rows that it takes for cleared. With those
+    # that came later, it is: what it says of rows that were put, cleared and come back would be hard to tell.
     quiet = journal.inner if journal is not None and same else client
-    for partition, (opened, _) in before.registered.items():
-        _register(quiet, partition, opened)
-        done = [sample_id for sample_id, row in before.partitions[partition].items() if row.is_done]
-        _spend(quiet, opened, list(dict.fromkeys([*before.spent[partition], *done])))
-        if journal is not None and same:
-            journal.remember(opened)
+    again = client if later else quiet
+    _open_partitions(before, everything, folder, journal if same else None, quiet, again, later=later)
+    left = {partition: before.left(partition) for partition in before.partitions}
+    known = {partition: everything.left(partition) for partition in left if same}
+    report.revived = sum(len(left[partition].keys() - rows.keys()) for partition, rows in known.items())
     last = {record.segment.writer: record for record in found}
     for record in found:
-        for target, ids in _targets(record, before, everything, quiet, client):
-            report.revived += len(ids) if target is client and same else 0
+        for target, ids in _targets(record, left, {} if later else known, begins, quiet, client):
             try:
                 _put(target, folder, record, ids)
             except HeadraceError:
@@ -92,14 +101,38 @@ def restore(
                 report.refused += len(ids)
                 before.drop(record.head, ids)
     for partition in before.partitions:
-        left = before.left(partition)
-        if left:
-            report.rows[partition] = len(left)
-        if left and partition in before.registered:
-            _consume(quiet, before.registered[partition][0], left)
+        if rows := before.left(partition):
+            report.rows[partition] = len(rows)
+            if partition in before.registered:
+                _consume(again, before.registered[partition][0], rows)
     if report.cut_bytes:
         _log.warning("%s: %d bytes were cut off the journal's end", folder, report.cut_bytes)
     return report
+
+
+def _open_partitions(
+    wanted: Ledger,
+    everything: Ledger,
+    folder: Path,
+    journal: JournalDataPlaneClient | None,
+    quiet: DataPlaneClient,
+    again: DataPlaneClient,
+    *,
+    later: bool,
+) -> None:
+    """Register partitions as they were, which know the ids that they have had; `journal` is that of the folder."""
+    if journal is not None:
+        journal.adopt({segment.writer for segment in files.segments(folder)})
+        for partition, rows in everything.partitions.items():
+            # The store does not have them any more, so that a sample of the same id is another one.
+            journal.forget(partition, [sample_id for sample_id, row in rows.items() if row.is_done])
+    for partition, (opened, _) in wanted.registered.items():
+        more = len(wanted.left(partition)) if later else 0
+        _register(quiet, partition, msgspec.structs.replace(opened, num_samples=opened.num_samples + more))
+        if journal is not None:
+            journal.begin_anew(opened) if later else journal.remember(opened)
+        done = [sample_id for sample_id, row in wanted.partitions[partition].items() if row.is_done]
+        _spend(again, opened, list(dict.fromkeys([*wanted.spent[partition], *done])))
 
 
 def _whole_records(folder: Path, report: RestoreReport) -> list[Record]:
@@ -147,16 +180,58 @@ def _register(client: DataPlaneClient, partition: str, opened: Opened) -> None:
     )
 
 
+def _first_puts(
+    found: Sequence[Record], wanted: Ledger, keep: Keep | None, report: RestoreReport
+) -> dict[str, dict[str, int]]:
+    """Return the times of the puts that rows begin with, by partition and id; rows not to be kept are let go of.
+
+    A row that was put `once`, lost to an earlier restore and put `once` again, begins with the latter put. Rows that
+    were put `once` under ids that the partition had before are none: a store refuses them, and a restore says so.
+    """
+    for partition, ids in wanted.spent.items():
+        rows = wanted.partitions[partition]
+        for sample_id in [sample_id for sample_id in ids if sample_id in rows and rows[sample_id].once]:
+            del rows[sample_id]
+    begins: dict[str, dict[str, int]] = {}
+    kept: dict[tuple[str, str], bool] = {}
+    left = {partition: wanted.left(partition) for partition in wanted.partitions}
+    for record in found:
+        head = record.head
+        if not isinstance(head, Written) or not (head.once or head.tags):
+            continue
+        there, starts = left[head.partition], begins.setdefault(head.partition, {})
+        tags = [{}] * len(head.ids) if head.tags is None else decode(head.tags)
+        for sample_id, tag in zip(head.ids, tags):
+            if sample_id in there and head.at in there[sample_id].puts:
+                if head.once:
+                    starts[sample_id] = head.at
+                kept[head.partition, sample_id] = keep is None or keep(tag)
+    for (partition, sample_id), is_kept in kept.items():
+        if not is_kept:
+            del wanted.partitions[partition][sample_id]
+            report.unwanted += 1
+    return begins
+
+
+RowsLeft = Mapping[str, Mapping[str, Row]]
+
+
 def _targets(
-    record: Record, wanted: Ledger, everything: Ledger, quiet: DataPlaneClient, client: DataPlaneClient
+    record: Record,
+    wanted: RowsLeft,
+    known: RowsLeft,
+    begins: Mapping[str, Mapping[str, int]],
+    quiet: DataPlaneClient,
+    client: DataPlaneClient,
 ) -> Iterable[tuple[DataPlaneClient, list[str]]]:
-    """Yield where the rows of a put go that are left: those that the journal takes for gone, through the journal."""
+    """Yield where the rows of a put go that are left: `known` ones quietly, others through the journal."""
     head = record.head
     if not isinstance(head, Written):
         return
-    left, known = wanted.left(head.partition), everything.left(head.partition)
-    mine = [sample_id for sample_id in head.ids if sample_id in left and head.at in left[sample_id].puts]
-    held = [sample_id for sample_id in mine if sample_id in known and head.at in known[sample_id].puts]
+    left, there = wanted.get(head.partition, {}), known.get(head.partition, {})
+    begin = begins.get(head.partition, {})
+    mine = [i for i in head.ids if i in left and head.at in left[i].puts and head.at >= begin.get(i, 0)]
+    held = [i for i in mine if i in there and head.at in there[i].puts]
     if held:
         yield quiet, held
     if len(held) < len(mine):

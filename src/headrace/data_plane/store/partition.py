@@ -398,6 +398,8 @@ class Partition(Generic[Block]):
                 )
                 for slot in unconsumed[:limit].tolist()
             ],
+            num_samples=None if self.registration is None else self.registration.num_samples,
+            group_size=1 if self.registration is None else self.registration.group_size,
         )
 
 
