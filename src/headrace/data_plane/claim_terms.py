@@ -134,8 +134,8 @@ class PartitionReport:
     leases: list[LeaseReport]
     unconsumed_rows: int
     unconsumed: list[RowReport]
-    num_samples: int | None = None
-    group_size: int = 1
+    num_samples: int | None
+    group_size: int
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,8 @@ def merged_reports(parts: Sequence[PartitionReport], oldest: Sequence[RowReport]
         leases=merged_leases([part.leases for part in parts]),
         unconsumed_rows=sum(part.unconsumed_rows for part in parts),
         unconsumed=list(oldest),
+        num_samples=parts[0].num_samples,
+        group_size=parts[0].group_size,
     )
 
 
