@@ -24,6 +24,7 @@ from headrace.experience.collecting_actor import CollectingActor
 from headrace.experience.published_weights import PublishedWeights
 from headrace.experience.rollouts import RolloutSettings
 from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
+from headrace.models.generation.weights import Opening
 from headrace.utils.run_state import Progress
 from reference_experience import BigramGenerator, GuessingGame, character_tokenizer
 from tiny_recipe import bare_recipe
@@ -55,7 +56,7 @@ class Publishing(Producers):
     weights: PublishedWeights
 
     def publish(self, version: int) -> None:
-        self.weights.keep([None], version)
+        self.weights.keep([Opening(None)], version)
         super().publish(version)
 
 

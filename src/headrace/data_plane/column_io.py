@@ -88,9 +88,8 @@ def write_columns(
     wire = pack_columns(fields, lengths=meta.sequence_lengths, rows=meta.size)
     if ROUTED_EXPERTS_FIELD in fields:
         _check_route_ids(wire, meta, route_shape)
-    # What is not given is not passed on, so that a client of an older signature will do.
-    claim = {CLAIM: meta.extra_info[CLAIM]} if CLAIM in meta.extra_info else {}
-    dp_client.write_samples(meta.sample_ids, meta.partition_id, wire, **claim)
+    claim = meta.extra_info.get(CLAIM)
+    dp_client.write_samples(meta.sample_ids, meta.partition_id, wire, claim=claim)
     meta.add_fields(list(wire.keys()))
     return meta
 

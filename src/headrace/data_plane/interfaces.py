@@ -385,10 +385,12 @@ class DataPlaneClient(ABC):
         """
 
     def write_samples(
-        self, sample_ids: Sequence[str], partition_id: str, fields: TensorDict, **claim: Any
+        self, sample_ids: Sequence[str], partition_id: str, fields: TensorDict, *, claim: str | None = None
     ) -> None:
         """Do what `put_samples` does, for a caller that wants no meta of the rows; a store may save making one."""
-        self.put_samples(sample_ids, partition_id, fields=fields, **claim)
+        # What is not given is not passed on, so that a client of an older signature will do.
+        given: dict[str, Any] = {} if claim is None else {CLAIM: claim}
+        self.put_samples(sample_ids, partition_id, fields=fields, **given)
 
     @abstractmethod
     def get_samples(

@@ -85,7 +85,7 @@ def print_event(event: DataPlaneEvent) -> None:
     )
 
 
-def _passed_on(name: str, *, measured: bool = False) -> Callable[..., Any]:
+def _passed_on(name: str, *, measured: bool = False, counted_as: str = "") -> Callable[..., Any]:
     """Return a method of the contract's signature and docstring that calls the store's of that name."""
     contract = getattr(DataPlaneClient, name)
     arguments_of = signature(contract).bind
@@ -94,7 +94,7 @@ def _passed_on(name: str, *, measured: bool = False) -> Callable[..., Any]:
         method = getattr(self.inner, name)
         if not measured:
             return method(*args, **kwargs)
-        return self._measure(name, arguments_of(self, *args, **kwargs).arguments, method)
+        return self._measure(counted_as or name, arguments_of(self, *args, **kwargs).arguments, method)
 
     update_wrapper(call, contract)
     call.__isabstractmethod__ = False  # type: ignore[attr-defined]
@@ -127,6 +127,7 @@ class MetricsDataPlaneClient(DataPlaneClient):
     get_data = _passed_on("get_data", measured=True)
     check_consumption_status = _passed_on("check_consumption_status", measured=True)
     put_samples = _passed_on("put_samples", measured=True)
+    write_samples = _passed_on("write_samples", measured=True, counted_as="put_samples")
     get_samples = _passed_on("get_samples", measured=True)
     clear_samples = _passed_on("clear_samples", measured=True)
     wait_for_room = _passed_on("wait_for_room", measured=True)

@@ -328,9 +328,9 @@ class TransferQueueDataPlaneClient(StoreClient):
             raise
 
     def write_samples(
-        self, sample_ids: Sequence[str], partition_id: str, fields: TensorDict, **claim: Any
+        self, sample_ids: Sequence[str], partition_id: str, fields: TensorDict, *, claim: str | None = None
     ) -> None:
-        self.put_samples(sample_ids, partition_id, fields, **claim, tells=False)
+        self.put_samples(sample_ids, partition_id, fields, claim=claim, tells=False)
 
     def get_samples(
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]
