@@ -75,6 +75,11 @@ class Ready(NamedTuple):
         return [len(self.numbers), self.left, self.had, self.leased, self.all_ready]
 
 
+def is_rest(found: int, expected: int, *, left: int, had: int, leased: int, all_ready: int) -> bool:
+    """Return whether nothing will be ready beside what was `found`: all rows are ready or had, none by lease."""
+    return all_ready == left and had + left >= expected and (found > 0 or not leased)
+
+
 @dataclass
 class _Lease:
     """The rows of one claim, which the task has until a time; none lies before `place` of the order."""
@@ -176,11 +181,7 @@ class Claims:
         None if they are not there yet, no rows if the task has had them all. `ids` are those of all slots; `held_by`
         tells of each column that the task asks for which slots have it.
         """
-        cursor = self._cursor(request.task)
-        if self.groups is not None:
-            self.groups.check_claim(request.rows, ids)
-        self._advance(cursor)
-        slots = self._ready(cursor, held_by, request.rows, passes, is_freshest=request.order == "freshest")
+        cursor, slots = self._next(request, ids, held_by, passes)
         if len(slots) < request.rows and not (
             request.allow_partial and self._is_rest(request.task, held_by, len(slots))
         ):
@@ -202,22 +203,28 @@ class Claims:
         passes: Passes | None = None,
     ) -> Ready:
         """Return what `claim` would take, and take nothing."""
-        cursor = self._cursor(request.task)
-        if self.groups is not None:
-            self.groups.check_claim(request.rows, ids)
-        self._advance(cursor)
-        slots = self._ready(cursor, held_by, request.rows, passes, is_freshest=request.order == "freshest")
+        cursor, slots = self._next(request, ids, held_by, passes)
         all_ready = len(self._ready(cursor, held_by, self._slots)) if request.allow_partial else -1
         numbers = self.numbers(slots).reshape(-1, self._size).max(axis=1, initial=0)
         leased = self._leased(request.task)
         return Ready(numbers, self._size, self._left(cursor), cursor.count, leased, all_ready, self._expected)
 
+    def _next(
+        self, request: ClaimRequest, ids: Sequence[str], held_by: Mapping[str, Held], passes: Passes | None
+    ) -> tuple[_Cursor, Rows]:
+        """Return the task's cursor, and the rows that are ready for the request."""
+        cursor = self._cursor(request.task)
+        if self.groups is not None:
+            self.groups.check_claim(request.rows, ids)
+        self._advance(cursor)
+        is_freshest = request.order == "freshest"
+        return cursor, self._ready(cursor, held_by, request.rows, passes, is_freshest=is_freshest)
+
     def _is_rest(self, task: str, held_by: Mapping[str, Held], found: int) -> bool:
-        """Return whether nothing will be ready beside what was `found`: all rows are ready or had, none by lease."""
         cursor = self._cursor(task)
-        left = self._left(cursor)
-        all_ready = len(self._ready(cursor, held_by, self._slots)) == left
-        return all_ready and cursor.count + left >= self._expected and (found > 0 or not self._leased(task))
+        all_ready = len(self._ready(cursor, held_by, self._slots))
+        counts = {"left": self._left(cursor), "had": cursor.count, "leased": self._leased(task)}
+        return is_rest(found, self._expected, all_ready=all_ready, **counts)
 
     # Leases.
 

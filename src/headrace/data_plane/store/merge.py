@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace.data_plane.claim_terms import LeaseReport, PartitionReport, RowReport, TaskReport, WaitState
 from headrace.data_plane.store.blocks import BlockInfo
-from headrace.data_plane.store.claims import ClaimRequest, Ready
+from headrace.data_plane.store.claims import ClaimRequest, Ready, is_rest
 from headrace.data_plane.store.columns import Form, Places, Put, RowFacts, Rows
 from headrace.data_plane.store.groups import MARK
 from headrace.errors import DataPlaneError
@@ -118,10 +118,14 @@ def shares_of(request: ClaimRequest, ready: Mapping[int, Ready]) -> dict[int, in
 
 
 def _is_rest(ready: Sequence[Ready], found: int) -> bool:
-    """Return whether nothing will be ready beside what was `found`; see `Claims`."""
-    left, had = sum(one.left for one in ready), sum(one.had for one in ready)
-    all_ready, leased = sum(one.all_ready for one in ready), sum(one.leased for one in ready)
-    return all_ready == left and had + left >= ready[0].expected and (found > 0 or not leased)
+    return is_rest(
+        found,
+        ready[0].expected,
+        left=sum(one.left for one in ready),
+        had=sum(one.had for one in ready),
+        leased=sum(one.leased for one in ready),
+        all_ready=sum(one.all_ready for one in ready),
+    )
 
 
 def in_order(taken: Sequence[Taken], is_freshest: bool) -> RowFacts:
