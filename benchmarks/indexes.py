@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
 from planner import make_meta
 from run import Bench, main
 from scale import (
@@ -31,28 +30,26 @@ from scale import (
     SAMPLED_RANKS,
     Echo,
     OneActorGroup,
+    chunks_of,
     plan,
     seconds_of,
     tagged_meta,
 )
-from scale_model import SHARE, STAGES, STEP_S, TOKENS, Costs, Curve, ScatteredCurve, breaks_at
+from scale_model import SHARE, STAGES, STEP_S, Costs, Curve, ScatteredCurve, breaks_at
 
-from headrace.data_plane import KVBatchMeta, pack_columns
+from headrace.data_plane import KVBatchMeta
 from headrace.data_plane.adapters.transfer_queue_ask import IndexAsker
 from headrace.data_plane.adapters.transfer_queue_index import Indexes, IndexServer, operation_of
 from headrace.data_plane.adapters.transfer_queue_several import Several
 from headrace.data_plane.adapters.transfer_queue_socket import Endpoint, IndexClient
 from headrace.data_plane.schema import (
     DP_TRAIN_FIELDS,
-    FIELDS,
-    INPUT_LENGTHS,
     LP_SEED_FIELDS,
     ROLLOUT_FIELDS,
-    Kind,
 )
 from headrace.data_plane.store.blocks import PackedColumns, pack
 from headrace.data_plane.store.claims import Registration
-from headrace.data_plane.store.columns import Chunk, Put, checked_put
+from headrace.data_plane.store.columns import Chunk, Put
 from headrace.distributed.ray_connection import Deadline
 from headrace.distributed.worker_groups.wire import encode
 
@@ -132,19 +129,6 @@ class Store:
         """Disconnect."""
         for client in self.clients:
             client.close()
-
-
-def chunks_of(rows: int, names: Sequence[str]) -> dict[str, Chunk]:
-    """Columns of rows of 1,000 tokens, as a client packs them."""
-    lengths = torch.full((rows,), int(TOKENS.value))
-    values: dict[str, Any] = {}
-    for name in names:
-        spec = FIELDS[name]
-        is_wide = spec.kind is Kind.PER_TOKEN and not spec.broadcast
-        shape = (rows, int(TOKENS.value)) if is_wide else (rows,)
-        values[name] = lengths if name == INPUT_LENGTHS else torch.zeros(shape, dtype=spec.dtype)
-    wire = pack_columns(values, lengths=lengths, rows=rows)
-    return checked_put([str(row) for row in range(rows)], "p", wire, None)[1]
 
 
 @contextmanager

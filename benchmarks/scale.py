@@ -52,7 +52,7 @@ from headrace.data_plane.schema import (
     Kind,
 )
 from headrace.data_plane.store.blocks import PackedColumns, pack
-from headrace.data_plane.store.columns import Put, checked_put
+from headrace.data_plane.store.columns import Chunk, Put, checked_put
 from headrace.distributed.topology import lay_out_ranks
 from headrace.distributed.worker_groups.rank import Reply
 from headrace.distributed.worker_groups.ray_group import RayWorkerGroup
@@ -233,8 +233,8 @@ class Books:
         return begun + self.ask("commit", ticket, slots, None)[0]
 
 
-def packed_like(rows: int, names: Sequence[str]) -> PackedColumns:
-    """Blocks of `rows` rows of declared columns, cut as a put cuts them."""
+def chunks_of(rows: int, names: Sequence[str]) -> dict[str, Chunk]:
+    """Columns of rows of 1,000 tokens, as a client packs them."""
     lengths = torch.full((rows,), int(TOKENS.value))
     values: dict[str, Any] = {}
     for name in names:
@@ -243,7 +243,12 @@ def packed_like(rows: int, names: Sequence[str]) -> PackedColumns:
         shape = (rows, int(TOKENS.value)) if is_wide else (rows,)
         values[name] = lengths if name == INPUT_LENGTHS else torch.zeros(shape, dtype=spec.dtype)
     wire = pack_columns(values, lengths=lengths, rows=rows)
-    return pack(checked_put([str(row) for row in range(rows)], "p", wire, None)[1], "block")
+    return checked_put([str(row) for row in range(rows)], "p", wire, None)[1]
+
+
+def packed_like(rows: int, names: Sequence[str]) -> PackedColumns:
+    """Blocks of `rows` rows of declared columns, cut as a put cuts them."""
+    return pack(chunks_of(rows, names), "block")
 
 
 def measure_index(bench: Bench, rows: int, rank_rows: int) -> dict[str, float]:

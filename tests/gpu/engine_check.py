@@ -115,24 +115,19 @@ def gaps(model: Any, prompts: list[list[int]], output: Any, *, replay: bool = Fa
 
 def copy_gb_per_s(nbytes: int = GIB) -> float:
     """Return the bandwidth of a plain copy on the device: bytes copied, not bytes read and written."""
-    source = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(6):
-        synchronize()
-        start = time.perf_counter()
-        target.copy_(source)
-        synchronize()
-        times.append(time.perf_counter() - start)
-    return nbytes / min(times) / 1e9
+    return _copied_gb_per_s(nbytes, DEVICE, DEVICE)
 
 
 def peer_copy_gb_per_s(nbytes: int = GIB) -> float:
     """Return the bandwidth of a plain copy from the first GPU to the last, as by CUDA's IPC between processes."""
     if torch.cuda.device_count() < 2:
         return float("nan")
-    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
-    target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{torch.cuda.device_count() - 1}")
+    return _copied_gb_per_s(nbytes, "cuda:0", f"cuda:{torch.cuda.device_count() - 1}")
+
+
+def _copied_gb_per_s(nbytes: int, of: str, to: str) -> float:
+    source = torch.empty(nbytes, dtype=torch.uint8, device=of)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=to)
     times = []
     for _ in range(6):
         synchronize()
