@@ -1,10 +1,12 @@
 # ruff: noqa: E402 - the tests' folder has to be on the path first
-"""Sharded policies on several GPUs against one: torchrun --nproc-per-node 2 tests/gpu/parallel_check.py [--out FILE]
+"""Sharded policies on several GPUs against one: torchrun --nproc-per-node N tests/gpu/parallel_check.py [--out FILE]
 
-Every rank first trains and scores alone on its own GPU, in float32 and in bfloat16; then all ranks do so together,
-data, tensor, sequence and context parallel. How far the single bfloat16 run is from the single float32 run is what
-rounding does; a sharded bfloat16 run must be no further from it than 1.5 times that. Sharded float32 runs must give
-the single float32 run's numbers. Sequences are packed; half precision attends through torch's varlen_attn.
+Every rank first trains and scores alone on its own GPU, in float32 and in bfloat16; then all ranks do so together, in
+every layout of `CASES` that N ranks can have. What a layout's replica leaves of N is data parallel, so that on 4 ranks
+`tensor` is tensor 2 x data 2, and on 8 `tensor_context` is tensor 2 x context 2 x data 2. How far the single bfloat16
+run is from the single float32 run is what rounding does; a sharded bfloat16 run must be no further from it than 1.5
+times that. Sharded float32 runs must give the single float32 run's numbers. Sequences are packed; half precision
+attends through torch's varlen_attn. With `--device cpu` tiny models do the same over gloo, in float32.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +36,12 @@ from reference_training import PolicyGradient
 from tiny_models import CHARACTERS, tiny_tokenizer
 
 STEPS = 3
-VOCABULARY = 32_000
 LENGTHS = [1024, 300, 777, 512, 64, 900, 650, 1000, 128, 333, 1024, 480, 210, 700, 850, 96]
 MB_TOKENS = 4096
+TINY_SHARE = 32
+"""By this `--device cpu` divides lengths and the token budget."""
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+    "vocab_size": 32_000,
     "hidden_size": 1024,
     "num_hidden_layers": 4,
     "num_attention_heads": 16,
@@ -59,6 +63,16 @@ MODELS: dict[str, dict[str, Any]] = {
         **_COMMON,
     },
 }
+TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+TINY_MOE = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "data": ({}, {}),
     "tensor": ({"tensor": 2}, {}),
@@ -66,16 +80,53 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "context": ({"context": 2}, {}),
     "data_offload_recompute": ({"cpu_offload": True}, {"activation_checkpointing": True}),
     "tensor_recompute": ({"tensor": 2}, {"activation_checkpointing": True}),
+    "tensor_context": ({"tensor": 2, "context": 2}, {}),
+    "tensor_context_sequence": ({"tensor": 2, "context": 2, "sequence_parallel": True}, {}),
+    "tensor_of_4": ({"tensor": 4}, {}),
+    "context_of_4_recompute": ({"context": 4}, {"activation_checkpointing": True}),
 }
+STORED: tuple[dict[str, Any], ...] = ({}, {"tensor": 2}, {"tensor": 2, "context": 2})
+"""Layouts whose checkpoints are read back."""
+
+
+def on_cpu() -> bool:
+    return not torch.cuda.is_initialized()
+
+
+def fits(parallel: dict[str, Any], world: int) -> bool:
+    """Return whether `world` ranks make whole replicas of a layout."""
+    replica = parallel.get("tensor", 1) * parallel.get("context", 1)
+    return world % replica == 0 and world % parallel.get("expert", 1) == 0
+
+
+def laid_out(parallel: dict[str, Any], world: int) -> str:
+    """Return how the ranks are laid out: tensor 2 x data 2."""
+    sizes = {name: parallel.get(name, 1) for name in ("tensor", "context")}
+    sizes["data"] = world // (sizes["tensor"] * sizes["context"])
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+
+
+def model_sizes(model: str) -> dict[str, Any]:
+    """Return the config of a model: small on a GPU, tiny on a CPU."""
+    moe = TINY_MOE if "num_experts" in MODELS[model] else {}
+    return MODELS[model] | (TINY | moe if on_cpu() else {})
+
+
+def row_lengths() -> list[int]:
+    return [length // TINY_SHARE for length in LENGTHS] if on_cpu() else LENGTHS
+
+
+def mb_tokens() -> int:
+    return MB_TOKENS // TINY_SHARE if on_cpu() else MB_TOKENS
 
 
 def batch() -> BatchedDataDict:
     """Return rows of random tokens whose last two thirds count."""
     generator = torch.Generator().manual_seed(0)
-    sizes = torch.tensor(LENGTHS)
-    shape, column = (len(LENGTHS), max(LENGTHS)), torch.arange(max(LENGTHS))
+    sizes = torch.tensor(row_lengths())
+    shape, column = (len(sizes), int(sizes.max())), torch.arange(int(sizes.max()))
     there = column < sizes[:, None]
-    ids = torch.randint(5, VOCABULARY, shape, generator=generator)
+    ids = torch.randint(5, model_sizes("llama")["vocab_size"], shape, generator=generator)
     return BatchedDataDict(
         {
             "input_ids": torch.where(there, ids, 0),
@@ -94,18 +145,18 @@ def make_worker(
     world = dist.get_world_size() if dist.is_initialized() else 1
     cfg = PolicyConfig.model_validate(
         {
-            "model": {"config": MODELS[model]},
+            "model": {"config": model_sizes(model)},
             "tokenizer": {"builder": "characters", "characters": CHARACTERS[:59]},
             "precision": precision,
-            "device": "cuda",
+            "device": "cpu" if on_cpu() else "cuda",
             "workers": world,
             "parallel": parallel,
-            "max_total_sequence_length": 1024,
+            "max_total_sequence_length": max(row_lengths()),
             "train_global_batch_size": len(LENGTHS),
             "sequence_packing": {
                 "enabled": True,
-                "train_mb_tokens": MB_TOKENS,
-                "logprob_mb_tokens": MB_TOKENS,
+                "train_mb_tokens": mb_tokens(),
+                "logprob_mb_tokens": mb_tokens(),
             },
             "optimizer": {"lr": 1e-5},
             **changes,
@@ -119,7 +170,7 @@ def shards(count: int) -> tuple[list[BatchedDataDict], list[int]]:
     args: Any = {
         "input_key": "input_ids",
         "input_lengths_key": "input_lengths",
-        "max_tokens_per_microbatch": MB_TOKENS,
+        "max_tokens_per_microbatch": mb_tokens(),
         "algorithm": "first_fit_decreasing",
         "sequence_length_pad_multiple": 1,
     }
@@ -134,12 +185,12 @@ def run(worker: AutomodelPolicyWorker) -> dict[str, Any]:
     losses, norms, seconds = [], [], []
     for _ in range(STEPS):
         part = shards(worker.dp_size)[0][own]
-        torch.cuda.synchronize()
+        wait()
         start = time.perf_counter()
         result = worker.train(part, PolicyGradient())
-        torch.cuda.synchronize()
+        wait()
         seconds.append(time.perf_counter() - start)
-        losses.append(total(result["loss"].cuda(), worker))
+        losses.append(total(result["loss"].to(worker.device), worker))
         norms.append(float(result["grad_norm"][0]))
     return {
         "loss": losses,
@@ -147,6 +198,11 @@ def run(worker: AutomodelPolicyWorker) -> dict[str, Any]:
         "logprobs": all_rows(logprobs, worker),
         "step_s": min(seconds),
     }
+
+
+def wait() -> None:
+    if not on_cpu():
+        torch.cuda.synchronize()
 
 
 def total(loss: torch.Tensor, worker: AutomodelPolicyWorker) -> float:
@@ -218,54 +274,85 @@ def check_checkpoint(model: str, parallel: dict[str, Any]) -> bool:
     return equal
 
 
+def check_model(model: str, alone: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield what every case of a model gives; `alone` are one rank's runs, by precision."""
+    truth, world = alone["float32"], dist.get_world_size()
+    rounding = gaps(alone["bfloat16"], truth) if "bfloat16" in alone else {}
+    for precision, found in alone.items():
+        single = {k: found[k] for k in ("loss", "grad_norm", "step_s")}
+        yield {"model": model, "case": "one GPU", "precision": precision, "to_float32": rounding, **single}
+    for name, (parallel, changes) in CASES.items():
+        if not fits(parallel, world):
+            continue
+        for precision, single_run in alone.items():
+            result = run(make_worker(model, precision, parallel, changes))
+            found = gaps(result, truth)
+            yield {
+                "model": model,
+                "case": name,
+                "layout": laid_out(parallel, world),
+                "precision": precision,
+                "to_float32": found,
+                "to_one_gpu": gaps(result, single_run),
+                **{k: result[k] for k in ("loss", "grad_norm", "step_s")},
+                "ok": within(precision, found, rounding),
+            }
+    for parallel in STORED:
+        if fits(parallel, world):
+            equal = check_checkpoint(model, parallel)
+            yield {
+                "model": model,
+                "case": "checkpoint",
+                "layout": laid_out(parallel, world),
+                "precision": "bfloat16",
+                "ok": equal,
+            }
+
+
+def start(device: str) -> int:
+    """Return this rank, its device chosen."""
+    rank = int(os.environ["LOCAL_RANK"])
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.cuda.init()
+    else:
+        torch.set_num_threads(1)
+    return rank
+
+
 def main() -> int:
     """Run every case and write the result; the exit status is 1 where a case fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
-    rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
-    alone = {(m, p): run(make_worker(m, p, {}, {})) for m in args.models for p in ("float32", "bfloat16")}
-    torch.cuda.empty_cache()
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    rank = start(args.device)
+    precisions = ("float32",) if on_cpu() else ("float32", "bfloat16")
+    alone = {m: {p: run(make_worker(m, p, {}, {})) for p in precisions} for m in args.models}
+    if on_cpu():
+        dist.init_process_group("gloo")
+    else:
+        torch.cuda.empty_cache()
+        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     cases: list[dict[str, Any]] = []
     for model in args.models:
-        truth = alone[model, "float32"]
-        rounding = gaps(alone[model, "bfloat16"], truth)
-        single = {k: alone[model, "bfloat16"][k] for k in ("loss", "grad_norm", "step_s")}
-        cases.append(
-            {"model": model, "case": "one GPU", "precision": "bfloat16", "to_float32": rounding, **single}
-        )
-        for name, (parallel, changes) in CASES.items():
-            for precision in ("float32", "bfloat16"):
-                result = run(make_worker(model, precision, parallel, changes))
-                found = gaps(result, truth)
-                case = {
-                    "model": model,
-                    "case": name,
-                    "precision": precision,
-                    "to_float32": found,
-                    "to_one_gpu": gaps(result, alone[model, precision]),
-                    **{k: result[k] for k in ("loss", "grad_norm", "step_s")},
-                    "ok": within(precision, found, rounding),
-                }
-                cases.append(case)
-                if rank == 0:
-                    print(model, name, precision, "ok" if case["ok"] else "FAILED", found, flush=True)
+        for case in check_model(model, alone[model]):
+            cases.append(case)
+            if rank == 0:
+                shown = (case.get(k, "") for k in ("model", "case", "layout", "precision", "to_float32"))
+                print(*shown, "ok" if case.get("ok", True) else "FAILED", flush=True)
+            if not on_cpu():
                 torch.cuda.empty_cache()
-        for parallel in ({}, {"tensor": 2}):
-            equal = check_checkpoint(model, parallel)
-            cases.append({"model": model, "case": "checkpoint", "parallel": parallel, "ok": equal})
     passed = all(case.get("ok", True) for case in cases)
     if rank == 0:
         report = {
             "gpus": dist.get_world_size(),
-            "gpu": torch.cuda.get_device_name(),
+            "gpu": "cpu" if on_cpu() else torch.cuda.get_device_name(),
             "where": where(),
-            "lengths": LENGTHS,
-            "mb_tokens": MB_TOKENS,
-            "models": {name: MODELS[name] for name in args.models},
+            "lengths": row_lengths(),
+            "mb_tokens": mb_tokens(),
+            "models": {name: model_sizes(name) for name in args.models},
             "passed": passed,
             "cases": cases,
         }

@@ -1,11 +1,12 @@
 # ruff: noqa: E402 - the tests' folder has to be on the path first
-"""Router replay on several ranks: torchrun --nproc-per-node 2 tests/gpu/router_replay_parallel.py [--out FILE.json]
+"""Router replay on several ranks: torchrun --nproc-per-node N tests/gpu/router_replay_parallel.py [--out FILE.json]
 
 Routes are recorded in a plain forward of one process. Models with other weights replay them: in one process, under
 FSDP2 with installation before and after it, and as workers shard them (data, tensor, sequence, context; experts are
-shared out over tensor ranks). All samples' tokens differ, so the token alone says which experts it has to use: hooks on
-routers and experts look at what they give and get, on every rank, in forwards and in recomputation, and are held to it.
-With `--device cpu` the same runs over gloo.
+shared out over tensor ranks), in every layout of `WORKERS` that N ranks can have, data parallel in what is left of N.
+All samples' tokens differ, so the token alone says which experts it has to use: hooks on routers and experts look at
+what they give and get, on every rank, in forwards and in recomputation, and are held to it. With `--device cpu` the
+same runs over gloo.
 """
 
 import argparse
@@ -50,18 +51,21 @@ WORKERS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2, "expert": 2},
     "sequence": {"tensor": 2, "sequence_parallel": True},
     "context": {"context": 2},
+    "tensor_context": {"tensor": 2, "expert": 2, "context": 2},
+    "sequence_context": {"tensor": 2, "context": 2, "sequence_parallel": True},
 }
 LIBRARY = ("fsdp2_before", "fsdp2_after")
 LAYOUTS = ("single", *LIBRARY, *WORKERS)
 # What headrace refuses: sequence parallelism of models that it has no plan of its own for.
 REFUSED = {
-    ("deepseek_v3", "sequence"): "sequence_parallel: not for model_type=deepseek_v3",
-    ("gpt_oss", "sequence"): "sequence_parallel: not for model_type=gpt_oss",
-    ("olmoe", "sequence"): "sequence_parallel: not for model_type=olmoe",
+    (family, layout): f"sequence_parallel: not for model_type={family}"
+    for family in ("deepseek_v3", "gpt_oss", "olmoe")
+    for layout in ("sequence", "sequence_context")
 }
 MICROBATCHES = 2
-LENGTHS = [21, 13, 30, 17, 26, 9, 19, 24]
-VOCABULARY = 256
+LENGTHS = [21, 13, 30, 17, 26, 9, 19, 24, 12, 28, 15, 20, 10, 25, 18, 22]
+"""So many rows that each of 8 data ranks has one for every microbatch."""
+VOCABULARY = 512
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -471,6 +475,12 @@ def check_stages(subject: Worker, truth: Truth) -> dict[str, Any]:
     return {"seen_scoring": scored, "seen_training": trained, "stages_proven": True, "grad_norm": norm}
 
 
+def fits(layout: str, world: int) -> bool:
+    """Return whether `world` ranks make whole replicas of a layout."""
+    parallel = WORKERS.get(layout, {})
+    return bool(world % (parallel.get("tensor", 1) * parallel.get("context", 1)) == 0)
+
+
 def run_case(family: str, layout: str, precision: str, device: torch.device) -> dict[str, Any]:
     """Return what was found, on this rank."""
     parallel = WORKERS.get(layout, {})
@@ -555,7 +565,8 @@ def main() -> int:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    names = [(f, layout, p) for f in args.families for layout in args.layouts for p in args.precisions]
+    layouts = [layout for layout in args.layouts if fits(layout, int(os.environ["WORLD_SIZE"]))]
+    names = [(f, layout, p) for f in args.families for layout in layouts for p in args.precisions]
     # A worker is alone where there is no process group yet.
     alone = run_all([n for n in names if n[1] == "single"], device)
     if args.device == "cuda":
