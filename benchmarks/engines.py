@@ -3,10 +3,11 @@
 256 completions of 512 tokens to prompts of 24, 8 per prompt, from a model with the sizes of Qwen3-0.6B and random
 weights (`--moe`: 6 layers of 32 experts, top 4, with router replay). Every way generates, scores the old
 log-probabilities, makes one update of float32 weights with bfloat16 products, and gives the engine the new weights.
-Rewards depend on the text only. Each way runs in a process of its own on the same GPU, one after another; the first
-step is left out.
+Rewards depend on the text only. Each way runs in a process of its own, one after another, on the same GPU, or on two
+where the engine is apart; the first two steps are left out. The file has each step as soon as it ends.
 
-    python benchmarks/engines.py --out engines.json [--ways "headrace vllm,TRL vllm"] [--moe] [--steps 4]
+    python benchmarks/engines.py --out engines.json [--ways "headrace vllm;TRL vllm"] [--moe] [--steps 4]
+    python benchmarks/engines.py --ways "headrace vllm apart;headrace vllm apart, async" --steps 8   # two GPUs
     python benchmarks/engines.py --tiny --ways "headrace hf"   # every line on a CPU; says nothing about speed
     python benchmarks/engines.py --way "headrace vllm" --profile step.txt   # the costliest ops of scoring and training
 """
@@ -22,6 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,6 +31,10 @@ import torch
 REPO = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "vllm", "trl")
 PROMPT, GROUP = 24, 8
+COLLECTORS_WAIT = "async/collectors_wait_s"
+LINES_SHOWN = 60
+WARM_UP = 2
+"""Steps that are left out: what compiles does so in the first, and an asynchronous run is under way from the third."""
 MICROBATCH, OF_TRL = 32, 16  # rows; TRL keeps all logits of a microbatch in float32, so that fewer fit
 
 
@@ -117,9 +123,49 @@ class TextRewards:
         return [StepResult(reward_of(talk[-1].content)) for talk in conversations]
 
 
-def headrace_recipe(case: Case, backend: str, *, on_policy: bool, compiled: bool) -> dict[str, Any]:
+class Notebook:
+    """Clocks the steps of a way from `begin` on, and writes what there is of them to `out` after each."""
+
+    def __init__(self, case: Case, out: Path) -> None:
+        self._case, self._out = case, out
+        self._steps: list[dict[str, Any]] = []
+        self._start_s, self._now = 0.0, time.perf_counter()
+
+    def begin(self) -> None:
+        self._start_s, self._now = self._lap(), time.perf_counter()
+
+    def step(self, **told: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._steps.append({"s": self._lap(), **told})
+        self._now = time.perf_counter()
+        self._out.write_text(json.dumps(self._result()))
+
+    def _lap(self) -> float:
+        return time.perf_counter() - self._now
+
+    def _result(self) -> dict[str, Any]:
+        result: dict[str, Any] = {"start_s": self._start_s, "steps": self._steps}
+        if later := self._steps[WARM_UP:]:
+            result["step_s"] = median(step["s"] for step in later)
+            result["tokens_per_s"] = self._case.rows * self._case.new_tokens / result["step_s"]
+            stages = dict.fromkeys(name for step in later for name in step.get("stages", ()))
+            result["stages_s"] = {n: median(step["stages"].get(n, 0.0) for step in later) for n in stages}
+            waits = [step["metrics"].get(COLLECTORS_WAIT) for step in later if "metrics" in step]
+            if waits and None not in waits:
+                result["collectors_wait_s"] = median(waits)
+        if torch.cuda.is_available():
+            result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return result
+
+
+def headrace_recipe(
+    case: Case, backend: str, *, on_policy: bool, compiled: bool, apart: bool, is_async: bool
+) -> dict[str, Any]:
     tokens = MICROBATCH * case.length
     engine: dict[str, Any] = {"backend": backend, "precision": "bfloat16", "max_new_tokens": case.new_tokens}
+    if apart:
+        engine["placement"] = "apart"
     if backend == "vllm":
         engine["vllm"] = {"args": {"gpu_memory_utilization": 0.4, "max_model_len": case.length + 8}}
         engine["vllm"]["args"] |= {"enforce_eager": True} if case.tiny else {"async_scheduling": True}
@@ -145,6 +191,7 @@ def headrace_recipe(case: Case, backend: str, *, on_policy: bool, compiled: bool
         "generation": engine,
         "grpo": grpo,
         "loss": loss,
+        "async": {"enabled": is_async, "max_lag": 1},
         "logging": {"progress": "off", "trackers": []},
         "overwrite": True,
         "data": {"validation_size": 1},
@@ -154,41 +201,42 @@ def headrace_recipe(case: Case, backend: str, *, on_policy: bool, compiled: bool
 
 
 def headrace_way(
-    case: Case, profile: Path | None, backend: str, *, on_policy: bool = False, compiled: bool = False
-) -> dict[str, Any]:
-    """Run the recipe; return the seconds of every step, by stage, and the step's own metrics."""
+    case: Case,
+    notes: Notebook,
+    profile: Path | None,
+    backend: str,
+    *,
+    on_policy: bool = False,
+    compiled: bool = False,
+    apart: bool = False,
+    is_async: bool = False,
+) -> None:
+    """Run the recipe; note the seconds of every step, by stage, and the step's own metrics."""
     import headrace  # noqa: PLC0415
-
-    steps: list[dict[str, Any]] = []
-    clock: list[float] = []
 
     class Notes(headrace.RunObserver):
         trace: torch.profiler.profile | None = None
 
         def on_start(self, **_: Any) -> None:
-            clock.append(time.perf_counter())
+            notes.begin()
 
         def on_stage(self, step: int, stage: str) -> None:
-            if profile is not None and step == case.steps and stage != "rollout" and self.trace is None:
+            made = stage not in ("rollout", "wait")
+            if profile is not None and step == case.steps and made and self.trace is None:
                 self.trace = torch.profiler.profile()
                 self.trace.start()
 
         def on_step(self, record: Any) -> None:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if self.trace is not None:
+            if self.trace is not None:  # the step is not one of the others' kind
                 self.trace.stop()
                 write_profile(self.trace, profile, backend)
-            now = time.perf_counter()
-            steps.append(
-                {"s": now - clock[-1], "stages": dict(record.timings_s), "metrics": dict(record.metrics)}
-            )
-            clock.append(now)
+                return
+            notes.step(stages=dict(record.timings_s), metrics=dict(record.metrics))
 
-    recipe = headrace_recipe(case, backend, on_policy=on_policy, compiled=compiled)
-    started = time.perf_counter()
+    recipe = headrace_recipe(
+        case, backend, on_policy=on_policy, compiled=compiled, apart=apart, is_async=is_async
+    )
     headrace.train(recipe, environment=TextRewards(case.prompts()), observers=[Notes()])
-    return {"start_s": clock[0] - started, "steps": steps}
 
 
 def write_profile(trace: torch.profiler.profile, path: Path | None, name: str) -> None:
@@ -198,24 +246,17 @@ def write_profile(trace: torch.profiler.profile, path: Path | None, name: str) -
         out.write(f"===== {name}: a step after its rollout\n{table}\n")
 
 
-def trl_way(case: Case) -> dict[str, Any]:
+def trl_way(case: Case, notes: Notebook) -> None:
     from datasets import Dataset  # noqa: PLC0415
     from transformers import AutoTokenizer, TrainerCallback  # noqa: PLC0415
     from trl import GRPOConfig, GRPOTrainer  # noqa: PLC0415
 
-    steps: list[dict[str, Any]] = []
-    clock: list[float] = []
-
     class Notes(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            clock.append(time.perf_counter())
+            notes.begin()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            now = time.perf_counter()
-            steps.append({"s": now - clock[-1]})
-            clock.append(now)
+            notes.step()
 
     accumulate = max(1, case.rows // OF_TRL)
     args = GRPOConfig(
@@ -242,7 +283,6 @@ def trl_way(case: Case) -> dict[str, Any]:
         disable_tqdm=True,
         logging_steps=1000,
     )
-    started = time.perf_counter()
     trainer = GRPOTrainer(
         model=str(case.folder),
         args=args,
@@ -252,29 +292,24 @@ def trl_way(case: Case) -> dict[str, Any]:
         callbacks=[Notes()],
     )
     trainer.train()
-    return {"start_s": clock[0] - started, "steps": steps}
 
 
-WAYS: dict[str, Callable[[Case, Path | None], dict[str, Any]]] = {
+_VLLM_APART = partial(headrace_way, backend="vllm", apart=True)
+WAYS: dict[str, Callable[[Case, Notebook, Path | None], None]] = {
     "headrace vllm": partial(headrace_way, backend="vllm"),
     "headrace vllm, ratio 1": partial(headrace_way, backend="vllm", on_policy=True),
     "headrace vllm, compiled": partial(headrace_way, backend="vllm", compiled=True),
     "headrace vllm, compiled, ratio 1": partial(headrace_way, backend="vllm", on_policy=True, compiled=True),
-    "TRL vllm": lambda case, _: trl_way(case),
+    "headrace vllm apart": _VLLM_APART,
+    "headrace vllm apart, async": partial(_VLLM_APART, is_async=True),
+    "headrace vllm apart, compiled": partial(_VLLM_APART, compiled=True),
+    "headrace vllm apart, compiled, async": partial(_VLLM_APART, compiled=True, is_async=True),
+    "TRL vllm": lambda case, notes, _: trl_way(case, notes),
     "headrace hf": partial(headrace_way, backend="hf"),
     "headrace hf, compiled": partial(headrace_way, backend="hf", compiled=True),
+    "headrace hf apart": partial(headrace_way, backend="hf", apart=True),
+    "headrace hf apart, async": partial(headrace_way, backend="hf", apart=True, is_async=True),
 }
-
-
-def run_way(case: Case, name: str, profile: Path | None) -> dict[str, Any]:
-    result = WAYS[name](case, profile)
-    later = [step["s"] for step in result["steps"][1 : -1 if profile else None]]
-    tokens = case.rows * case.new_tokens
-    result["step_s"] = sorted(later)[len(later) // 2]
-    result["tokens_per_s"] = tokens / result["step_s"]
-    if torch.cuda.is_available():
-        result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return result
 
 
 def versions() -> dict[str, str]:
@@ -306,7 +341,7 @@ def main() -> int:
     if not (folder / "config.json").exists():
         case.save_model()
     if args.way:
-        args.out.write_text(json.dumps(run_way(case, args.way, args.profile)))
+        WAYS[args.way](case, Notebook(case, args.out), args.profile)
         return 0
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     report: dict[str, Any] = {
@@ -330,24 +365,27 @@ def in_a_process(script: str, folder: Path, name: str, args: argparse.Namespace)
     if args.profile:
         command += ["--profile", str(args.profile)]
     env = {"PYTHONPATH": f"{REPO / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, **env},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=args.limit,
-        )
-    except subprocess.TimeoutExpired as late:
-        print((late.stdout or b"")[-2000:].decode(), (late.stderr or b"")[-3000:].decode(), flush=True)
-        return {"failed": f"took longer than {args.limit:.0f} s"}
-    if done.returncode:
-        lines = (done.stdout + done.stderr).splitlines()
-        print("\n".join(lines[-40:]), flush=True)
-        return {"failed": lines[-1] if lines else str(done.returncode)}
-    result: dict[str, Any] = json.loads(out.read_text())
-    return result
+    failed: str | None = None
+    # A file: engines, which a way that is cut leaves behind for a moment, would keep a pipe open.
+    with (folder / "way.log").open("w+") as log:
+        try:
+            subprocess.run(
+                command,
+                env={**os.environ, **env},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                check=True,
+                timeout=args.limit,
+            )
+        except subprocess.TimeoutExpired:
+            failed = f"took longer than {args.limit:.0f} s"
+        except subprocess.CalledProcessError as error:
+            failed = f"exit code {error.returncode}"
+        if failed:
+            log.seek(0)
+            print(*log.read().splitlines()[-LINES_SHOWN:], sep="\n", flush=True)
+    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    return {"failed": failed, **result} if failed else result
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """A rollout actor of an asynchronous run."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+
+import torch
 
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.experience.live_generator import LiveGenerator
@@ -21,6 +23,7 @@ class CollectingActor(SyncRolloutActor):
         super().__init__(*args, **kwargs)
         self._newer_than: Callable[[int], Iterator[Any]] = lambda version: iter(())
         self._version = -1
+        self._stream: torch.cuda.Stream | None = None
         self.judge: Callable[[Sequence[str], Tags], Tags] = lambda sample_ids, tags: tags
         """Returns the tags of rows with further ones."""
 
@@ -34,7 +37,8 @@ class CollectingActor(SyncRolloutActor):
         """Give the generator the newest weights, if it has older ones, and return their version."""
         items = self._newer_than(self._version)
         if (version := next(items, None)) is not None:
-            self.update_weights(items, version)
+            with self._beside_training():
+                self.update_weights(items, version)
             self._version = version
         return self._version
 
@@ -45,6 +49,16 @@ class CollectingActor(SyncRolloutActor):
     def probe(self, *args: Any, **kwargs: Any) -> Probe:
         with self._held():
             return super().probe(*args, **kwargs)
+
+    @contextmanager
+    def _beside_training(self) -> Iterator[None]:
+        """Return a context whose work on a GPU does not queue behind the trainer's, and is done when it ends."""
+        if self._stream is None and torch.cuda.is_initialized():
+            self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            yield
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _held(self) -> AbstractContextManager[None]:
         """Return a context in which no new weights are taken between two pieces of an answer."""

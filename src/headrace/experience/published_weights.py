@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+
 
 class PublishedWeights:
     """Keeps a copy of what a policy's `weight_stream` yields, in this process or in an actor of its own.
@@ -15,17 +17,21 @@ class PublishedWeights:
 
     def keep(self, items: Iterable[Any], version: int) -> None:
         """Copy weights, each on its device."""
-        self._newest = (
-            version,
-            [(item[0], item[1].clone()) if isinstance(item, tuple) else item for item in items],
-        )
+        copies = [(item[0], item[1].clone()) if isinstance(item, tuple) else item for item in items]
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # readers have streams of their own
+        self._newest = version, copies
 
     def newer_than(self, version: int) -> Iterator[Any]:
         """Yield the version of the weights and then what `keep` got; nothing if they are not newer than `version`."""
         if self._newest is not None and self._newest[0] > version:
             newest, items = self._newest
             yield newest
-            yield from items
+            for item in items:
+                if isinstance(item, tuple) and item[1].is_cuda:
+                    # The reader's stream may lag behind the end of this loop, and with it the end of the copies.
+                    item[1].record_stream(torch.cuda.current_stream())
+                yield item
 
     def shutdown(self) -> None:
         self._newest = None

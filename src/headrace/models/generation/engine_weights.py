@@ -121,9 +121,10 @@ class MemoryWay:
 
 
 def _synchronize(devices: Iterable[int]) -> None:
+    """Wait for what this thread has asked of some GPUs, and not for a trainer that works there beside it."""
     for device in devices:
         if device >= 0:
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream(device).synchronize()
 
 
 class GroupWay:

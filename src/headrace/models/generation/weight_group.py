@@ -286,7 +286,8 @@ def _gloo(store: Any, rank: int, route: WeightRoute, timeout: timedelta) -> Any:
 
 
 def _nccl(store: Any, rank: int, route: WeightRoute, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
+    # Else its kernels wait for the trainer's, where weights go out beside training.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     # Its own watchdog would end the process; `WeightGroup` waits no longer than the route allows.
     options._timeout = 2 * timeout + timedelta(hours=1)
     return dist.ProcessGroupNCCL(store, rank, route.ranks, options)
