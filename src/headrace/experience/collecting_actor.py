@@ -53,7 +53,7 @@ class CollectingActor(SyncRolloutActor):
     @contextmanager
     def _beside_training(self) -> Iterator[None]:
         """Return a context whose work on a GPU does not queue behind the trainer's, and is done when it ends."""
-        if self._stream is None and torch.cuda.is_initialized():
+        if self._stream is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             yield

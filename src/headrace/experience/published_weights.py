@@ -18,7 +18,7 @@ class PublishedWeights:
     def keep(self, items: Iterable[Any], version: int) -> None:
         """Copy weights, each on its device."""
         copies = [(item[0], item[1].clone()) if isinstance(item, tuple) else item for item in items]
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()  # readers have streams of their own
         self._newest = version, copies
 
