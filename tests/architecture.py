@@ -297,6 +297,7 @@ def _imported(node: ast.AST, file: str) -> list[str]:
         "resolve_name",
         "pkgutil.resolve_name",
         "__import__",
+        "load_optional",
     ):
         argument = node.args[0] if node.args else None
         return (

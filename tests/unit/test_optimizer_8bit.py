@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from headrace.config import OptimizerConfig, PolicyConfig
 from headrace.errors import ConfigError
-from headrace.models.automodel.optimizer_8bit import import_torchao, state_bytes
+from headrace.models.automodel.optimizer_8bit import build_adamw_8bit, state_bytes
 from headrace.models.automodel.setup import build_optimizer, build_scheduler
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from ranks import run_ranks
@@ -279,4 +279,4 @@ def test_a_missing_torchao_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"adamw_8bit needs torchao .*pip install 'headrace\[torchao\]', or set"
     ):
-        import_torchao()
+        build_adamw_8bit([], OptimizerConfig())

@@ -17,7 +17,6 @@ from headrace.config import PolicyConfig
 from headrace.errors import ConfigError
 from headrace.models.automodel.quantized_base import (
     QuantizedLinear,
-    import_quantization,
     quantized,
     quantized_bytes,
     round_base,
@@ -188,4 +187,4 @@ def test_several_workers_are_refused_and_a_missing_torchao_is_one_line(
     with pytest.raises(
         ConfigError, match=r"policy.lora.base needs torchao .*pip install 'headrace\[torchao\]'"
     ):
-        import_quantization()
+        quantized(torch.ones(2, 64), "int8")

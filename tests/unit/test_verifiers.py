@@ -11,7 +11,7 @@ import pytest
 
 from headrace.algorithms.run import build_session, start_loop
 from headrace.config import DataConfig, RecipeConfig, VerifiersConfig
-from headrace.environments.verifiers import VerifiersEnvironment, import_verifiers
+from headrace.environments.verifiers import VerifiersEnvironment
 from headrace.errors import ConfigError, RewardError
 from headrace.experience.types import Message
 from recorder import NeverStop, Recorder
@@ -194,4 +194,4 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("verifiers")
     monkeypatch.setitem(sys.modules, "verifiers.legacy", None)
     with pytest.raises(ConfigError, match=r"needs the package verifiers below 0.4 .*headrace\[verifiers\]"):
-        import_verifiers()
+        VerifiersEnvironment(VerifiersConfig(id="sums-of-mine"), DataConfig())

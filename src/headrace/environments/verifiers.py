@@ -18,24 +18,10 @@ from headrace.config import DataConfig, VerifiersConfig
 from headrace.environments.interfaces import StepResult
 from headrace.errors import ConfigError, RewardError
 from headrace.experience.types import Message, Prompt, Role
+from headrace.utils.targets import load_optional
 
 _MODEL, _MOST_WAITING = "headrace", 16_384
 Talk = tuple[Message, ...]
-
-
-def import_verifiers() -> Any:
-    """Return the classic API of the package.
-
-    Raises:
-        ConfigError: it is not installed, or of a version without this API.
-    """
-    try:
-        import verifiers.legacy  # noqa: PLC0415  (optional, and slow to load)
-    except ImportError as error:
-        raise ConfigError(
-            f"env.kind=verifiers needs the package verifiers below 0.4 ({error}); pip install 'headrace[verifiers]'"
-        ) from error
-    return verifiers.legacy
 
 
 class VerifiersEnvironment:
@@ -45,10 +31,12 @@ class VerifiersEnvironment:
         """Load it.
 
         Raises:
-            ConfigError: no such environment, one that fails to load, or one that needs what is not there: a server
-                that parses calls of tools, rewards of whole groups, prompts in parts.
+            ConfigError: the package is not installed, or has no classic API; no such environment, one that fails to
+                load, or one that needs what is not there: a server that parses calls of tools, rewards of whole
+                groups, prompts in parts.
         """
-        self._who, self._vf = f"env.id={cfg.id}", import_verifiers()
+        needs = "env.kind=verifiers needs the package verifiers below 0.4 ({error}); pip install 'headrace[verifiers]'"
+        self._who, self._vf = f"env.id={cfg.id}", load_optional("verifiers.legacy", needs)
         with _signals_kept(), _named(self._who):
             self._env = self._vf.load_environment(cfg.id, **cfg.args)
         if self._env.requires_group_rollouts:

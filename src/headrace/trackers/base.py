@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.algorithms.observer import RunObserver, StepRecord
-from headrace.errors import ConfigError
 from headrace.progress import CompositeObserver
 from headrace.utils.recipe import leaves
 
@@ -91,11 +90,9 @@ def sample_row(sample: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": prompt, "completion": completion, **rest, **sample.get("parts", {})}
 
 
-def not_installed(tracker: str, package: str, extra: str) -> ConfigError:
-    return ConfigError(
-        f"logging.trackers={tracker}: {package} is not installed; pip install 'headrace[{extra}]', or leave "
-        f"{tracker} out"
-    )
+def not_installed(tracker: str, package: str, extra: str) -> str:
+    remedy = f"pip install 'headrace[{extra}]', or leave {tracker} out"
+    return f"logging.trackers={tracker}: {package} is not installed; {remedy}"
 
 
 def _setting(value: Any) -> Any:

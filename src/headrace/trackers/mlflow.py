@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.trackers.base import Tracker, not_installed
+from headrace.utils.targets import load_optional
 
 _MOST_PARAMS = 100  # of one request
 _MOST_METRICS = 1000
@@ -36,11 +37,7 @@ class MlflowTracker(Tracker):
         for key, value in _HTTP.items():
             os.environ.setdefault(key, value)
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow refuses folders unless one insists
-        try:
-            import mlflow  # noqa: PLC0415  (optional)
-        except ModuleNotFoundError as error:
-            raise not_installed("mlflow", "mlflow", "trackers") from error
-        self._mlflow = mlflow
+        self._mlflow = load_optional("mlflow", not_installed("mlflow", "mlflow", "trackers"))
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "mlruns"
         self._uri = uri if ":" in uri else Path(uri).expanduser().absolute().as_uri()
         self._experiment, self._name = experiment, name

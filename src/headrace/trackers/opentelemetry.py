@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace.algorithms.observer import GREEDY_ACCURACY, LOSS, REWARD, StepRecord
+from headrace.errors import ConfigError
 from headrace.trackers.base import Tracker, not_installed
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class OpenTelemetryTracker(Tracker):
             self._own, found = _find_provider(provider, run)
             from opentelemetry import trace  # noqa: PLC0415  (optional)
         except ModuleNotFoundError as error:
-            raise not_installed("opentelemetry", str(error.name), "opentelemetry") from error
+            raise ConfigError(not_installed("opentelemetry", str(error.name), "opentelemetry")) from error
         from headrace.data_plane.observability import listeners  # noqa: PLC0415  (imports torch: seconds)
 
         self._listeners = listeners

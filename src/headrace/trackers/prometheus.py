@@ -11,6 +11,7 @@ from headrace.algorithms.observer import StepRecord
 from headrace.errors import ConfigError
 from headrace.metric_names import meaning_of
 from headrace.trackers.base import Tracker
+from headrace.utils.targets import load_optional
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -54,19 +55,14 @@ class PrometheusTracker(Tracker):
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(settings=settings)
-        try:
-            import prometheus_client  # noqa: PLC0415  (optional)
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"logging.prometheus_port={port}: prometheus-client is not installed; pip install "
-                "'headrace[prometheus]', or leave the key out"
-            ) from error
+        remedy = "pip install 'headrace[prometheus]', or leave the key out"
+        refusal = f"logging.prometheus_port={port}: prometheus-client is not installed; {remedy}"
+        self._client = prometheus_client = load_optional("prometheus_client", refusal)
         self._run = run
         self._gauges: dict[str, float] = {}
         self._counters: dict[str, dict[tuple[str, ...], float]] = {
             name: defaultdict(float) for name in _COUNTERS
         }
-        self._client = prometheus_client
         registry = prometheus_client.CollectorRegistry()
         registry.register(self)
         try:

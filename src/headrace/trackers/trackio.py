@@ -6,6 +6,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from headrace.trackers.base import Tracker, not_installed
+from headrace.utils.targets import load_optional
 
 
 class TrackioTracker(Tracker):
@@ -24,11 +25,7 @@ class TrackioTracker(Tracker):
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(settings=settings)
-        try:
-            import trackio  # noqa: PLC0415  (optional)
-        except ModuleNotFoundError as error:
-            raise not_installed("trackio", "trackio", "trackio") from error
-        self._trackio = trackio
+        self._trackio = load_optional("trackio", not_installed("trackio", "trackio", "trackio"))
         self._options = {"project": project, "name": name, "space_id": space_id}
         self._run: Any = None
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from headrace.errors import ConfigError
 from headrace.trackers.base import Tracker, not_installed
+from headrace.utils.targets import load_optional
 
 
 class WandbTracker(Tracker):
@@ -33,13 +34,9 @@ class WandbTracker(Tracker):
         id_file: Path | None = None,
     ) -> None:
         super().__init__(settings=settings, id_file=id_file)
-        try:
-            import wandb  # noqa: PLC0415  (optional)
-        except ModuleNotFoundError as error:
-            raise not_installed("wandb", "wandb", "trackers") from error
-        self._wandb = wandb
+        self._wandb = load_optional("wandb", not_installed("wandb", "wandb", "trackers"))
         mode = mode or ("online" if os.environ.get("WANDB_MODE", "online") == "online" else "offline")
-        if mode == "online" and not wandb.login(prompt=False):
+        if mode == "online" and not self._wandb.login(prompt=False):
             raise ConfigError(
                 "logging.wandb.mode=online: nobody is logged in to W&B; run wandb login, set WANDB_API_KEY, or set "
                 "logging.wandb.mode=offline"

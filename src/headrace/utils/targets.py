@@ -61,6 +61,14 @@ def load_callable(text: str, key: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def load_optional(module: str, refusal: str) -> Any:
+    """Return a module that may not be installed; the ConfigError then is `refusal`, with why for its `{error}`."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(refusal.format(error=error)) from error
+
+
 def name_of(value: Any, key: str) -> str:
     """Return the text that names a function, class or object: of any process where there is one, else of this one."""
     if isinstance(value, str):

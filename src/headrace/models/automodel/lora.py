@@ -24,6 +24,7 @@ from headrace.errors import ConfigError
 from headrace.models.automodel.sharding import local_part, own_part, whole_tensor
 from headrace.models.saving import Saving
 from headrace.utils.seeding import derive_seed
+from headrace.utils.targets import load_optional
 
 ADAPTER = "adapter"
 """The folder of a checkpoint that holds the adapter, as peft writes and reads one."""
@@ -36,14 +37,8 @@ _NAMES_SHOWN = 20
 
 
 def import_peft() -> Any:
-    """Return peft."""
-    try:
-        import peft  # noqa: PLC0415  (optional, and slow to load)
-    except ImportError as error:
-        raise ConfigError(
-            f"policy.lora.rank needs peft ({error}); pip install 'headrace[lora]', or remove policy.lora"
-        ) from error
-    return peft
+    remedy = "pip install 'headrace[lora]', or remove policy.lora"
+    return load_optional("peft", f"policy.lora.rank needs peft ({{error}}); {remedy}")
 
 
 def add_adapter(model: Any, cfg: LoraConfig, *, seed: int) -> None:

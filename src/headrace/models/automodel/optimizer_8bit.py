@@ -13,26 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from headrace.config import OptimizerConfig
-from headrace.errors import ConfigError
+from headrace.utils.targets import load_optional
 
 _PARTS = ("codes", "scale", "qmap")
 _LEAST, BLOCK = 4096, 256
-
-
-def import_torchao() -> Any:
-    """Return torchao.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import torchao.optim  # noqa: PLC0415  (optional, and slow to load)
-    except ImportError as error:
-        raise ConfigError(
-            f"policy.optimizer.kind=adamw_8bit needs torchao ({error}); pip install 'headrace[torchao]', or set "
-            "policy.optimizer.kind=adamw"
-        ) from error
-    return torchao
 
 
 def build_adamw_8bit(groups: Iterable[Mapping[str, Any]], cfg: OptimizerConfig) -> torch.optim.Optimizer:
@@ -41,7 +25,11 @@ def build_adamw_8bit(groups: Iterable[Mapping[str, Any]], cfg: OptimizerConfig) 
     Raises:
         ConfigError: torchao is not installed.
     """
-    base: Any = import_torchao().optim.AdamW8bit
+    base: Any = load_optional(
+        "torchao.optim",
+        "policy.optimizer.kind=adamw_8bit needs torchao ({error}); pip install 'headrace[torchao]', or set "
+        "policy.optimizer.kind=adamw",
+    ).AdamW8bit
 
     class AdamW8bit(base):  # type: ignore[misc]
         """On a CPU without torch.compile, which takes longer there than all steps of a small model."""

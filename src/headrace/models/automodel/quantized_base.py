@@ -13,28 +13,17 @@ import torch
 from headrace.config import LoraConfig
 from headrace.errors import ConfigError
 from headrace.models.automodel.lora import target_layers
+from headrace.utils.targets import load_optional
 
 _BLOCK, _SCALES = 64, 256
 
 
-def import_quantization() -> Any:
-    """Return torchao's quantization.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import torchao.quantization  # noqa: PLC0415  (optional, and slow to load)
-    except ImportError as error:
-        raise ConfigError(
-            f"policy.lora.base needs torchao ({error}); pip install 'headrace[torchao]', or set policy.lora.base=plain"
-        ) from error
-    return torchao.quantization
-
-
 def quantized(weight: torch.Tensor, kind: str) -> Any:
     """Return a matrix as torchao's tensor of `kind`: int8 with a scale for each row, or nf4 with one for 64 values."""
-    quantization = import_quantization()
+    quantization = load_optional(
+        "torchao.quantization",
+        "policy.lora.base needs torchao ({error}); pip install 'headrace[torchao]', or set policy.lora.base=plain",
+    )
     if kind == "int8":
         return quantization.Int8Tensor.from_hp(weight.detach(), quantization.PerRow())
     if weight.numel() % _BLOCK:

@@ -22,6 +22,7 @@ from headrace.models.generation.interfaces import SamplingParams
 from headrace.models.generation.weight_buckets import NamedTensors
 from headrace.models.generation.weight_group import WeightGroup, WeightRoute
 from headrace.utils.seeding import derive_seed
+from headrace.utils.targets import load_optional
 
 _COUNTERS = {
     "vllm:num_preemptions": "preemptions",
@@ -302,14 +303,11 @@ def import_vllm() -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    try:
-        import vllm  # noqa: PLC0415  (optional, and slow to load)
-    except ImportError as error:
-        raise ConfigError(
-            f"generation.backend=vllm: {error}; pip install 'headrace[vllm]', name an interpreter that has it "
-            "(generation.python), or set generation.backend=hf"
-        ) from error
-    return vllm
+    return load_optional(
+        "vllm",
+        "generation.backend=vllm: {error}; pip install 'headrace[vllm]', name an interpreter that has it "
+        "(generation.python), or set generation.backend=hf",
+    )
 
 
 def _sampled(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
