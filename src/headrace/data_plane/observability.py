@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import update_wrapper
-from inspect import signature
+from functools import cache
+from inspect import BoundArguments, signature
 from typing import Any, Literal, TypedDict
 
 import torch
 from tensordict import TensorDict
 
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, PassingClient
 from headrace.data_plane.object_codec import encode_column
 from headrace.data_plane.wire import read_wire
 from headrace.distributed.multimodal import PackedTensor
@@ -85,20 +85,12 @@ def print_event(event: DataPlaneEvent) -> None:
     )
 
 
-def _passed_on(name: str, *, measured: bool = False, counted_as: str = "") -> Callable[..., Any]:
-    """Return a method of the contract's signature and docstring that calls the store's of that name."""
-    contract = getattr(DataPlaneClient, name)
-    arguments_of = signature(contract).bind
+_UNMEASURED = ("partition_report", "partition_ids", "sample_ids", "stored_bytes", "close")
 
-    def call(self: "MetricsDataPlaneClient", *args: Any, **kwargs: Any) -> Any:
-        method = getattr(self.inner, name)
-        if not measured:
-            return method(*args, **kwargs)
-        return self._measure(counted_as or name, arguments_of(self, *args, **kwargs).arguments, method)
 
-    update_wrapper(call, contract)
-    call.__isabstractmethod__ = False  # type: ignore[attr-defined]
-    return call
+@cache
+def _binder(name: str) -> Callable[..., BoundArguments]:
+    return signature(getattr(DataPlaneClient, name)).bind
 
 
 @contextmanager
@@ -111,31 +103,11 @@ def listening(on_event: Callable[[DataPlaneEvent], None]) -> Iterator[None]:
         listeners.remove(on_event)
 
 
-class MetricsDataPlaneClient(DataPlaneClient):
+class MetricsDataPlaneClient(PassingClient):
     """Passes every call on to `inner`, and gives `on_event` one DataPlaneEvent for each, failed ones too.
-
-    What a store has beyond the contract is to be had here as well, unmeasured.
 
     Object columns are encoded once more to know their size. What `on_event` raises reaches the caller.
     """
-
-    register_partition = _passed_on("register_partition", measured=True)
-    claim_meta = _passed_on("claim_meta", measured=True)
-    renew_claim = _passed_on("renew_claim", measured=True)
-    release_claim = _passed_on("release_claim", measured=True)
-    finish_claim = _passed_on("finish_claim", measured=True)
-    get_data = _passed_on("get_data", measured=True)
-    check_consumption_status = _passed_on("check_consumption_status", measured=True)
-    put_samples = _passed_on("put_samples", measured=True)
-    write_samples = _passed_on("write_samples", measured=True, counted_as="put_samples")
-    get_samples = _passed_on("get_samples", measured=True)
-    clear_samples = _passed_on("clear_samples", measured=True)
-    wait_for_room = _passed_on("wait_for_room", measured=True)
-    partition_report = _passed_on("partition_report")
-    partition_ids = _passed_on("partition_ids")
-    sample_ids = _passed_on("sample_ids")
-    stored_bytes = _passed_on("stored_bytes")
-    close = _passed_on("close")
 
     def __init__(
         self, inner: DataPlaneClient, on_event: Callable[[DataPlaneEvent], None] = print_event
@@ -161,12 +133,11 @@ class MetricsDataPlaneClient(DataPlaneClient):
         with self._lock:
             return dict(sum(self._moved.values(), Counter()))
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "inner" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
-        return getattr(self.inner, name)
-
-    def _measure(self, op: str, given: Mapping[str, Any], method: Callable[..., Any]) -> Any:
+    def _pass(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name in _UNMEASURED:
+            return super()._pass(name, *args, **kwargs)
+        given = _binder(name)(self, *args, **kwargs).arguments
+        op, method = name.replace("write", "put"), getattr(self.inner, name)
         meta: KVBatchMeta | None = given.get("meta")
         partition = given["partition_id"] if meta is None else meta.partition_id
         rows, columns = len(given.get("sample_ids") or ()) if meta is None else meta.size, dict[str, int]()

@@ -5,14 +5,14 @@ import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial, update_wrapper
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 from tensordict import TensorDict
 
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, PassingClient
 from headrace.data_plane.journal import segments as files
 from headrace.data_plane.journal.ledger import Ledger
 from headrace.data_plane.journal.records import (
@@ -37,40 +37,19 @@ _MARK = "_g"
 _MOST_LEASES = 4096
 
 
-def passed_on(name: str) -> Callable[..., Any]:
-    """Return a method of the contract's signature and docstring that calls the store's of that name."""
-    contract = getattr(DataPlaneClient, name)
-
-    def call(self: "JournalDataPlaneClient", *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.inner, name)(*args, **kwargs)
-
-    update_wrapper(call, contract)
-    call.__isabstractmethod__ = False  # type: ignore[attr-defined]
-    return call
-
-
-class JournalDataPlaneClient(DataPlaneClient):
+class JournalDataPlaneClient(PassingClient):
     """Passes every call on to `inner`, and journals puts, clears and what tasks have for good, in `folder`.
 
     A put is journaled before the store has it, so that none that has returned is lost; a clear and a claim afterwards.
     Rows that a claim leases are consumed when the claim is finished, those that it takes for good at once. All clients
-    of a store have the same folder, and each its own files there. What a store has beyond the contract is to be had
-    here as well.
+    of a store have the same folder, and each its own files there.
 
     Raises, beside what the store raises:
         CapacityExceeded: the folder holds `max_bytes`.
         WriteError: the folder cannot be written. Nothing of a put has happened then; a clear has.
     """
 
-    get_data = passed_on("get_data")
-    check_consumption_status = passed_on("check_consumption_status")
-    get_samples = passed_on("get_samples")
-    renew_claim = passed_on("renew_claim")
-    wait_for_room = passed_on("wait_for_room")
-    partition_report = passed_on("partition_report")
-    partition_ids = passed_on("partition_ids")
-    sample_ids = passed_on("sample_ids")
-    stored_bytes = passed_on("stored_bytes")
+    write_samples = DataPlaneClient.write_samples  # by a put, which is journaled
 
     def __init__(
         self,
@@ -215,11 +194,6 @@ class JournalDataPlaneClient(DataPlaneClient):
         with self._lock:
             self._writer.close()
         self.inner.close()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "inner" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
-        return getattr(self.inner, name)
 
     # The journal.
 
