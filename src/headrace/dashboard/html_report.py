@@ -8,21 +8,13 @@ from typing import Any
 
 import msgspec
 
-from headrace.dashboard.about import about
-from headrace.dashboard.runs import Run, poll_all
+from headrace.dashboard.palette import about
+from headrace.dashboard.runs import Run
 from headrace.dashboard.samples import Query
 
 STATIC = Path(__file__).parent / "static"
-_MODULES = (
-    "format",
-    "dom",
-    "lines",
-    "time",
-    "plane",
-    "samples",
-    "page",
-    "report",
-)  # each after those it imports
+# Each after those that it imports.
+_MODULES = ("format", "dom", "lines", "time", "plane", "samples", "page", "report")
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./(\w+)\.js";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:class|function|const) (\w+))", re.MULTILINE)
 _MOST_VALUES = 150_000
@@ -42,7 +34,8 @@ _HEAD = f"""<!doctype html>
 
 def html_report(runs: Sequence[Run]) -> str:
     """Return the document: all of each run's metrics, thinned, its recipe, and the newest samples that fit in 1 MB."""
-    poll_all(runs)
+    for run in runs:
+        run.poll()
     payloads = [run.payload(_points(run, len(runs))) for run in runs]
     samples = [list(_newest(run, _MOST_SAMPLE_BYTES // len(runs))) for run in runs]
     thinned = any("every" in payload["steps"] for payload in payloads)

@@ -2,9 +2,12 @@
 
 import colorsys
 import zlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from headrace.algorithms import observer
+from headrace.metric_names import METRICS
 
 _COLOURS = {
     # Stages of a step.
@@ -128,3 +131,14 @@ CHARTS = (
 """What a person looks at first, in this order; every other metric has a chart under its name."""
 
 MAIN_METRICS = tuple(name for chart in CHARTS for name in chart.names)
+
+
+def about(run_names: Sequence[str]) -> dict[str, Any]:
+    """Return what the pictures need beside the runs, as JSON values: charts, what metrics mean, colours."""
+    return {
+        "runs": list(run_names),
+        "charts": [asdict(chart) for chart in CHARTS],
+        "stages": list(observer.STAGES),
+        "meanings": METRICS,
+        "colours": {name: colour(name) for name in (*observer.STAGES, *MAIN_METRICS)},
+    }

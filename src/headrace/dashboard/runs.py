@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -228,8 +228,3 @@ def _names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
-
-
-def poll_all(runs: Iterable[Run]) -> None:
-    for run in runs:
-        run.poll()

@@ -5,8 +5,6 @@ import math
 import mmap
 import re
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +17,7 @@ Rows = npt.NDArray[np.int64]
 Sort = Literal["newest", "oldest", "highest", "lowest"]
 Verdict = Literal["any", "right", "wrong", "cut"]
 
-_PART = 16 << 20
 _SPLITS_SHOWN = 20
-_FRAMES_READ = 200
-_NUMERIC = set('0123456789.+-e,:{}[]" nulltruefalseinfinity')
-_TEXT_KEYS = ("content", "prompt", "answer", "expected", "sample_id", "text")
 
 
 class _Facts(msgspec.Struct):
@@ -147,41 +141,11 @@ class SampleIndex:
     def _with_text(self, data: mmap.mmap, text: str) -> Rows:
         """Return the rows whose texts hold `text`, in upper or lower case."""
         wanted = text.lower()
-        needle = json.dumps(wanted, ensure_ascii=False)[1:-1]
-        rows = self._candidates(data, _searchable(needle))
-        if not needle.isascii() or self._is_of_the_frame(data, needle):
-            rows = (row for row in rows if self._holds(self._line(data, row), wanted))
-        return np.fromiter(rows, dtype=np.int64)
-
-    def _candidates(self, data: mmap.mmap, needle: bytes) -> Iterator[int]:
-        """Yield the rows whose line holds `needle` anywhere, in upper or lower case; all, for an empty one."""
-        if not needle:
-            yield from range(len(self))
-            return
-        starts = np.array(self._offsets)
-        row = 0
-        while row < len(starts):
-            # Whole lines, so that none is cut in two.
-            stop = max(int(np.searchsorted(starts, starts[row] + _PART)), row + 1)
-            end = int(starts[stop]) if stop < len(starts) else self._offsets[-1] + self._lengths[-1]
-            yield from self._within(data[int(starts[row]) : end].lower(), row, stop, needle)
-            row = stop
-
-    def _within(self, part: bytes, first: int, stop: int, needle: bytes) -> Iterator[int]:
-        base = self._offsets[first]
-        ends = (np.array(self._offsets[first:stop]) + np.array(self._lengths[first:stop]) - base).tolist()
-        place, row = part.find(needle), 0
-        while place >= 0:
-            row = bisect_right(ends, place, lo=row)
-            yield first + row
-            place = part.find(needle, ends[row])
-
-    def _is_of_the_frame(self, data: mmap.mmap, needle: str) -> bool:
-        """Whether `needle` may stand in a line without standing in a text: in a key, a number, a role, a split."""
-        step = max(1, len(self) // _FRAMES_READ)
-        frames = [json.loads(self._line(data, row)) for row in range(0, len(self), step)]
-        words = {word.lower() for frame in frames for word in _frame_of(frame)}
-        return set(needle) <= _NUMERIC or any(needle in word for word in words)
+        needle = _searchable(json.dumps(wanted, ensure_ascii=False)[1:-1])
+        lines = ((row, self._line(data, row)) for row in range(len(self)))
+        # Most lines need no decoding: they have the text nowhere.
+        found = (row for row, line in lines if needle in line.lower() and self._holds(line, wanted))
+        return np.fromiter(found, dtype=np.int64)
 
     def _holds(self, line: bytes, wanted: str) -> bool:
         try:
@@ -197,17 +161,3 @@ def _searchable(needle: str) -> bytes:
     if needle.upper() == needle.lower():  # a script without case
         return needle.encode()
     return max(re.split(r"[^\x00-\x7f]+", needle), key=len).encode()
-
-
-def _frame_of(value: Any, *, is_text: bool = False) -> Iterator[str]:
-    """Yield the keys of a sample, and its texts that are no prompt, answer or id."""
-    if isinstance(value, str):
-        if not is_text:
-            yield json.dumps(value, ensure_ascii=False)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _frame_of(inner, is_text=is_text)
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield f'"{key}": '
-            yield from _frame_of(inner, is_text=key in _TEXT_KEYS)

@@ -25,8 +25,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.dashboard.about import about
-from headrace.dashboard.runs import Cursor, Run, poll_all
+from headrace.dashboard.palette import about
+from headrace.dashboard.runs import Cursor, Run
 from headrace.dashboard.samples import Query
 
 STATIC = Path(__file__).parent / "static"
@@ -161,7 +161,8 @@ class _Board:
             await asyncio.sleep(_POLL_S)
 
     def _news(self, cursors: Mapping[int, Cursor]) -> dict[int, dict[str, Any]]:
-        poll_all(self._runs[number] for number in cursors)
+        for number in cursors:
+            self._runs[number].poll()
         found = {number: self._runs[number].news(cursor) for number, cursor in cursors.items()}
         return {number: change for number, change in found.items() if change is not None}
 
