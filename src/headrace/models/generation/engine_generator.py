@@ -124,12 +124,8 @@ class EngineGenerator:
                 self._read_routes(f"prompt {row}", prompt, output.token_ids[row], routes[row])
                 for row, prompt in enumerate(prompts)
             ]
-        tokens, seconds = sum(map(len, output.token_ids)), time.perf_counter() - start
         output.metrics = {
-            "generated_tokens": float(tokens),
-            "generate_s": seconds,
-            "tokens_per_s": tokens / seconds,
-            "truncated_fraction": sum(output.truncated) / max(len(prompts), 1),
+            **output.rates(time.perf_counter() - start),
             "cached_prompt_fraction": cached / max(sum(map(len, prompts)), 1),
             **engine.take_metrics(),
             **self._update_metrics,

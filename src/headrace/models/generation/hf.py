@@ -128,7 +128,7 @@ class HFGenerator:
         if routes:
             output.routes = [routes[i] for i in range(len(prompts))]
         output.stop_token_ids = tuple(stop.token_ids.tolist())
-        output.metrics = _metrics(output, time.perf_counter() - start)
+        output.metrics = output.rates(time.perf_counter() - start)
         return output
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -347,13 +347,3 @@ def _choose(
         )
         ids = sample_at(scores, uniforms)
     return ids, gather_logprobs(scores, ids)
-
-
-def _metrics(output: GenerationOutput, seconds: float) -> dict[str, float]:
-    tokens = sum(map(len, output.token_ids))
-    return {
-        "generated_tokens": float(tokens),
-        "generate_s": seconds,
-        "tokens_per_s": tokens / seconds,
-        "truncated_fraction": sum(output.truncated) / max(len(output.truncated), 1),
-    }

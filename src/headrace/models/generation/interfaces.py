@@ -65,6 +65,16 @@ class GenerationOutput:
     stop_token_ids: tuple[int, ...] = ()
     weight_versions: list[list[int]] | None = None
 
+    def rates(self, seconds: float) -> dict[str, float]:
+        """Return the metrics that every generator has, of completions that took so many seconds."""
+        tokens = sum(map(len, self.token_ids))
+        return {
+            "generated_tokens": float(tokens),
+            "generate_s": seconds,
+            "tokens_per_s": tokens / max(seconds, 1e-9),
+            "truncated_fraction": sum(self.truncated) / max(len(self.truncated), 1),
+        }
+
 
 class Generator(Protocol):
     """Samples completions. One `generate` call is a pure function of weights, prompts, params and seed.

@@ -157,7 +157,14 @@ class SGLangGenerator:
         answers = [_Answer(f"prompt {row}", result) for row, result in enumerate(results)]
         output = self._output(prompts, answers, filtered=filtered, routes=routes)
         output.stop_token_ids = tuple(stop_ids)
-        output.metrics = _metrics(output, prompts, answers, time.perf_counter() - started)
+        cached = sum(answer.count("cached_tokens") for answer in answers)
+        # The later name, and the earlier one.
+        lost = sum(answer.count("num_retractions", "total_retractions") for answer in answers)
+        output.metrics = {
+            **output.rates(time.perf_counter() - started),
+            "cached_prompt_fraction": cached / max(sum(map(len, prompts)), 1),
+            "preemptions": float(lost),
+        }
         return output
 
     def _output(
@@ -338,21 +345,6 @@ def _sampling(params: SamplingParams, limit: int, stop_ids: list[int], seed: int
         "skip_special_tokens": False,
         "no_stop_trim": True,
         "sampling_seed": seed % _LARGEST_SEED,
-    }
-
-
-def _metrics(
-    output: GenerationOutput, prompts: Sequence[Sequence[int]], answers: Sequence[_Answer], seconds: float
-) -> dict[str, float]:
-    tokens, prompt_tokens = sum(map(len, output.token_ids)), sum(map(len, prompts))
-    return {
-        "generated_tokens": float(tokens),
-        "generate_s": seconds,
-        "tokens_per_s": tokens / max(seconds, 1e-9),
-        "truncated_fraction": sum(output.truncated) / max(len(prompts), 1),
-        "cached_prompt_fraction": sum(a.count("cached_tokens") for a in answers) / max(prompt_tokens, 1),
-        # The later name, and the earlier one.
-        "preemptions": float(sum(a.count("num_retractions", "total_retractions") for a in answers)),
     }
 
 
