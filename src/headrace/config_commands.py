@@ -31,31 +31,17 @@ def complete_key(incomplete: str) -> list[str]:
     return [f"{key}=" for key in default_values(RecipeConfig) if key.startswith(incomplete)]
 
 
+def _recipe(metavar: str, help: str) -> Any:
+    return typer.Argument(metavar=metavar, help=help, show_default=False, autocompletion=complete_recipe)
+
+
 Recipe = Annotated[
-    Path,
-    typer.Argument(
-        metavar="CONFIG",
-        help="A recipe: a file in YAML, or a name that `headrace recipes` lists.",
-        show_default=False,
-        autocompletion=complete_recipe,
-    ),
+    Path, _recipe("CONFIG", "A recipe: a file in YAML, or a name that `headrace recipes` lists.")
 ]
-RunOrRecipe = Annotated[
-    Path,
-    typer.Argument(
-        metavar="RUN_OR_CONFIG",
-        help="A run directory or a recipe.",
-        show_default=False,
-        autocompletion=complete_recipe,
-    ),
-]
+RunOrRecipe = Annotated[Path, _recipe("RUN_OR_CONFIG", "A run directory or a recipe.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Keys of the recipe to change.",
-        autocompletion=complete_key,
-    ),
+    typer.Argument(metavar="KEY=VALUE", help="Keys of the recipe to change.", autocompletion=complete_key),
 ]
 
 config_app = typer.Typer(no_args_is_help=True, help="Show, check and compare recipes, without running them.")
@@ -127,15 +113,7 @@ def validate(config: Recipe, overrides: Overrides = None) -> None:
 
 
 @config_app.command()
-def diff(
-    config: Recipe,
-    other: Annotated[
-        Path,
-        typer.Argument(
-            metavar="OTHER", help="Another recipe.", show_default=False, autocompletion=complete_recipe
-        ),
-    ],
-) -> None:
+def diff(config: Recipe, other: Annotated[Path, _recipe("OTHER", "Another recipe.")]) -> None:
     """Print the keys in which two recipes differ, defaults and all.
 
     \b

@@ -1,14 +1,12 @@
 """`headrace data`: prompts as the model sees them."""
 
 from collections import Counter
-from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from headrace.config import RecipeConfig
 from headrace.config_commands import Overrides, Recipe
 from headrace.utils.recipe import load_recipe
 from headrace.utils.targets import extend_import_path
@@ -31,9 +29,11 @@ def preview(
     """
     recipe = load_recipe(config, overrides or ())
     extend_import_path(recipe.code_path or ())
-    tokenizer = _tokenizer(recipe)
-    room, render = _experience()
-    environment = room.prompts_that_fit(recipe, tokenizer)
+    from headrace.experience import chat, prompt_room  # noqa: PLC0415  (imports transformers: seconds)
+    from headrace.models.automodel.setup import load_tokenizer  # noqa: PLC0415  (imports transformers: seconds)
+
+    tokenizer, render = load_tokenizer(recipe.policy), chat.render_prompt
+    environment = prompt_room.prompts_that_fit(recipe, tokenizer)
     console = Console(highlight=False, soft_wrap=True)
     for split in ("train", "validation"):
         prompts = environment.prompts(split)
@@ -67,15 +67,3 @@ def _show(console: Console, tokenizer: Any, render: Any, prompt: Any, length: in
     answer = "no answer" if prompt.answer is None else f"answer {prompt.answer!r}"
     console.print(f"[cyan]{escape(prompt.uid)}[/]{escape(place)}: {length} tokens, {escape(answer)}")
     console.print(escape(text))
-
-
-def _tokenizer(recipe: RecipeConfig) -> Any:
-    from headrace.models.automodel.setup import load_tokenizer  # noqa: PLC0415  (imports transformers: seconds)
-
-    return load_tokenizer(recipe.policy)
-
-
-def _experience() -> tuple[ModuleType, Any]:
-    from headrace.experience import chat, prompt_room  # noqa: PLC0415  (imports transformers: seconds)
-
-    return prompt_room, chat.render_prompt

@@ -1,6 +1,7 @@
 """`headrace plan` and `headrace export`: what a run's batches and its GPU hold, and its model for others."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -139,27 +140,16 @@ def _plan_memory(config: str, overrides: Sequence[str], gpu_gib: float | None) -
     print_line(console, f"{verdict} a GPU of {gpu_gib:g} GiB: it takes {needed:.1f}, with CUDA's own share")
     if needed <= gpu_gib:
         return
-    for changes, size in _that_fit(config, overrides, gpu_gib):
-        print_line(console, f"fits with {' '.join(changes)}: {size:.1f}")
+    for changes in _SMALLER:
+        with suppress(ConfigError):  # such a change is not for this recipe
+            size = _needed_gib(plan_memory(load_recipe(config, [*overrides, *changes])).peak)
+            if size <= gpu_gib:
+                print_line(console, f"fits with {' '.join(changes)}: {size:.1f}")
     raise typer.Exit(1)
 
 
 def _needed_gib(peak_bytes: int) -> float:
     return peak_bytes / _GIB * _FRAGMENTS + _CONTEXT_GIB
-
-
-def _that_fit(
-    config: str, overrides: Sequence[str], gpu_gib: float
-) -> Iterator[tuple[tuple[str, ...], float]]:
-    from headrace.models.memory_plan import plan_memory  # noqa: PLC0415  (imports transformers: seconds)
-
-    for changes in _SMALLER:
-        try:
-            size = _needed_gib(plan_memory(load_recipe(config, [*overrides, *changes])).peak)
-        except ConfigError:
-            continue  # such a change is not for this recipe
-        if size <= gpu_gib:
-            yield changes, size
 
 
 def export(

@@ -1,6 +1,6 @@
 """`headrace record-step` and `headrace replay-step`: one step of a run in a folder, to look at, send and compare."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,7 +106,8 @@ def replay_step(
         raise ConfigError(f"--save {save}: is there already; remove it, or give another folder")
     facts = step_record.read_facts(source)
     earlier = None if compare is None and facts.error else step_record.Results.read(other)
-    print_line(console, f"step {facts.step} of {facts.recorded_from}, recorded with {_told(facts.versions)}")
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    print_line(console, f"step {facts.step} of {facts.recorded_from}, recorded with {versions}")
     if facts.error:
         print_line(console, f"it ended with an error: {facts.error}")
     results = step_replay.replay_step(source, overrides or ())
@@ -129,36 +130,25 @@ def _show(console: Console, label: str, earlier: Any, results: Any) -> float:
     from headrace.algorithms import step_replay  # noqa: PLC0415  (imports transformers: seconds)
 
     gaps = list(step_replay.compare_columns(earlier.samples, results.samples))
-    console.print(_metrics_table(label, earlier.metrics, results.metrics))
-    console.print(_columns_table(gaps, len(results.samples.sample_ids)))
     differing = step_replay.metric_gaps(earlier.metrics, results.metrics)
+    console.print(_metrics_table(label, earlier.metrics, results.metrics, differing))
+    console.print(_columns_table(gaps, len(results.samples.sample_ids)))
     if not differing and not any(gap.samples for gap in gaps):
         print_line(console, "the same, bit for bit")
     totals = [abs(differing[name][0] - differing[name][1]) for name in _FIRST if name in differing]
     return max([gap.largest for gap in gaps] + totals, default=0.0)
 
 
-def _told(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
-
-
-def _metrics_table(label: str, one: dict[str, float], other: dict[str, float]) -> Table:
+def _metrics_table(
+    label: str, one: dict[str, float], other: dict[str, float], differing: Collection[str]
+) -> Table:
     """Loss and gradient norm, then every metric that differs."""
     table = plain_table("metric", label, "replayed", "gap")
-    for name in _order(one, other):
-        before, after = one[name], other[name]
-        same = before == after or (before != before and after != after)
-        if name in _FIRST or not same:
-            table.add_row(
-                name, f"{before:.9g}", f"{after:.9g}", "0" if same else f"{abs(before - after):.3g}"
-            )
+    first = [name for name in _FIRST if name in one and name in other]
+    for name in [*first, *sorted({*differing} - {*first})]:
+        gap = f"{abs(one[name] - other[name]):.3g}" if name in differing else "0"
+        table.add_row(name, f"{one[name]:.9g}", f"{other[name]:.9g}", gap)
     return table
-
-
-def _order(one: dict[str, float], other: dict[str, float]) -> Iterator[str]:
-    names = [name for name in one if name in other]
-    yield from (name for name in _FIRST if name in names)
-    yield from sorted(set(names) - set(_FIRST))
 
 
 def _columns_table(gaps: Sequence[Any], total: int) -> Table:

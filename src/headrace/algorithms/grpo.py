@@ -144,7 +144,17 @@ def learn(session: Session, step: int, collected: "Collected", stage: Stage) -> 
     """Score a step's rows, train on them and clear them; the same for rows that were made at any time."""
     recipe, policy = session.recipe, session.policy
     rows = policy.padded(collected.rows)
-    replay = _watch_replay(session, step, rows, collected.table)
+    table = collected.table
+    replay = ReplayWatch(
+        recipe.policy.router_replay,
+        step=step,
+        sample_ids=table.sample_ids,
+        total_tokens=table.total_tokens,
+        missing=table.routes_missing,
+        digests=table.routes_digest,
+        read=partial(policy.read_columns, rows),
+        trace_dir=session.trace_dir,
+    )
     weights = collected.weights * replay.budget()
     part = prepare(session, replace(collected, rows=rows, weights=weights), stage, replay)
     with stage("train"):
@@ -214,19 +224,6 @@ def finish(
     told = {**metrics, **updates, **replayed, **traffic.metrics()}
     tokens = sum(int(part.table.total_tokens.sum()) for part in parts)
     return StepResult(told, tokens, dict(traffic.by_column), samples)
-
-
-def _watch_replay(session: Session, step: int, rows: Any, table: RolloutTable) -> ReplayWatch:
-    return ReplayWatch(
-        session.recipe.policy.router_replay,
-        step=step,
-        sample_ids=table.sample_ids,
-        total_tokens=table.total_tokens,
-        missing=table.routes_missing,
-        digests=table.routes_digest,
-        read=partial(session.policy.read_columns, rows),
-        trace_dir=session.trace_dir,
-    )
 
 
 def needs_prev_logprobs(recipe: RecipeConfig) -> bool:

@@ -132,13 +132,12 @@ def _saved_dataset(path: Path, source: Source) -> Iterable[Mapping[str, Any]]:
     with _needed("datasets", source):
         from datasets import load_from_disk  # noqa: PLC0415 - optional, and slow to import
     try:
-        return _one_split(load_from_disk(str(path)), source)
+        found = load_from_disk(str(path))
     except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(
             f"{source}: not a Hugging Face dataset made by save_to_disk ({_reason(error)}); check the path"
         ) from error
+    return _one_split(found, source)
 
 
 def _hub_dataset(source: Source) -> Iterable[Mapping[str, Any]]:
@@ -149,13 +148,10 @@ def _hub_dataset(source: Source) -> Iterable[Mapping[str, Any]]:
     shown = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        return _one_split(datasets.load_dataset(cfg.path, cfg.subset, revision=cfg.revision), source)
-    except ConnectionError as error:
-        folder = _downloaded(source, error)
-        return _one_split(datasets.load_dataset(str(folder), cfg.subset), source)
+        found = datasets.load_dataset(cfg.path, cfg.subset, revision=cfg.revision)
+    except ConnectionError:
+        found = datasets.load_dataset(_downloaded(source), cfg.subset)
     except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(
             f"{source}: no such file or folder, and the hub has no such dataset ({_reason(error)}); check the name, "
             f"or the subset and revision beside it"
@@ -163,11 +159,12 @@ def _hub_dataset(source: Source) -> Iterable[Mapping[str, Any]]:
     finally:
         if shown:
             datasets.enable_progress_bars()
+    return _one_split(found, source)
 
 
-def _downloaded(source: Source, error: Exception) -> Path:
+def _downloaded(source: Source) -> str:
     try:
-        found = snapshot_download(
+        return snapshot_download(
             source.cfg.path, repo_type="dataset", revision=source.cfg.revision, local_files_only=True
         )
     except (OSError, ValueError) as missing:
@@ -177,7 +174,6 @@ def _downloaded(source: Source, error: Exception) -> Path:
             f"{source}: no such file or folder, and the hub cannot be reached{offline}; where it can, run "
             f"`hf download {source.cfg.path} --repo-type dataset{revision}`, or give the path of a file"
         ) from missing
-    return Path(found)
 
 
 def _one_split(dataset: Any, source: Source) -> Iterable[Mapping[str, Any]]:

@@ -9,9 +9,7 @@ from typing import TypeVar
 
 from headrace.config import ValidationConfig, ValidationSourceConfig
 from headrace.environments.prompts import SET
-from headrace.experience.metrics import (
-    own_metrics,
-)
+from headrace.experience.metrics import own_metrics
 from headrace.experience.types import Prompt, Rollout
 from headrace.models.generation.interfaces import SamplingParams
 
