@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.algorithms.observer import StepRecord
+from headrace.utils.interrupt import InterruptFlag
 
 
 class Recorder:
@@ -54,20 +55,15 @@ class Recorder:
         self.summary = summary
 
 
-class NeverStop:
-    """The user never asks to stop."""
-
-    def is_set(self) -> bool:
-        return False
-
-    def at_once(self) -> AbstractContextManager[None]:
-        return nullcontext()
+class NeverStop(InterruptFlag):
+    """The user never asks to stop: outside of a `with`, it looks at no signal."""
 
 
-class StopAfter:
+class StopAfter(InterruptFlag):
     """The user asks to stop after the loop has looked `questions` times."""
 
     def __init__(self, questions: int) -> None:
+        super().__init__()
         self.left = questions
 
     def is_set(self) -> bool:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from headrace.compat.noop import NoOpDataPlaneClient
 from headrace.data_plane import build_data_plane_client
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
-from headrace.data_plane.adapters.noop import NoOpDataPlaneClient
 from headrace.data_plane.codec import nest
 from headrace.data_plane.sharing import flat_rows
 from headrace.data_plane.store.columns import Chunk, chunk_of_leaf, own_offsets, read_rows

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import reference_algorithms as reference
-from headrace.algorithms.interfaces import LossFunction, LossType
 from headrace.algorithms.loss import NLLLoss, PolicyGradientLoss
+from headrace.compat.losses import LossFunction, LossType
 from headrace.config import LossConfig
 from headrace.errors import SchemaError
 from reference_algorithms import Row, columns, random_row

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from headrace.data_plane.store.columns import Chunk, Form, chunk_of_leaf
 from headrace.data_plane.wire import Leaf, materialize, wire_tensordict
 from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.ragged import place_among
 from headrace.errors import ConfigError
 from headrace.utils import atomic
 
@@ -53,7 +54,7 @@ class SampleColumns:
         columns = []
         for number, (name, chunk) in enumerate(self.columns.items()):
             tensors[f"values.{number}"] = chunk.values.detach().cpu().contiguous().clone()
-            place = None if chunk.offsets is None else _place(chunk.offsets, offsets)
+            place = None if chunk.offsets is None else place_among(chunk.offsets.cpu(), offsets)
             columns.append({"name": name, **_described(chunk.form), "offsets": place})
         tensors |= {f"offsets.{number}": own.clone() for number, own in enumerate(offsets)}
         about = json.dumps({"sample_ids": self.sample_ids, "columns": columns})
@@ -82,16 +83,6 @@ class SampleColumns:
                 f"{path}: cannot read these columns ({reason}); copy or record the step again"
             ) from error
         return cls(about["sample_ids"], columns)
-
-
-def _place(offsets: torch.Tensor, known: list[torch.Tensor]) -> int:
-    """Return the number of offsets among those `known`, to which they are added."""
-    own = offsets.cpu()
-    for number, met in enumerate(known):
-        if met is own or torch.equal(met, own):
-            return number
-    known.append(own)
-    return len(known) - 1
 
 
 def _described(form: Form) -> dict[str, Any]:

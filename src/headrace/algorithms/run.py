@@ -3,10 +3,10 @@
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.utils import logging as hf_logging
@@ -38,6 +38,7 @@ from headrace.models.policy.lm_policy import Policy
 from headrace.models.policy.tq_policy import TQPolicy, launcher_for
 from headrace.utils.algorithm_presets import describe_preset
 from headrace.utils.checkpoints import CheckpointManager
+from headrace.utils.interrupt import InterruptFlag
 from headrace.utils.paths import user_path
 from headrace.utils.run_directory import RunDirectory
 from headrace.utils.run_state import Metrics, Progress, read_state
@@ -45,16 +46,6 @@ from headrace.utils.seeding import derive_seed
 from headrace.utils.targets import extend_import_path
 
 logger = logging.getLogger(__name__)
-
-
-class Stopper(Protocol):
-    """Whether the user has asked to stop."""
-
-    def is_set(self) -> bool: ...
-
-    def at_once(self) -> AbstractContextManager[None]:
-        """Return a context in which the first signal raises KeyboardInterrupt."""
-        ...
 
 
 def build_session(recipe: RecipeConfig) -> Session:
@@ -188,7 +179,9 @@ def _of_run(recipe: RecipeConfig) -> DataPlaneConfig:
     return cfg.model_copy(update=changes)
 
 
-def train(recipe: RecipeConfig, run_dir: Path, observer: RunObserver, stopper: Stopper) -> dict[str, Any]:
+def train(
+    recipe: RecipeConfig, run_dir: Path, observer: RunObserver, stopper: InterruptFlag
+) -> dict[str, Any]:
     """Run a recipe in `run_dir`, from its newest checkpoint if there is one, and return the summary.
 
     The summary's `completed` is False if the user stopped the run; the newest checkpoint then resumes it. While the
@@ -244,7 +237,7 @@ def evaluate(recipe: RecipeConfig, checkpoint: Path | None) -> Metrics:
 def start_loop(
     session: Session,
     observer: RunObserver,
-    stopper: Stopper,
+    stopper: InterruptFlag,
     checkpoints: CheckpointManager | None = None,
     progress: Progress | None = None,
     trace_dir: Path | None = None,
@@ -268,7 +261,7 @@ def warm_up(
     session: Session,
     checkpoints: CheckpointManager,
     observer: RunObserver,
-    stopper: Stopper,
+    stopper: InterruptFlag,
     progress: Progress,
     run_dir: Path,
 ) -> bool:

@@ -1,5 +1,6 @@
 """Runs a recorded step again, without an engine, a store or an environment, and compares what comes out."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -87,7 +88,15 @@ def replay_step(folder: Path, overrides: Sequence[str]) -> Results:
     recipe = _recipe(folder, overrides, facts)
     declare(*map(read_spec, facts.declared))
     rounds = read_rounds(folder, facts.rounds)
-    policy = _policy(recipe)
+    hf_logging.disable_progress_bar()
+    policy = Policy(
+        recipe.policy,
+        recipe.generation,
+        tokenizer=load_tokenizer(recipe.policy),
+        seed=recipe.seed,
+        with_reference=recipe.needs_reference,
+        cluster=recipe.cluster,
+    )
     with ExitStack() as closing:
         closing.callback(policy.shutdown)
         _load_weights(policy, recipe, folder, facts)
@@ -117,18 +126,6 @@ def _recipe(folder: Path, overrides: Sequence[str], facts: StepFacts) -> RecipeC
     if recipe.cpu_threads:
         torch.set_num_threads(recipe.cpu_threads)
     return recipe
-
-
-def _policy(recipe: RecipeConfig) -> Policy:
-    hf_logging.disable_progress_bar()
-    return Policy(
-        recipe.policy,
-        recipe.generation,
-        tokenizer=load_tokenizer(recipe.policy),
-        seed=recipe.seed,
-        with_reference=recipe.needs_reference,
-        cluster=recipe.cluster,
-    )
 
 
 def _load_weights(policy: Policy, recipe: RecipeConfig, folder: Path, facts: StepFacts) -> None:
@@ -210,10 +207,5 @@ def _gap(name: str, ids: Sequence[str], one: Chunk, other: Chunk) -> ColumnGap:
 
 def metric_gaps(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     """Return the metrics of both, by name, that are not equal bit for bit."""
-    names = [name for name in one if name in other]
-    both = {name: (one[name], other[name]) for name in names}
-    return {
-        n: pair
-        for n, pair in both.items()
-        if pair[0] != pair[1] and not (pair[0] != pair[0] and pair[1] != pair[1])
-    }
+    both = {name: (one[name], other[name]) for name in one if name in other}
+    return {n: (a, b) for n, (a, b) in both.items() if a != b and not (math.isnan(a) and math.isnan(b))}

@@ -20,8 +20,6 @@ from types import ModuleType
 ROOT = "nemo_rl"
 
 ALIASES = {
-    "algorithms.interfaces": "headrace.algorithms.interfaces",
-    "algorithms.loss.interfaces": "headrace.algorithms.interfaces",
     "data.llm_message_utils": "headrace.compat.message_log",
     "data_plane": "headrace.data_plane",
     "distributed.named_sharding": "headrace.compat.named_sharding",
@@ -39,12 +37,15 @@ TRANSLATED = {
     "algorithms.async_utils.replay_buffer": "headrace.compat.replay_buffer",
     "algorithms.async_utils.staleness_sampler": "headrace.compat.staleness_sampler",
     "algorithms.async_utils.trajectory_collector": "headrace.compat.trajectory_collector",
+    "algorithms.interfaces": "headrace.compat.losses",
+    "algorithms.loss.interfaces": "headrace.compat.losses",
     "algorithms.utils": "headrace.compat.tokenizer",
     "data.interfaces": "headrace.compat.data_specs",
     "data.multimodal_utils": "headrace.compat.multimodal_utils",
     "data.packing": "headrace.compat.packing_algorithms",
     "data.packing.algorithms": "headrace.compat.packing_algorithms",
     "data_plane": "headrace.compat.data_plane",
+    "data_plane.adapters.noop": "headrace.compat.noop",
     "data_plane.codec": "headrace.compat.codec",
     "data_plane.column_io": "headrace.compat.column_io",
     "data_plane.factory": "headrace.compat.factory",
@@ -75,8 +76,8 @@ _PACKAGES = _packages_above([f"{ROOT}.{path}" for path in (*ALIASES, *TRANSLATED
 def resolve(name: str) -> str | None:
     """Return the headrace module that `name`, a full path, stands for; None if there is none.
 
-    >>> resolve("nemo_rl.data_plane.adapters.noop")
-    'headrace.data_plane.adapters.noop'
+    >>> resolve("nemo_rl.data_plane.adapters.local")
+    'headrace.data_plane.adapters.local'
     """
     parts = name.split(".")
     if parts[0] != ROOT:

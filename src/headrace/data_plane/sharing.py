@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from headrace.data_plane.wire import read_wire, wire_tensordict
 from headrace.distributed.collectives import broadcast_columns
 from headrace.distributed.offsets_reader import OffsetsReader
-from headrace.distributed.ragged import is_nested, nested_from_ragged, take_apart
+from headrace.distributed.ragged import is_nested, nested_from_ragged, place_among, take_apart
 
 _LAYOUT = "\0layout"
 """Beside the columns; no column has such a name."""
@@ -40,9 +40,6 @@ def flat_rows(wire: TensorDict) -> dict[str, Any]:
         columns[name] = leaf
         if isinstance(leaf, torch.Tensor) and is_nested(leaf):
             columns[name], mine, ragged_dim, _ = take_apart(leaf, read)
-            equal = (i for i, held in enumerate(offsets) if held is mine or torch.equal(held, mine))
-            place = next(equal, len(offsets))
-            offsets += [mine] if place == len(offsets) else []
-            places[name] = place, ragged_dim
+            places[name] = place_among(mine, offsets), ragged_dim
     columns[_LAYOUT] = wire.batch_size[0], places, [o.numpy() for o in offsets]
     return columns

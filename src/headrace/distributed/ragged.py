@@ -268,6 +268,14 @@ def gather_rows(
     return gather_spans(values, offsets[rows], lengths), offsets_from_lengths(lengths)
 
 
+def place_among(offsets: torch.Tensor, known: list[torch.Tensor]) -> int:
+    """Return the number of offsets among those `known`, to which they are added if they are not there."""
+    equal = (i for i, met in enumerate(known) if met is offsets or torch.equal(met, offsets))
+    if (place := next(equal, len(known))) == len(known):
+        known.append(offsets)
+    return place
+
+
 def gather_dense(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return `values[rows]` for any dtype; `rows` on the CPU."""
     return _take(values, moved(rows, values.device))

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 
 from headrace.config import DataConfig, DatasetConfig
-from headrace.environments.interfaces import Reward, StepResult
+from headrace.environments.interfaces import Prompts, Reward, StepResult, Talks
 from headrace.environments.own_rewards import OwnRewards
 from headrace.environments.prompts import Splits, read_splits
 from headrace.environments.single_turn import SingleTurnEnvironment
-from headrace.experience.types import Message, Prompt
+from headrace.experience.types import Prompt
 
 # Digits with optional thousands separators, fraction and exponent; a sign counts unless it follows a digit.
 _NUMBER = re.compile(r"(?:(?<!\d)[-+])?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3})?|\.\d+")
@@ -44,9 +44,7 @@ class _OwnRewardsEnvironment(SingleTurnEnvironment):
         super().__init__(splits.train, splits.validation, REWARDS["exact"], data, seed=seed)
         self._rewards = rewards
 
-    def step(
-        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], truncated: Sequence[bool]
-    ) -> list[StepResult]:
+    def step(self, prompts: Prompts, conversations: Talks, truncated: Sequence[bool]) -> list[StepResult]:
         return self._rewards.score(prompts, [messages[-1].content for messages in conversations], truncated)
 
 

@@ -6,6 +6,10 @@ from typing import Protocol
 
 from headrace.experience.types import Message, Prompt
 
+Prompts = Sequence[Prompt]
+Talks = Sequence[Sequence[Message]]
+"""Conversations: of each, its messages so far."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -41,9 +45,7 @@ class Environment(Protocol):
         """Return all prompts of `train` or `validation`, in a fixed order; no question is in both."""
         ...
 
-    def step(
-        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], truncated: Sequence[bool]
-    ) -> list[StepResult]:
+    def step(self, prompts: Prompts, conversations: Talks, truncated: Sequence[bool]) -> list[StepResult]:
         """Score the last message of each of N conversations, a completion; return N results, in order.
 
         `prompts[i]` is what conversation i began with; the samples of a group share it. `truncated[i]` is True where

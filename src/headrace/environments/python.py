@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.config import DataConfig, PythonConfig
-from headrace.environments.interfaces import Environment, StepResult
+from headrace.environments.interfaces import Environment, Prompts, StepResult, Talks
 from headrace.environments.prompts import Splits, read_splits
 from headrace.errors import ConfigError
-from headrace.experience.types import Message, Prompt
+from headrace.experience.types import Prompt
 from headrace.utils.targets import check_parameters, load_callable, load_target, user_code
 
 _STEP = ("prompts", "conversations", "truncated")
@@ -58,9 +58,7 @@ class OwnEnvironment:
     def prompts(self, split: str) -> list[Prompt]:
         return list(self._prompts[split])
 
-    def step(
-        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], truncated: Sequence[bool]
-    ) -> list[StepResult]:
+    def step(self, prompts: Prompts, conversations: Talks, truncated: Sequence[bool]) -> list[StepResult]:
         given = dict(zip(_STEP, (prompts, conversations, truncated)))
         with user_code(f"step() of {self._who}"):
             results = self._own.step(

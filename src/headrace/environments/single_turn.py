@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from headrace.config import DataConfig
-from headrace.environments.interfaces import Reward, StepResult
+from headrace.environments.interfaces import Prompts, Reward, StepResult, Talks
 from headrace.experience.types import Message, Prompt
 from headrace.utils.seeding import derive_seed
 
@@ -34,9 +34,7 @@ class TurnEnvironment:
             raise ValueError(f"split '{split}'; expected 'train' or 'validation'")
         return list(self._splits[split])
 
-    def step(
-        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], truncated: Sequence[bool]
-    ) -> list[StepResult]:
+    def step(self, prompts: Prompts, conversations: Talks, truncated: Sequence[bool]) -> list[StepResult]:
         return [self._turn(*each) for each in zip(prompts, conversations, truncated, strict=True)]
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, get_args
 
 from headrace.config import DataConfig, VerifiersConfig
-from headrace.environments.interfaces import StepResult
+from headrace.environments.interfaces import Prompts, StepResult, Talks
 from headrace.errors import ConfigError, RewardError
 from headrace.experience.types import Message, Prompt, Role
 from headrace.utils.targets import load_optional
@@ -68,9 +68,7 @@ class VerifiersEnvironment:
     def prompts(self, split: str) -> list[Prompt]:
         return list(self._prompts[split])
 
-    def step(
-        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], truncated: Sequence[bool]
-    ) -> list[StepResult]:
+    def step(self, prompts: Prompts, conversations: Talks, truncated: Sequence[bool]) -> list[StepResult]:
         """Bring each completion to its rollout; return what came of it.
 
         Raises:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from headrace.config import RecipeConfig
 from headrace.environments.build import build_environment
-from headrace.environments.interfaces import Environment, StepResult
+from headrace.environments.interfaces import Environment, Prompts, StepResult, Talks
 from headrace.errors import ConfigError
 from headrace.experience.chat import ChatTokenizer, render_prompt, set_template_switches
 from headrace.experience.rollouts import render_with_room
@@ -26,9 +26,7 @@ class FittingPrompts:
     def prompts(self, split: str) -> list[Prompt]:
         return list(self.kept[split])
 
-    def step(
-        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Message]], truncated: Sequence[bool]
-    ) -> list[StepResult]:
+    def step(self, prompts: Prompts, conversations: Talks, truncated: Sequence[bool]) -> list[StepResult]:
         return self.environment.step(prompts, conversations, truncated=truncated)
 
     def notice(self) -> str | None:

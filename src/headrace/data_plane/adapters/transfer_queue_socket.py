@@ -140,20 +140,18 @@ def _to_wire(value: object) -> object:
 
 
 def _from_ext(code: int, data: memoryview) -> object:
-    # Numbers share the memory of their message.
-    return (
-        np.frombuffer(data[4:], bytes(data[:4]).decode().strip())
-        if code == _EXT_NUMBERS
-        else from_ext(code, data)
-    )
-
-
-def _as_typed(kind: type, value: Any) -> Any:
-    return getattr(torch, value, None) if kind is torch.dtype else value
+    if code != _EXT_NUMBERS:
+        return from_ext(code, data)
+    return np.frombuffer(data[4:], bytes(data[:4]).decode().strip())  # in the memory of the message
 
 
 def decoder_of(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind, ext_hook=_from_ext, dec_hook=_as_typed)
+    # Of all that messages hold, msgspec does not know dtypes alone.
+    return msgspec.msgpack.Decoder(
+        kind,
+        ext_hook=_from_ext,
+        dec_hook=lambda of, value: getattr(torch, value, None) if of is torch.dtype else value,
+    )
 
 
 encoder = msgspec.msgpack.Encoder(enc_hook=_to_wire)
