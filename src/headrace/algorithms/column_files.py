@@ -55,7 +55,8 @@ class SampleColumns:
         for number, (name, chunk) in enumerate(self.columns.items()):
             tensors[f"values.{number}"] = chunk.values.detach().cpu().contiguous().clone()
             place = None if chunk.offsets is None else place_among(chunk.offsets.cpu(), offsets)
-            columns.append({"name": name, **_described(chunk.form), "offsets": place})
+            dtype = None if chunk.form.dtype is None else str(chunk.form.dtype).removeprefix("torch.")
+            columns.append({"name": name, **chunk.form._asdict(), "dtype": dtype, "offsets": place})
         tensors |= {f"offsets.{number}": own.clone() for number, own in enumerate(offsets)}
         about = json.dumps({"sample_ids": self.sample_ids, "columns": columns})
         with atomic.naming(path):
@@ -83,16 +84,6 @@ class SampleColumns:
                 f"{path}: cannot read these columns ({reason}); copy or record the step again"
             ) from error
         return cls(about["sample_ids"], columns)
-
-
-def _described(form: Form) -> dict[str, Any]:
-    dtype = None if form.dtype is None else str(form.dtype).removeprefix("torch.")
-    return {
-        "kind": form.kind,
-        "dtype": dtype,
-        "trailing": list(form.trailing),
-        "ragged_dim": form.ragged_dim,
-    }
 
 
 def _form(column: Mapping[str, Any]) -> Form:

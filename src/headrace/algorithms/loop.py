@@ -146,18 +146,13 @@ class Loop:
 
     def _take_validation(self, step: int, metrics: Metrics) -> None:
         self.observer.on_validation(step, metrics)
-        self._require_ranking(metrics)
-        self.progress.last_validation = metrics
-        self.progress.last_validation_step = step
-
-    def _require_ranking(self, metrics: Metrics) -> None:
-        """Refuse a ranking of checkpoints by what the environment does not give."""
         cfg = self.recipe.checkpointing
         if cfg.enabled and cfg.metric is not None and cfg.metric not in metrics:
             raise ConfigError(
                 f"checkpointing.metric={cfg.metric} is not measured: the environment says of no answer whether it is "
                 f"right; choose one of {', '.join(metrics)}, or leave it out"
             )
+        self.progress.last_validation, self.progress.last_validation_step = metrics, step
 
     def _mark(self) -> dict[str, list[int]] | None:
         """Return how far the store's journal has come, if it has one; the progress is of the same moment."""

@@ -124,7 +124,9 @@ class TQWorkerMixin:
         if ROUTED_EXPERTS_FIELD in data:
             data[ROUTE_SALTS] = sample_salts(meta.sample_ids)
         data.token_columns = PER_TOKEN_FIELDS
-        _attach_plan(data, meta)
+        # The driver's microbatch plan is never derived again on a rank.
+        for key in {MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB} & meta.extra_info.keys():
+            setattr(data, key, meta.extra_info[key])
         return data
 
     def _read(self, meta: KVBatchMeta, layout: Layout, preprocess: Callable[[Batch], Batch] | None) -> Batch:
@@ -260,13 +262,6 @@ class TQWorkerMixin:
         made = dict(make(self._fetch(meta)))
         self._write_back(meta, made)
         return list(made)
-
-
-def _attach_plan(data: Batch, meta: KVBatchMeta) -> None:
-    """Hand the driver's microbatch plan to the batch; it is never derived again on a rank."""
-    for key in (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB):
-        if key in meta.extra_info:
-            setattr(data, key, meta.extra_info[key])
 
 
 def bytes_moved(client: DataPlaneClient) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 
 import numpy as np
 
@@ -89,9 +89,7 @@ def _sums(cfg: CalculatorConfig) -> Iterator[tuple[str, str]]:
 
 def _games(cfg: GuessNumberConfig) -> Iterator[tuple[str, str]]:
     rng = np.random.default_rng(derive_seed(DATA_SEED, "games"))
-    number = 0
-    while True:
-        number += 1
+    for number in count(1):
         secret = int(rng.integers(cfg.lowest, cfg.highest + 1))
         yield f"game {number}: find a number from {cfg.lowest} to {cfg.highest}", str(secret)
 

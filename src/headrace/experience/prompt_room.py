@@ -1,5 +1,6 @@
 """A run's prompts, with those that leave no room for a completion refused, left out, or cut."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -86,16 +87,11 @@ def _cut(tokenizer: ChatTokenizer, prompt: Prompt, room: int) -> Prompt:
         text = last.content[len(last.content) - characters :]
         return replace(prompt, messages=(*before, Message(last.role, text)))
 
-    fewest, most = 0, len(last.content)
-    while most - fewest > 1:
-        middle = (fewest + most) // 2
-        if len(render_prompt(tokenizer, kept(middle).messages)) <= room:
-            fewest = middle
-        else:
-            most = middle
-    if not fewest:
+    sizes = range(1, len(last.content))
+    size = bisect_right(sizes, room, key=lambda n: len(render_prompt(tokenizer, kept(n).messages)))
+    if not size:
         raise ConfigError(
             f"prompt '{prompt.uid}' is too long without its last message too: data.overlong_prompts=truncate cuts that "
             "alone; raise policy.max_total_sequence_length, or set data.overlong_prompts=skip"
         )
-    return kept(fewest)
+    return kept(size)
