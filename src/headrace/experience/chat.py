@@ -10,10 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from headrace.errors import ConfigError, GenerationError
 from headrace.experience.types import Message
@@ -24,33 +25,8 @@ _COMPLETION = "qzxanswerxzq"
 # Stands for the text of a control token in a message, which is in there in hexadecimal.
 _QUOTED = re.compile("qzxquoted([0-9a-f]+)xzq")
 
-
-class ChatTokenizer(Protocol):
-    """What headrace uses of a Hugging Face tokenizer that has a chat template."""
-
-    eos_token_id: int | None
-    pad_token_id: int | None
-    unk_token_id: int | None
-    all_special_tokens: Any
-    added_tokens_decoder: Any
-
-    def __call__(self, text: Any, *, add_special_tokens: bool, split_special_tokens: bool = False) -> Any: ...
-
-    def __len__(self) -> int: ...
-
-    def __hash__(self) -> int: ...
-
-    def batch_decode(
-        self, sequences: Any, *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
-    ) -> list[str]: ...
-
-    def apply_chat_template(
-        self, conversation: Any, *, add_generation_prompt: bool, tokenize: bool, **switches: Any
-    ) -> Any: ...
-
-    def get_chat_template(self, chat_template: None = None, tools: Any = None) -> str: ...
-
-
+ChatTokenizer: TypeAlias = PreTrainedTokenizerBase
+"""A tokenizer of Hugging Face, which has a chat template."""
 _SWITCHES = "headrace_template_switches"
 
 
@@ -162,7 +138,10 @@ def decode_completions(
     """
     stops = {*stop_token_ids, tokenizer.eos_token_id}
     bodies = [list(c[:-1] if c and c[-1] in stops else c) for c in completions]
-    return tokenizer.batch_decode(bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    texts: list[str] = tokenizer.batch_decode(
+        bodies, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return texts
 
 
 def _text(tokenizer: ChatTokenizer, messages: Sequence[Message], *, opens_completion: bool) -> str:
