@@ -250,7 +250,7 @@ def _stale_weights(evidence: Evidence) -> Cause:
 
 def _moved(evidence: Evidence, then: Answers) -> float:
     """Return how far the trainer's logprobs of these answers have moved since."""
-    (now,) = evidence.score(then.rows, [_PLAIN], None)
+    (now,) = evidence.score(then.rows, [PLAIN], None)
     return _mean([new - old for new, old in zip(now.trainer, then.trainer)])
 
 
@@ -302,7 +302,7 @@ def _filters(evidence: Evidence) -> Cause:
 
 
 def _other_distributions(own: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield _PLAIN
+    yield PLAIN
     yield {**own, "top_k": None, "top_p": 1.0}
     for temperature in _TEMPERATURES:
         yield {**own, "temperature": temperature}
@@ -331,7 +331,7 @@ def _precision(evidence: Evidence) -> Cause:
     return Cause("precision", share, text)
 
 
-_PLAIN = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
+PLAIN = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
 
 
 def _mean(parts: Sequence[torch.Tensor]) -> float:

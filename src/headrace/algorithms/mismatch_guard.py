@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from headrace.algorithms.mismatch_causes import Agreement, Answers, Evidence, explain, widest_rounding
+from headrace.algorithms.mismatch_causes import PLAIN, Agreement, Answers, Evidence, explain, widest_rounding
 from headrace.config import RecipeConfig
 from headrace.data_plane.routes_codec import missing_mark
 from headrace.data_plane.schema import INPUT_IDS, INPUT_LENGTHS, ROUTED_EXPERTS_FIELD
@@ -31,7 +31,6 @@ from headrace.utils.rounding import round_up
 from headrace.utils.seeding import derive_seed
 
 PREFIX = "mismatch/guard_"
-PLAIN = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
 _LIKELIEST = {**PLAIN, "top_k": 1}
 _LAGS = (0, 1, -1)
 _MOST_RANDOM = 24

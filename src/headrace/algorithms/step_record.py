@@ -42,7 +42,7 @@ from headrace.errors import ConfigError
 from headrace.models.policy.lm_policy import Policy
 from headrace.models.policy.tq_policy import TQPolicy
 from headrace.utils import atomic
-from headrace.utils.checkpoints import Saved
+from headrace.utils.checkpoints import Saved, damaged
 from headrace.utils.json_text import read_json
 from headrace.utils.recipe import dump_recipe
 
@@ -252,9 +252,7 @@ def read_facts(folder: Path) -> StepFacts:
             f"{folder}: no step.json there; give a folder that headrace record-step wrote"
         ) from error
     except ValidationError as error:
-        fault = error.errors()[0]
-        where = ".".join(map(str, fault["loc"])) or "all of it"
-        raise ConfigError(f"{path}: damaged, {where}: {fault['msg']}; record the step again") from error
+        raise damaged(path, error, "record the step again") from error
     if facts.format != _FORMAT:
         raise ConfigError(
             f"{path}: is of format {facts.format}, and this headrace reads {_FORMAT}; it was recorded by headrace "

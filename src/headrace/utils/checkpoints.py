@@ -159,14 +159,14 @@ def read_checkpoint(path: Path) -> CheckpointInfo | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValidationError as error:
-        raise damaged(path, error, remedy) from error
+        raise damaged(path / META_FILE, error, remedy) from error
     named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != meta.step:
         raise ConfigError(f"{path / META_FILE}: is of step {meta.step}, not of {path.name}; {remedy}")
     return CheckpointInfo(meta.step, path, meta.metrics, meta.state)
 
 
-def damaged(path: Path, error: ValidationError, remedy: str, *section: str) -> ConfigError:
+def damaged(file: Path, error: ValidationError, remedy: str, *section: str) -> ConfigError:
     fault = error.errors()[0]
     key = ".".join(map(str, (*section, *fault["loc"]))) or "all of it"
-    return ConfigError(f"{path / META_FILE}: damaged, {key}: {fault['msg']}; {remedy}")
+    return ConfigError(f"{file}: damaged, {key}: {fault['msg']}; {remedy}")

@@ -73,7 +73,7 @@ def idle_lines(recipe: BaseModel) -> list[str]:
 def _value(recipe: BaseModel, key: str) -> Any:
     value: Any = recipe
     for name in key.split("."):
-        value = getattr(value, name)
+        value = getattr(value, name, None)
     return value
 
 
@@ -144,12 +144,9 @@ _GUARDED = _need(
 )
 _ASYNC = _is("async.enabled", True)
 _ANY_READY = _is("async.on_stale", "drop") | _given("async.sampler")
-_FUNCTIONS = Need("env.rewards", lambda recipe: bool(getattr(_value(recipe, "env"), "rewards", ())))
-_LIMITED = Need(
-    "env.reward_timeout_s",
-    lambda recipe: getattr(_value(recipe, "env"), "reward_timeout_s", None) is not None,
-)
-_ONE_FILE = Need("env.path", lambda recipe: getattr(_value(recipe, "env"), "path", None) is not None)
+# Each kind of environment has keys of its own.
+_FUNCTIONS = _need("env.rewards", "env.rewards", bool)
+_LIMITED, _ONE_FILE = _given("env.reward_timeout_s"), _given("env.path")
 _NO_SETS = {
     name: _need(f"data.{name}", f"no data.{name}", lambda sets: not sets) for name in ("train", "validation")
 }

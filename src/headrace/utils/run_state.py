@@ -114,7 +114,7 @@ def read_state(info: CheckpointInfo) -> RunState:
     try:
         state = RunState.model_validate(_in_todays_form(info))
     except ValidationError as error:
-        raise damaged(info.path, error, remedy, "state") from error
+        raise damaged(info.path / META_FILE, error, remedy, "state") from error
     if state.progress.step != info.step:
         raise ConfigError(
             f"{info.path / META_FILE}: damaged, state.progress.step is {state.progress.step} in the checkpoint of "

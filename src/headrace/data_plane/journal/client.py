@@ -150,28 +150,15 @@ class JournalDataPlaneClient(PassingClient):
         if ids is None or len(ids):
             self._journal(partial(Cleared, partition=partition_id, before=before, ids=ids))
 
-    def claim_meta(
-        self,
-        partition_id: str,
-        task_name: str,
-        required_fields: Sequence[str],
-        batch_size: int,
-        dp_rank: int | None = None,
-        blocking: bool = True,
-        timeout_s: float = 60.0,
-        **more: Any,
-    ) -> KVBatchMeta | None:
-        meta = self.inner.claim_meta(
-            partition_id, task_name, required_fields, batch_size, dp_rank, blocking, timeout_s, **more
-        )
-        if meta is not None:
-            if more.get("lease_s") is None:
-                self._consume(meta)
-            else:
-                with self._lock:
-                    self._leased[meta.extra_info[CLAIM]] = meta
-                    if len(self._leased) > _MOST_LEASES:
-                        del self._leased[next(iter(self._leased))]
+    def claim_meta(self, *args: Any, **more: Any) -> KVBatchMeta | None:
+        meta = self.inner.claim_meta(*args, **more)
+        if meta is not None and more.get("lease_s") is None:
+            self._consume(meta)
+        elif meta is not None:
+            with self._lock:
+                self._leased[meta.extra_info[CLAIM]] = meta
+                if len(self._leased) > _MOST_LEASES:
+                    del self._leased[next(iter(self._leased))]
         return meta
 
     def finish_claim(self, meta: KVBatchMeta) -> None:
