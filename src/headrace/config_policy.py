@@ -144,7 +144,8 @@ class ParallelConfig(Section):
     context: PositiveInt = 1
     """Ranks that split the tokens of a row."""
     expert: PositiveInt = 1
-    """Ranks that share the experts of a mixture-of-experts model: as many as `tensor`, which 1 follows."""
+    """Ranks that share the experts of a mixture-of-experts model. With tensor=1 they are data and context ranks, and
+    each token goes to the ranks of its experts and back; else they are the tensor ranks, which 1 follows."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel ranks along tokens as well."""
     cpu_offload: bool = False
@@ -153,11 +154,16 @@ class ParallelConfig(Section):
     launcher: Literal["auto", "spawn", "ray"] = "auto"
     """How several workers are started; auto: Ray with the transfer_queue data plane, else plain processes."""
 
+    @property
+    def expert_over_data(self) -> int:
+        """How many data and context ranks share experts; 1: none do."""
+        return self.expert if self.tensor == 1 else 1
+
     def faults(self) -> Iterator[str]:
-        if self.expert not in (1, self.tensor):
+        if self.tensor > 1 and self.expert not in (1, self.tensor):
             yield (
-                f"expert={self.expert} is neither 1 nor tensor={self.tensor}: the ranks that share a model's experts "
-                f"are its tensor ranks; set tensor={self.expert}, or expert=1 (which follows tensor)"
+                f"expert={self.expert} is neither 1 nor tensor={self.tensor}: with tensor ranks, those share the "
+                f"model's experts; set tensor={self.expert}, or tensor=1, or expert=1 (which follows tensor)"
             )
         if self.sequence_parallel and self.tensor == 1:
             yield (
@@ -246,6 +252,11 @@ class PolicyConfig(Section):
                 f"workers={self.workers} do not make whole replicas of parallel.context={self.parallel.context} x "
                 f"parallel.tensor={self.parallel.tensor}; make workers a multiple of {replica}"
             )
+        if self.workers % replica == 0 and self.workers % self.parallel.expert:
+            yield (
+                f"workers={self.workers} do not make whole groups of parallel.expert={self.parallel.expert} ranks that "
+                f"share experts; make workers a multiple of {self.parallel.expert}, or set parallel.expert=1"
+            )
         if self.lora.rank is not None and self.parallel.tensor > 1:
             yield (
                 f"lora.rank={self.lora.rank} with parallel.tensor={self.parallel.tensor}: matrices with an adapter "
@@ -294,6 +305,10 @@ class PolicyConfig(Section):
             "parallel.cpu_offload=true": (self.parallel.cpu_offload, "the state is in host memory then"),
             f"parallel.tensor={self.parallel.tensor}": (
                 self.parallel.tensor > 1,
+                "only rows are split over ranks",
+            ),
+            f"parallel.expert={self.parallel.expert}": (
+                self.parallel.expert_over_data > 1,
                 "only rows are split over ranks",
             ),
         }

@@ -121,7 +121,12 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "change one",
     ),
     "policy.parallel.tensor=3 policy.workers=2": ("policy.workers=2", "parallel.tensor=3", "multiple of 3"),
-    "policy.parallel.expert=2": ("policy.parallel.expert=2", "tensor=1", "set tensor=2, or expert=1"),
+    "policy.parallel.expert=2": ("policy.workers=1", "parallel.expert=2", "make workers a multiple of 2"),
+    "policy.parallel.expert=4 policy.parallel.tensor=2 policy.workers=4": (
+        "policy.parallel.expert=4",
+        "tensor=2",
+        "set tensor=4, or tensor=1, or expert=1",
+    ),
     "policy.parallel.sequence_parallel=true": ("sequence_parallel=true", "tensor=1", "raise tensor"),
     "policy.parallel.cpu_offload=true policy.lora.rank=8": (
         "cpu_offload=true",

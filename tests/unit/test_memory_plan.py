@@ -110,3 +110,9 @@ def test_other_families_and_ways_to_cut_batches_can_be_planned(name: str) -> Non
         plan = plan_memory(recipe(CONFIGS[name], **changes))
         assert all(part(plan, "activations and logits", stage) > 0 for stage in STAGES)
         assert bool(plan.notes) == ("workers" in changes)
+
+
+def test_ranks_that_share_experts_gather_only_their_own() -> None:
+    plans = [plan_memory(recipe(CONFIGS["qwen3_moe"], workers=2, parallel={"expert": n})) for n in (1, 2)]
+    gathered = 2 * 8 * 3 * 24 * 32 * 2  # two layers of 8 experts with three matrices in bfloat16
+    assert part(plans[0], "weights") - part(plans[1], "weights") == gathered // 2

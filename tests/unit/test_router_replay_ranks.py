@@ -91,7 +91,8 @@ def alone() -> tuple[torch.Tensor, float]:
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param({}, id="data"),
+        pytest.param({"expert": 2}, id="data_experts"),
+        pytest.param({}, id="data", marks=pytest.mark.slow),  # so does `data_experts`, and more
         pytest.param({"tensor": 2}, id="tensor", marks=pytest.mark.slow),  # so does `sequence`, and more
         pytest.param({"tensor": 2, "sequence_parallel": True}, id="sequence"),
         pytest.param({"context": 2}, id="context"),

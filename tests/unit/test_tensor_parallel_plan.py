@@ -84,7 +84,11 @@ def test_experts_that_cannot_be_shared_out_are_refused() -> None:
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "workers": ({"workers": 3, "parallel": {"tensor": 2}}, "make workers a multiple of 2"),
-    "expert": ({"workers": 2, "parallel": {"expert": 2}}, "set tensor=2, or expert=1"),
+    "expert": (
+        {"workers": 4, "parallel": {"tensor": 2, "expert": 4}},
+        "set tensor=4, or tensor=1, or expert=1",
+    ),
+    "expert_workers": ({"workers": 3, "parallel": {"expert": 2}}, "make workers a multiple of 2"),
     "sequence": ({"workers": 2, "parallel": {"sequence_parallel": True}}, "raise tensor, or switch it off"),
     "offload": ({"parallel": {"cpu_offload": True}, "lora": {"rank": 2}}, "adapter has few; switch it off"),
 }

@@ -1,4 +1,4 @@
-"""Several gloo processes train, score, save and load as one process does: FSDP, tensor and context parallel."""
+"""Several gloo processes train, score, save and load as one process does: FSDP, tensor, context and expert parallel."""
 
 import math
 from collections import Counter
@@ -60,12 +60,14 @@ CASES: dict[int, list[Case]] = {
         ("context", "llama", {"context": 2}, {**PACKED, "activation_checkpointing": True}),
         ("context", "mistral_window", {"context": 2}, {}),
         ("generic", "granite", {"tensor": 2}, {}),
+        ("experts", "qwen3_moe", {"expert": 2}, {"activation_checkpointing": True}),
     ],
     4: [
         ("data", "qwen3_moe", {"tensor": 2}, {}),
         ("data", "llama", {"tensor": 2}, PACKED),
         ("context", "qwen3_moe", {"tensor": 2, "context": 2, "sequence_parallel": True}, {}),
         ("uneven", "llama", {"tensor": 2}, UNEVEN),
+        ("experts", "qwen3_moe", {"expert": 2, "context": 2}, {}),
     ],
 }
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace.errors import ConfigError
 
-DATA, CONTEXT, TENSOR = "data_parallel", "context_parallel", "tensor_parallel"
+DATA, CONTEXT, TENSOR, EXPERT = "data_parallel", "context_parallel", "tensor_parallel", "expert_parallel"
 
 
 class RankLayout(NamedTuple):
@@ -52,7 +52,8 @@ class Topology:
     """This rank's groups; `replica` spans context x tensor.
 
     `weights` is a mesh (weights, tensor): weights are split over all data and context ranks, and what tensor
-    parallelism splits over the tensor ranks too.
+    parallelism splits over the tensor ranks too. `experts` is a mesh (weights, expert) of the same ranks, where data
+    and context ranks share experts: those of one expert group are neighbours.
     """
 
     layout: RankLayout
@@ -61,14 +62,22 @@ class Topology:
     tensor: dist.ProcessGroup
     replica: dist.ProcessGroup
     weights: DeviceMesh
+    experts: DeviceMesh | None = None
 
 
-def build_topology(device_type: str, *, context: int = 1, tensor: int = 1) -> Topology:
-    """Make the groups of all ranks of the initialised process group; every rank calls this together."""
+def build_topology(device_type: str, *, context: int = 1, tensor: int = 1, expert: int = 1) -> Topology:
+    """Make the groups of all ranks of the initialised process group; every rank calls this together.
+
+    `expert` ranks, which divide data x context, share experts; it is 1 with tensor ranks.
+    """
     layout = lay_out_ranks(dist.get_world_size(), context=context, tensor=tensor)
     data = layout.data
     axes = init_device_mesh(device_type, (data, context, tensor), mesh_dim_names=(DATA, CONTEXT, TENSOR))
     replicas = init_device_mesh(device_type, (data, context * tensor), mesh_dim_names=(DATA, "replica"))
     weights: Any = init_device_mesh(device_type, (data * context, tensor), mesh_dim_names=("weights", TENSOR))
+    experts = None
+    if expert > 1:
+        shape = (data * context // expert, expert)
+        experts = init_device_mesh(device_type, shape, mesh_dim_names=("weights", EXPERT))
     own = [axes.get_group(name) for name in (DATA, CONTEXT, TENSOR)]
-    return Topology(layout, own[0], own[1], own[2], replicas.get_group("replica"), weights)
+    return Topology(layout, own[0], own[1], own[2], replicas.get_group("replica"), weights, experts)

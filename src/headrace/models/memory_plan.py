@@ -166,7 +166,10 @@ def _gathered(policy: Any, cfg: PolicyConfig) -> int:
     for name, module in policy.named_modules():
         if name.rpartition(".")[2].isdigit() and name.count("layers.") == 1:
             weights = list(module.parameters())
-            layers.append(sum(p.numel() for p in weights) * COMPUTE_DTYPES[cfg.precision].itemsize)
+            # Of experts that data ranks share out, a rank gathers its own.
+            shares = {id(p): cfg.parallel.expert_over_data if p.dim() == 3 else 1 for p in weights}
+            held = sum(p.numel() // shares[id(p)] for p in weights)
+            layers.append(held * COMPUTE_DTYPES[cfg.precision].itemsize)
             inside |= {id(p) for p in weights}
     outside = sum(4 * p.numel() for p in policy.parameters() if id(p) not in inside)
     return 2 * max(layers, default=0) + int(outside)

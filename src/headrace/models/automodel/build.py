@@ -121,7 +121,7 @@ class ModelBuilder:
             # Attention refuses heads that the context ranks cannot share out.
             scores = _probe_scores(policy, self._device)
             if facts.scores is not None:
-                _check_split(model, facts.scores, scores, self._cfg.precision)
+                _check_split(model, facts.scores, scores, self._cfg)
         if reference is None:
             return BuiltModels(policy, None, replay)
         if reference is model:
@@ -137,8 +137,9 @@ class ModelBuilder:
         model = self._load_whole(_HOST)
         whole.append(model)
         scorer = self._scorer(model, self._scoring)
-        # transformers' own plans have to be proven.
-        unproven = self._layout.tensor > 1 and not is_family(model)
+        # transformers' own plans, and experts of any family, have to be proven.
+        splits = self._layout.tensor > 1 or self._cfg.parallel.expert_over_data > 1
+        unproven = splits and not is_family(model)
         scores = _probe_scores(scorer, _HOST) if unproven else None
         return _WholeFacts(scorer.has_head, scores, model.generation_config)
 
@@ -219,13 +220,16 @@ def _probe_scores(scorer: TokenScorer, device: torch.device) -> torch.Tensor:
     return scorer(row).logprobs.cpu()
 
 
-def _check_split(model: Any, whole: torch.Tensor, split: torch.Tensor, precision: str) -> None:
+def _check_split(model: Any, whole: torch.Tensor, split: torch.Tensor, cfg: PolicyConfig) -> None:
     """Compare the scores of the split model with those of the whole one, which are float32."""
     gap = (whole - split).abs()
-    exact = precision == "float32"
+    exact = cfg.precision == "float32"
     found, limit = (gap.max(), _LARGEST_FLOAT32) if exact else (gap.mean(), _MEAN_BFLOAT16)
     if not float(found) <= limit:
+        key, how = "tensor", "split by transformers' own plan"
+        if cfg.parallel.expert_over_data > 1:
+            key, how = "expert", "with its experts shared out"
         raise ConfigError(
-            f"policy.parallel.tensor: split by transformers' own plan, {type(model).__name__} scores tokens otherwise "
-            f"(logprobs change by {float(found):.1e}, more than {limit}); set policy.parallel.tensor=1"
+            f"policy.parallel.{key}: {how}, {type(model).__name__} scores tokens otherwise (logprobs change by "
+            f"{float(found):.1e}, more than {limit}); set policy.parallel.{key}=1"
         )

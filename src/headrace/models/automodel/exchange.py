@@ -8,6 +8,7 @@ Source: Jacobs et al., DeepSpeed Ulysses (arXiv 2309.14509), section 3.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ def swap_heads_and_tokens(x: torch.Tensor, group: Group) -> torch.Tensor:
     parts = x[0].reshape(dist.get_world_size(group), -1, *x.shape[2:])  # by receiver
     received = _exchange(parts, group, _all_to_all, _all_to_all)  # by sender
     return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def swap_rows(x: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
+    """Send rows (sum of `sent`, ...), ordered by receiver, and return those received, ordered by sender."""
+    there, back = partial(_swap, sent=sent, received=received), partial(_swap, sent=received, received=sent)
+    return _exchange(x, group, there, back)
 
 
 def check_heads(heads: int, key_value_heads: int, ranks: int) -> None:
@@ -98,6 +105,12 @@ def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
+
+
+def _swap(rows: torch.Tensor, group: Group, *, sent: list[int], received: list[int]) -> torch.Tensor:
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out
 
 
 def _all_to_all(parts: torch.Tensor, group: Group) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """A model whose weights, gradients and optimizer state are split over ranks.
 
 Tensor-parallel matrices are split over tensor ranks first; then every weight is split by rows over all data and
-context ranks (FSDP2). Layers compute in the policy's precision; embeddings, the output head, all reductions and the
-weights themselves are float32. Gradients are summed, never averaged: losses are shares of the global batch.
+context ranks (FSDP2), those of an expert over the ranks that hold it. Layers compute in the policy's precision;
+embeddings, the output head, all reductions and the weights themselves are float32. Gradients are summed, never
+averaged: losses are shares of the global batch.
 
 Source: PyTorch FSDP2, torch.distributed.fsdp.fully_shard.
 """
@@ -26,8 +27,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headrace.config import PolicyConfig
-from headrace.distributed.topology import TENSOR, Topology
+from headrace.distributed.topology import EXPERT, TENSOR, Topology
 from headrace.errors import ConfigError
+from headrace.models.automodel.expert_parallel import prefetch_experts, share_experts
 from headrace.models.automodel.setup import COMPUTE_DTYPES
 from headrace.models.automodel.tensor_parallel import split_matrices
 
@@ -157,7 +159,11 @@ def shard_model(model: Any, topology: Topology, cfg: PolicyConfig, device: torch
     # Inputs stay as they are: the residual stream is float32, as without sharding.
     dtypes: dict[str, Any] = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
     compute = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[cfg.precision], **dtypes)
-    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if topology.experts is not None:
+        for experts in share_experts(model, topology.experts[EXPERT]):
+            fully_shard(experts, mp_policy=compute, **{**options, "mesh": topology.experts["weights"]})
+    for layer in layers:
         fully_shard(layer, mp_policy=compute, **options)
     outside = MixedPrecisionPolicy(param_dtype=torch.float32, **dtypes)
     fully_shard(model, mp_policy=outside, reshard_after_forward=False, **options)
@@ -165,6 +171,8 @@ def shard_model(model: Any, topology: Topology, cfg: PolicyConfig, device: torch
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    if topology.experts is not None:
+        prefetch_experts(layers)
     # As `Module.to_empty` does; buffers, which have values already, stay.
     target = torch.device("cpu") if offload else device
     model._apply(lambda tensor: torch.empty_like(tensor, device=target) if tensor.is_meta else tensor)
@@ -204,7 +212,7 @@ def part_like(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def _tensor_dim(tensor: torch.Tensor) -> int | None:
-    """Return the dim that tensor ranks split, if they do."""
+    """Return the dim that tensor ranks, or ranks that share experts, split, if they do."""
     if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1:
         return None
     placement = tensor.placements[1]

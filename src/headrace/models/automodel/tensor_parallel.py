@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -26,7 +26,8 @@ from torch.distributed.tensor.parallel import (
 
 from headrace.errors import ConfigError
 from headrace.models.automodel.exchange import gather_tokens, scatter_tokens
-from headrace.models.automodel.experts import EXPERT_GROUP, GROUPED_EXPERTS
+from headrace.models.automodel.expert_parallel import check_grouped, hold_experts
+from headrace.models.automodel.experts import EXPERT_GROUP
 
 FAMILIES = (
     "llama",
@@ -82,7 +83,8 @@ def split_matrices(model: Any, mesh: DeviceMesh, *, sequence_parallel: bool) -> 
             # Every rank holds the same weights already, so that nothing is sent.
             parallelize_module(module, mesh, styles[style], src_data_rank=None)
         elif style == _EXPERTS:
-            _share_experts(module, mesh)
+            hold_experts(module, mesh)
+            setattr(module, EXPERT_GROUP, mesh.get_group())
     if is_family(model):
         _hook_blocks(model, mesh, inner)
     if not sequence_parallel:
@@ -145,12 +147,7 @@ def check_sizes(model: Any, plan: dict[str, str], ranks: int) -> None:
         module = model.base_model.get_submodule(name)
         if style == _EXPERTS:
             sizes["the number of experts"] = module.num_experts
-            implementation = model.config._experts_implementation
-            if implementation != GROUPED_EXPERTS:
-                raise ConfigError(
-                    f"policy.parallel.tensor with experts: policy.model.experts_implementation={implementation} cannot "
-                    "share them out; use grouped_mm"
-                )
+            check_grouped(model, "policy.parallel.tensor with experts")
         elif isinstance(module, nn.Linear):
             column = style in ("colwise", _GATHER)
             sizes[f"{name}.{'out' if column else 'in'}_features"] = (
@@ -166,13 +163,6 @@ def check_sizes(model: Any, plan: dict[str, str], ranks: int) -> None:
 def is_family(model: Any) -> bool:
     """Return whether the model is of a family whose plan stands here; others take transformers' own."""
     return model.config.get_text_config().model_type in FAMILIES
-
-
-def _share_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
-    for name, weight in list(experts.named_parameters(recurse=False)):
-        part = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
-        experts.register_parameter(name, nn.Parameter(part, requires_grad=weight.requires_grad))
-    setattr(experts, EXPERT_GROUP, mesh.get_group())
 
 
 # Blocks: what a layer hands to attention and MLP, and what it gets back.

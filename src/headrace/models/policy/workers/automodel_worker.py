@@ -468,13 +468,15 @@ def _topology(cfg: PolicyConfig, device: torch.device) -> Topology | None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     parallel = cfg.parallel
     if world == 1:
-        if parallel.tensor * parallel.context > 1:
+        if parallel.tensor * parallel.context * parallel.expert > 1:
             raise ConfigError(
-                f"policy.parallel.tensor={parallel.tensor} and context={parallel.context} need as many processes, and "
-                "this is the only one; set policy.workers, or both to 1"
+                f"policy.parallel.tensor={parallel.tensor}, context={parallel.context} and expert={parallel.expert} "
+                "need as many processes, and this is the only one; set policy.workers, or all to 1"
             )
         return None
-    return build_topology(device.type, context=parallel.context, tensor=parallel.tensor)
+    return build_topology(
+        device.type, context=parallel.context, tensor=parallel.tensor, expert=parallel.expert_over_data
+    )
 
 
 def _portions(data: Batch, mbs: int) -> Iterator[tuple[int, Batch, Sequence[Sequence[int]]]]:
