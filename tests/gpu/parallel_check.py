@@ -84,8 +84,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tensor_context_sequence": ({"tensor": 2, "context": 2, "sequence_parallel": True}, {}),
     "tensor_of_4": ({"tensor": 4}, {}),
     "context_of_4_recompute": ({"context": 4}, {"activation_checkpointing": True}),
+    "expert": ({"expert": 2}, {}),
+    "expert_recompute": ({"expert": 2}, {"activation_checkpointing": True}),
+    "expert_context": ({"expert": 2, "context": 2}, {}),
+    "expert_offload": ({"expert": 2, "cpu_offload": True}, {}),
+    "expert_of_4": ({"expert": 4}, {}),
 }
-STORED: tuple[dict[str, Any], ...] = ({}, {"tensor": 2}, {"tensor": 2, "context": 2})
+STORED: tuple[dict[str, Any], ...] = ({}, {"tensor": 2}, {"tensor": 2, "context": 2}, {"expert": 2})
 """Layouts whose checkpoints are read back."""
 
 
@@ -93,17 +98,18 @@ def on_cpu() -> bool:
     return not torch.cuda.is_initialized()
 
 
-def fits(parallel: dict[str, Any], world: int) -> bool:
-    """Return whether `world` ranks make whole replicas of a layout."""
-    replica = parallel.get("tensor", 1) * parallel.get("context", 1)
-    return world % replica == 0 and world % parallel.get("expert", 1) == 0
+def fits(parallel: dict[str, Any], world: int, model: str) -> bool:
+    """Return whether `world` ranks make whole replicas of a layout, and the model has experts where they share some."""
+    replica, experts = parallel.get("tensor", 1) * parallel.get("context", 1), parallel.get("expert", 1)
+    return world % replica == 0 and world % experts == 0 and (experts == 1 or "num_experts" in MODELS[model])
 
 
 def laid_out(parallel: dict[str, Any], world: int) -> str:
     """Return how the ranks are laid out: tensor 2 x data 2."""
     sizes = {name: parallel.get(name, 1) for name in ("tensor", "context")}
     sizes["data"] = world // (sizes["tensor"] * sizes["context"])
-    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    return shown + (f", experts over {parallel['expert']}" if "expert" in parallel else "")
 
 
 def model_sizes(model: str) -> dict[str, Any]:
@@ -282,7 +288,7 @@ def check_model(model: str, alone: dict[str, dict[str, Any]]) -> Iterator[dict[s
         single = {k: found[k] for k in ("loss", "grad_norm", "step_s")}
         yield {"model": model, "case": "one GPU", "precision": precision, "to_float32": rounding, **single}
     for name, (parallel, changes) in CASES.items():
-        if not fits(parallel, world):
+        if not fits(parallel, world, model):
             continue
         for precision, single_run in alone.items():
             result = run(make_worker(model, precision, parallel, changes))
@@ -298,7 +304,7 @@ def check_model(model: str, alone: dict[str, dict[str, Any]]) -> Iterator[dict[s
                 "ok": within(precision, found, rounding),
             }
     for parallel in STORED:
-        if fits(parallel, world):
+        if fits(parallel, world, model):
             equal = check_checkpoint(model, parallel)
             yield {
                 "model": model,

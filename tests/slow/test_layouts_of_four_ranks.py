@@ -34,7 +34,9 @@ def test_mixed_layouts_give_the_numbers_of_one_process(tmp_path: Path) -> None:
         "tensor 4",
         "context 4",
     )
-    assert trained == {(model, layout) for model in ("llama", "qwen3_moe") for layout in mixed}
+    experts = ("data 4, experts over 2", "context 2 x data 2, experts over 2", "data 4, experts over 4")
+    layouts = {"llama": mixed, "qwen3_moe": (*mixed, *experts)}
+    assert trained == {(model, layout) for model in layouts for layout in layouts[model]}
     gaps = [c["to_one_gpu"] for c in report["cases"] if "to_one_gpu" in c]
     assert max(gap["loss_max"] for gap in gaps) < 1e-5
     assert max(gap["grad_norm_relative"] for gap in gaps) < 1e-5
