@@ -18,12 +18,14 @@ LENGTHS = [9, 4, 12, 7, 5, 3, 11, 8, 10, 6, 2, 12, 9, 9, 4, 1]
 CLOSE: dict[str, float] = {"rtol": 0.0, "atol": 1e-5}
 
 
-def in_memory(directory: Path, workers: int, batching: str, steps: int, **changes: Any) -> RecipeConfig:
+def in_memory(
+    directory: Path, workers: int, batching: str, steps: int, *, expert: int = 1, **changes: Any
+) -> RecipeConfig:
     return tiny_recipe(
         directory,
         batching=batching,
         cpu_threads=1,
-        policy={"workers": workers},
+        policy={"workers": workers, "parallel": {"expert": expert}},
         # Of itself a run of several processes has its rows in the driver's memory.
         data_plane={"enabled": False} if workers == 1 else {},
         grpo={"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "max_num_steps": steps},
@@ -59,12 +61,18 @@ def losses(recorder_steps: list[Any]) -> torch.Tensor:
 
 # Ranks of padded batches, on gloo: test_worker_sharded.
 @pytest.mark.parametrize(
-    "batching", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fixed", "dynamic")), "packed"]
+    ("batching", "expert"),
+    [
+        *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("fixed", "dynamic", "packed")),
+        ("packed", 2),
+    ],
 )
-def test_two_processes_take_the_steps_of_one_and_keep_row_order(tmp_path: Path, batching: str) -> None:
+def test_two_processes_take_the_steps_of_one_and_keep_row_order(
+    tmp_path: Path, batching: str, expert: int
+) -> None:
     before = running_children()
     alone = three_steps(build_session(in_memory(tmp_path, 1, batching, 3)))
-    pair = three_steps(build_session(in_memory(tmp_path, 2, batching, 3)))
+    pair = three_steps(build_session(in_memory(tmp_path, 2, batching, 3, expert=expert)))
     assert running_children() == before
     torch.testing.assert_close(pair["logprobs"], alone["logprobs"], **CLOSE)
     assert pair["logprobs"].abs().sum(1).unique().numel() >= len(LENGTHS) - 1, "rows have to differ"
