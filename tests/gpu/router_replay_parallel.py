@@ -3,10 +3,10 @@
 
 Routes are recorded in a plain forward of one process. Models with other weights replay them: in one process, under
 FSDP2 with installation before and after it, and as workers shard them (data, tensor, sequence, context; experts are
-shared out over tensor ranks), in every layout of `WORKERS` that N ranks can have, data parallel in what is left of N.
-All samples' tokens differ, so the token alone says which experts it has to use: hooks on routers and experts look at
-what they give and get, on every rank, in forwards and in recomputation, and are held to it. With `--device cpu` the
-same runs over gloo.
+shared out over tensor ranks, or over data and context ranks), in every layout of `WORKERS` that N ranks can have, data
+parallel in what is left of N. All samples' tokens differ, so the token alone says which experts it has to use: hooks on
+routers and experts look at what they give and get, on every rank, in forwards and in recomputation, and are held to it.
+With `--device cpu` the same runs over gloo.
 """
 
 import argparse
@@ -48,9 +48,11 @@ from tiny_models import CHARACTERS, tiny_tokenizer
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe")
 WORKERS: dict[str, dict[str, Any]] = {
     "data": {},
+    "data_experts": {"expert": 2},
     "tensor": {"tensor": 2, "expert": 2},
     "sequence": {"tensor": 2, "sequence_parallel": True},
     "context": {"context": 2},
+    "context_experts": {"context": 2, "expert": 2},
     "tensor_context": {"tensor": 2, "expert": 2, "context": 2},
     "sequence_context": {"tensor": 2, "context": 2, "sequence_parallel": True},
 }
@@ -105,8 +107,8 @@ def policy_config(family: str, precision: str, device: str, **changes: Any) -> P
         "config": {"model_type": family, **tiny_sizes(family, **sizes)},
         "experts_implementation": "grouped_mm",
     }
-    if family == "gpt_oss" and not changes["parallel"]:
-        model["attn_implementation"] = "eager"  # It has attention sinks.
+    if family == "gpt_oss" and not {"tensor", "context"} & changes["parallel"].keys():
+        model["attn_implementation"] = "eager"  # It has attention sinks, and rows are padded.
     world = dist.get_world_size() if dist.is_initialized() else 1
     return PolicyConfig.model_validate(
         {
@@ -478,7 +480,8 @@ def check_stages(subject: Worker, truth: Truth) -> dict[str, Any]:
 def fits(layout: str, world: int) -> bool:
     """Return whether `world` ranks make whole replicas of a layout."""
     parallel = WORKERS.get(layout, {})
-    return bool(world % (parallel.get("tensor", 1) * parallel.get("context", 1)) == 0)
+    replica = parallel.get("tensor", 1) * parallel.get("context", 1)
+    return bool(world % replica == 0 and world % parallel.get("expert", 1) == 0)
 
 
 def run_case(family: str, layout: str, precision: str, device: torch.device) -> dict[str, Any]:
