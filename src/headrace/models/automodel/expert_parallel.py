@@ -27,7 +27,8 @@ def share_experts(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
             ranks do not divide.
     """
     ranks, kind = mesh.size(), model.config.get_text_config().model_type
-    found = {name: m for name, m in model.named_modules() if hasattr(m, "_is_expert_parallel")}
+    # What transformers' experts interface says of a stack.
+    found = {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed")}
     others = [
         name
         for name, module in model.named_modules()
