@@ -38,6 +38,9 @@ class AsyncConfig(Section):
     new ones."""
     piece_tokens: PositiveInt = 64
     """Tokens of an answer between two looks for new weights."""
+    kv_cache: Literal["recompute", "keep"] = "recompute"
+    """Keys and values of an answer that goes on with new weights: computed anew, or those of the weights that drew its
+    tokens."""
     max_failures: NonNegativeInt = 3
     """Calls that may fail within a step; each is made again. One more ends the run."""
     lease_s: PositiveFloat = 1800.0
@@ -152,3 +155,8 @@ def _resume_faults(recipe: Any) -> Iterator[str]:
     ):
         if is_set:
             yield f"async.on_update=resume: {key} {why}; remove it, or set async.on_update=finish"
+    if recipe.asynchrony.kv_cache == "keep" and recipe.generation.backend != "vllm":
+        yield (
+            f"async.kv_cache=keep: generation.backend={recipe.generation.backend} keeps no keys and values between two "
+            "pieces of an answer; set generation.backend=vllm, or async.kv_cache=recompute"
+        )

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config import GenerationConfig, SGLangConfig, VLLMConfig
 from headrace.errors import ConfigError, GenerationError
+from headrace.experience.live_generator import LiveGenerator
 from headrace.models.generation.build import build_generator
-from headrace.models.generation.engine_generator import EngineGenerator
+from headrace.models.generation.engine_generator import EngineGenerator, VLLMGenerator
 from headrace.models.generation.interfaces import GenerationOutput, Generator, SamplingParams
 from headrace.models.generation.sglang import SGLangGenerator
 from headrace.models.generation.weights import WeightStream
@@ -32,6 +34,8 @@ TOKENIZER = build_character_tokenizer(CHARACTERS)
 END = TOKENIZER.eos_token_id
 PROMPTS = [TOKENIZER.encode(text) for text in ("ab", "hello", "x", "hello", "a longer one")]
 GREEDY = SamplingParams(12, greedy=True)
+BLOCK = 32
+"""Tokens whose keys and values vLLM caches together."""
 SGLANG = SGLangConfig(sleep="all")
 
 
@@ -63,7 +67,7 @@ def build(backend: str, *, unknown: int = 0) -> Generator:
         python = os.environ.get("HEADRACE_ENGINE_PYTHON")
         placement = "beside" if place == "beside" else "apart"
         values |= {"placement": placement, "engines": engines, "python": python}
-    args = {"enforce_eager": True, "max_model_len": 128}
+    args = {"enforce_eager": True, "max_model_len": 128, "block_size": BLOCK}
     values |= {"sglang": SGLANG, "vllm": VLLMConfig(args=args, tensor_parallel=ranks if place else 1)}
     cfg = GenerationConfig(**values)
     with sglang_on_path():
@@ -192,6 +196,51 @@ def test_completions_after_each_update_are_those_of_the_new_weights(generator: G
         output = generator.generate(PROMPTS, GREEDY, seed=0)
         assert output.token_ids == [greedy_tokens(model, prompt) for prompt in PROMPTS]
         assert_scored(output, model)
+
+
+@torch.no_grad()
+def scored_over_old_keys(
+    models: tuple[Any, Any], prompt: list[int], of_old: list[int], of_new: list[int]
+) -> list[float]:
+    """Return the logprobs of `of_new` by the second model, over the first one's keys and values of all full blocks."""
+    tokens, begun = [*prompt, *of_old, *of_new], len(prompt) + len(of_old)
+    kept = (begun - 1) // BLOCK * BLOCK
+    cache = models[0](torch.tensor([tokens[:kept]]), use_cache=True).past_key_values
+    # Newer transformers have another name for it.
+    keyword = "cache" if "cache" in signature(models[1].forward).parameters else "past_key_values"
+    logits = models[1](torch.tensor([tokens[kept:]]), **{keyword: cache}).logits[0, begun - 1 - kept : -1]
+    return logits.float().log_softmax(-1).gather(-1, torch.tensor(of_new)[:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_answers_go_on_with_new_weights_over_new_keys_or_where_an_engine_keeps_them_over_old_ones(
+    generator: Generator, keeps: bool
+) -> None:
+    piece, models, looks = 12, (model_of(0), model_of(1)), iter(range(9))
+    prompts = [TOKENIZER.encode(text) for text in ("a long prompt of blocks", "x" * 50, "hello " * 6)]
+    live = LiveGenerator(generator, piece, keeps_cache=keeps)
+
+    def refresh() -> None:
+        if next(looks) == 1:
+            live.update_weights(models[1].state_dict().items(), 1)
+
+    live.refresh = refresh
+    # The second answer ends in its first piece; of two engines one then has more to do than the other.
+    output = live.generate(prompts, SamplingParams(2 * piece, max_total_tokens=60), seed=5)
+    assert max(map(len, output.token_ids)) == 2 * piece
+    has_cache = keeps and isinstance(generator, VLLMGenerator)
+    for prompt, new, logprobs in zip(prompts, output.token_ids, output.logprobs):
+        first, second = new[:piece], new[piece:]
+        expected = scored(models[0], prompt, first)
+        if second:
+            over_new = scored(models[1], prompt + first, second)
+            over_old = scored_over_old_keys(models, prompt, first, second)
+            assert over_old != pytest.approx(over_new, abs=1e-2)
+            expected += over_old if has_cache else over_new
+        assert logprobs == pytest.approx(expected, abs=1e-5)
+    again = generator.generate(prompts, GREEDY, seed=0)
+    for prompt, new, logprobs in zip(prompts, again.token_ids, again.logprobs):
+        assert logprobs == pytest.approx(scored(models[1], prompt, new), abs=1e-5)
 
 
 @pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])

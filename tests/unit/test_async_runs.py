@@ -127,6 +127,10 @@ def test_a_sampler_of_ones_own_cannot_break_the_bound(tmp_path: Path) -> None:
         (["async.micro_steps=2", "policy.train_micro_batch_size=16"], "parts of 8 samples"),
         (["async.micro_steps=2", "algorithm=reinforce_plus_plus"], "takes advantages within groups"),
         (["async.on_update=resume", "generation.stop_strings=[x]"], "generation.stop_strings may lie across"),
+        (
+            ["async.on_update=resume", "async.kv_cache=keep"],
+            "set generation.backend=vllm, or async.kv_cache=rec",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, overrides: list[str], said: str) -> None:

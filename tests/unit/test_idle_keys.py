@@ -145,6 +145,7 @@ SAID = {
     "async.on_stale=drop": (f"{ASYNC} async.sampler=a:b", ASYNC),
     "async.order=freshest": (ASYNC, f"{ASYNC} async.on_stale=drop"),
     "async.piece_tokens=9": (ASYNC, f"{ASYNC} async.on_update=resume"),
+    "async.kv_cache=keep": (ASYNC, f"{ASYNC} async.on_update=resume generation.backend=vllm"),
     "logging.tokens_of_samples=3": ("logging.samples_per_step=0", ""),
     "logging.tokens_per_sample=9": ("logging.tokens_of_samples=0", ""),
     "logging.detail_mb=9": ("logging.detail_every=0", ""),

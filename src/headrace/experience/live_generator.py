@@ -15,12 +15,15 @@ class LiveGenerator:
     """A Generator over another one, whose calls take turns.
 
     With `piece_tokens`, answers are made in pieces of so many tokens. Between two pieces `refresh` may give new
-    weights; answers go on with them, and their tokens so far are computed anew. A stop string that lies across two
-    pieces is not seen. Without it, answers end with the weights that they began with.
+    weights; answers go on with them, and their tokens so far are computed anew, or, with `keeps_cache`, looked up in an
+    engine's cache. A stop string that lies across two pieces is not seen. Without it, answers end with the weights that
+    they began with.
     """
 
-    def __init__(self, inner: Generator, piece_tokens: int | None = None) -> None:
-        self._inner, self._piece = inner, piece_tokens
+    def __init__(
+        self, inner: Generator, piece_tokens: int | None = None, *, keeps_cache: bool = False
+    ) -> None:
+        self._inner, self._piece, self._keeps_cache = inner, piece_tokens, keeps_cache
         self.weight_version, self.route_shape = inner.weight_version, inner.route_shape
         self._lock = RLock()
         self._is_held = False
@@ -68,12 +71,18 @@ class LiveGenerator:
         whole = GenerationOutput([[] for _ in prompts], [[] for _ in prompts], [True] * len(prompts))
         versions: list[list[int]] = [[] for _ in prompts]
         whole.weight_versions = versions
-        going, number = list(range(len(prompts))), 0
+        going, number, begun_with = list(range(len(prompts))), 0, None
         while going:
             self.refresh()
+            if self._keeps_cache and begun_with is None:
+                begun_with = self.weight_version
             part = self._inner.generate(
                 [[*prompts[i], *whole.token_ids[i]] for i in going],
-                replace(params, max_new_tokens=min(piece, params.max_new_tokens - number * piece)),
+                replace(
+                    params,
+                    max_new_tokens=min(piece, params.max_new_tokens - number * piece),
+                    cache_version=begun_with,
+                ),
                 seed=derive_seed(seed, "piece", number) if number else seed,
             )
             for row, i in enumerate(going):

@@ -220,7 +220,7 @@ EFFECTS: tuple[Effect, ...] = (
     ),
     _when(_ASYNC & _is("async.sampler", None), "async", "on_stale"),
     _when(_ASYNC & _ANY_READY, "async", "order"),
-    _when(_ASYNC & _is("async.on_update", "resume"), "async", "piece_tokens"),
+    _when(_ASYNC & _is("async.on_update", "resume"), "async", "piece_tokens kv_cache"),
     Effect(("resume",), _CONTINUES),
     Effect(("allow_changes",), _CONTINUES & _is("resume", True)),
     _when(_SAMPLES, "logging", "tokens_of_samples"),

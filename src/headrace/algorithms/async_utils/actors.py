@@ -81,7 +81,7 @@ def _collecting_actor(
     actor, cfg = CollectingActor.from_recipe(recipe, **parts), recipe.asynchrony
     piece = cfg.piece_tokens if cfg.on_update == "resume" else None
     if not isinstance(actor.generator, LiveGenerator) and (is_shared or piece is not None):
-        actor.generator = LiveGenerator(actor.generator, piece)
+        actor.generator = LiveGenerator(actor.generator, piece, keeps_cache=cfg.kv_cache == "keep")
     if recipe.grpo.dynamic_sampling.enabled:
         actor.judge = partial(_judged, recipe)
     actor.follow(newer_than)

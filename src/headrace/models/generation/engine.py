@@ -128,7 +128,11 @@ class Engine(Protocol):
     def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
     ) -> dict[str, float] | None:
-        """Load weights, all of them, and forget what is cached of the old ones; return what there is to say of it."""
+        """Load weights, all of them, for answers that look at nothing cached of old ones, unless their request says so.
+
+        Returns:
+            What there is to say of it.
+        """
         ...
 
     def release(self) -> None:

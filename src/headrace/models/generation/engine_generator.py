@@ -133,7 +133,7 @@ class EngineGenerator:
         return output
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load new weights, by Hugging Face parameter name, empty the prefix cache, and set `weight_version`.
+        """Load new weights, by Hugging Face parameter name, and set `weight_version`.
 
         Raises:
             GenerationError: unknown, missing or repeated names, or wrong shapes; nothing has changed then.

@@ -60,6 +60,8 @@ class EnginePool:
         self._spec, count = spec, spec.cfg.engines
         self._devices = [] if room else _devices(spec)
         self._lengths = LengthBook()
+        self._homes: dict[int, int] = {}
+        """The engine that keeps keys and values of an unfinished answer, by a hash of prompt and answer so far."""
         self._lost = 0
         self._restarts = [_RESTARTS] * count
         self._is_whole = True
@@ -101,11 +103,15 @@ class EnginePool:
         expected = {place: self._lengths.expected(at[place], limit) for place, limit in limits.items()}
         # Per engine, the places of each request that it has not answered to the end.
         left: dict[int, list[list[int]]] = {index: [] for index in self.engines}
+        keeps, homes = request.params.cache_version is not None, self._homes
+        home = {place: homes.get(hash(tuple(prompt))) for place, prompt in at.items() if keeps}
+        self._homes = {}
 
         def send(places: list[int]) -> None:
-            dealt = deal({p: at[p] for p in places}, {p: expected[p] for p in places}, len(self.engines))
-            for index, own in zip(list(self.engines), dealt):
-                if own:
+            new = [p for p in places if home.get(p) not in self.engines]
+            dealt = deal({p: at[p] for p in new}, {p: expected[p] for p in new}, len(self.engines))
+            for index, more in zip(list(self.engines), dealt):
+                if own := [p for p in places if home.get(p) == index] + more:
                     left[index].append(own)
                     part = request.subset(own)
                     self.engines[index].post(
@@ -129,6 +135,8 @@ class EnginePool:
                     part: Completions = wire.decode(answer.value)
                     left[index][0] = [p for p in left[index][0] if p not in set(part.places)]
                     lengths.update(zip(part.places, part.lengths.tolist()))
+                    if keeps:
+                        self._homes |= {hash((*at[row[0]], *row[1])): index for row in part.rows() if row[3]}
                     yield part
         finally:
             self._drain({index: len(own) for index, own in left.items() if own})

@@ -20,6 +20,8 @@ class SamplingParams:
     `greedy` takes the most likely token; temperature, top-p and top-k then do not matter. `record_routes` asks a
     generator that records routes for those of this call. `max_total_tokens` bounds each row's prompt and completion
     together, so that a row with a long prompt gets fewer new tokens than its neighbours; None: no such bound.
+    `cache_version` is for answers in pieces: keys and values may be read that weights since this version have left in a
+    cache; None: only those of the newest weights.
     """
 
     max_new_tokens: int
@@ -31,6 +33,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     record_routes: bool = True
     max_total_tokens: int | None = None
+    cache_version: int | None = None
 
     def limit(self, prompt_tokens: int) -> int:
         """Return how many new tokens a prompt of `prompt_tokens` gets at most.

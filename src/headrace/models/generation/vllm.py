@@ -1,10 +1,13 @@
 """A vLLM engine in this process: continuous batching, a prefix cache, CUDA graphs.
 
 Token ids go in and come out. Logprobs are those of the distribution that was sampled, so the trainer scores under the
-same temperature, top-p and top-k. Weights come by the names of a checkpoint. Every update empties the prefix cache,
-whose keys and values are those of the old weights.
+same temperature, top-p and top-k. Weights come by the names of a checkpoint.
 
-Source: vLLM, docs/training/rlhf.md, docs/features/sleep_mode.md, docs/training/routed_experts_replay.md.
+The prefix cache outlives an update, with the keys and values of old weights. Each answer looks into it under the salt
+of the update that it began with, so a new one finds nothing of before. What nobody looks up is evicted in time.
+
+Source: vLLM, docs/training/rlhf.md, docs/features/sleep_mode.md, docs/training/routed_experts_replay.md,
+docs/design/prefix_caching.md (cache salts).
 """
 
 import gc
@@ -68,7 +71,8 @@ class VLLMEngine:
         self._asleep: set[str] = set()
         self._peaks: dict[str, float] = {}
         self._seen_s = 0.0
-        self._requests = 0
+        self._requests = self._updates = 0
+        self._salts: dict[int | None, str] = {}  # by weight version
         try:
             self._llm: Any = self._vllm.LLM(**_engine_args(spec))
         except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
@@ -84,15 +88,16 @@ class VLLMEngine:
         self._wake("weights", "kv_cache")
         engine = self._llm.llm_engine
         places: dict[str, int] = {}
+        # An engine that has been started again has nothing of before.
+        salt = self._salts.get(request.params.cache_version, str(self._updates))
         for place, prompt in zip(request.places, request.prompts):
             self._requests += 1
             places[str(self._requests)] = place
             sampling = self._sampling(
                 request.params, len(prompt), derive_seed(request.seed, "row", place) % 2**63
             )
-            engine.add_request(
-                str(self._requests), {"type": "token", "prompt_token_ids": list(prompt)}, sampling
-            )
+            asked = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": salt}
+            engine.add_request(str(self._requests), asked, sampling)
         finished: list[Any] = []
         sent = time.monotonic()
         try:
@@ -112,7 +117,7 @@ class VLLMEngine:
         self._wake("weights")
         weights = _under_all_names(named_tensors, self._spec.tied)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        self._forget()
+        self._renew(version)
 
     def receive_weights(self, route: WeightRoute, rank: int, version: int) -> list[list[float]]:
         self._wake("weights")
@@ -124,15 +129,12 @@ class VLLMEngine:
             raise GenerationError(
                 f"vLLM could not load weights: {' '.join(str(error).split())[:500]}"
             ) from error
-        self._forget()
+        self._renew(version)
         return found
 
-    def _forget(self) -> None:
-        if self._llm.reset_prefix_cache() is False:
-            raise GenerationError(
-                "vLLM keeps its prefix cache, whose keys and values are of the old weights; are there requests of "
-                "others in the engine?"
-            )
+    def _renew(self, version: int) -> None:
+        self._updates += 1
+        self._salts[version] = str(self._updates)
 
     def release(self) -> None:
         """Give memory back until the next call, with `generation.vllm.sleep_level`; else do nothing."""
