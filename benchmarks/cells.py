@@ -25,6 +25,8 @@ def load(folder: Path = RESULTS) -> Reports:
 
 def command(name: str) -> str:
     """Return what writes a results file."""
+    if name.startswith("scaling"):
+        return f"python benchmarks/scaling.py --out benchmarks/results/{name}.json"
     return _COMMANDS.get(name, f"headrace bench {name} --save")
 
 
@@ -66,7 +68,9 @@ def heading(name: str, report: Report) -> str:
     """Return one line on where and from what a file was measured."""
     where = report["where"]
     gpu = report["notes"].get("hardware", {}).get("gpu")
-    machine = gpu or f"{where['processor']}, {where['cores']} cores, {where['threads']} thread"
+    several = report["notes"].get("hardware", {}).get("gpus", 1)
+    processor = f"{where['processor']}, {where['cores']} cores, {where['threads']} thread"
+    machine = processor if gpu is None else gpu if several == 1 else f"{several} x {gpu}"
     commit = where["commit"][:7] + ("+" if where["uncommitted_changes"] else "")
     torch = where["versions"]["torch"]
     return f"*{machine}; torch {torch}; commit {commit}; load {where['load_1min']:g}; `{command(name)}`*"

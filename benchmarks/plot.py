@@ -3,9 +3,11 @@
 headrace bench --save && python benchmarks/plot.py
 """
 
+import fnmatch
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tables
 from cells import Report, Reports, load, number
@@ -227,21 +229,76 @@ def draw_learning(reports: Reports) -> Figure:
     return figure
 
 
+def draw_scaling(reports: Reports) -> Figure:
+    """Draw tokens per second of a step over the GPUs, model by model, beside the ideal line."""
+    found = tables.scaling_reports(reports)
+    speeds = [
+        (name.removeprefix("scaling_"), case)
+        for name, report in found.items()
+        for case in report["notes"]["cases"].values()
+        if case["kind"] == "speed" and "failed" not in case
+    ]
+    models = [m for m in dict.fromkeys(case["model"] for _, case in speeds) if _one_gpu(speeds, m)]
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models):
+        scaling_panel(axes, model, speeds)
+    return figure
+
+
+Speeds = Sequence[tuple[str, dict[str, Any]]]
+
+
+def _one_gpu(speeds: Speeds, model: str) -> float | None:
+    ones = (c for _, c in speeds if (c["model"], c["gpus"], c["way"]) == (model, 1, "headrace"))
+    return next((case["step_tokens_per_s"] for case in ones), None)
+
+
+def scaling_panel(axes: Axes, model: str, speeds: Speeds) -> None:
+    """Draw one model: each layout's line from one GPU on, and each other way's."""
+    own = [(machine, case) for machine, case in speeds if case["model"] == model]
+    counts = sorted({case["gpus"] for _, case in own})
+    one = _one_gpu(speeds, model) or 0.0
+    axes.plot(counts, [one * n for n in counts], ":", color="black", linewidth=1, label="ideal")
+    drawn = ((("data", "headrace"), BLUE, "o-"), (("tensor", "headrace"), GREEN, "s--"))
+    drawn += ((("context", "headrace"), SKY, "^--"), (("tensor and context", "headrace"), RED, "D--"))
+    drawn += ((("data", "transformers"), ORANGE, "x-"),)
+    for (layout, way), colour, style in drawn:
+        points = {
+            c["gpus"]: c["step_tokens_per_s"] for _, c in own if (c["layout"], c["way"]) == (layout, way)
+        }
+        if points and way == "headrace":
+            points.setdefault(1, one)
+        if points:
+            at = sorted(points)
+            label = f"{way}, {layout}"
+            axes.plot(
+                at, [points[n] for n in at], style, color=colour, markersize=4, linewidth=1.3, label=label
+            )
+    axes.set_xticks(counts)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel("GPUs", fontsize=8)
+    axes.set_title(f"{model}: tokens per second of a step", fontsize=9)
+    axes.legend(fontsize=7, loc="upper left")
+
+
 PLOTS: dict[str, tuple[Callable[[Reports], Figure], str]] = {
     "performance.png": (draw_codec, "codec"),
     "performance_stores.png": (draw_stores, "store_transfer_queue"),
     "performance_train.png": (draw_train, "train"),
+    "performance_scaling.png": (draw_scaling, "scaling_*"),
     "performance_scale.png": (draw_scale, "scale"),
     "smollm2.png": (draw_learning, "smollm2_needle"),
 }
-"""Every plot, and the results file that it cannot do without."""
+"""Every plot, and the results file that it cannot do without; `*`: at least one of those."""
 
 
 def main() -> None:
     """Renew the plots, as far as there are figures, and the page."""
     reports = load()
     for name, (draw, needed) in PLOTS.items():
-        if needed in reports:
+        if fnmatch.filter(reports, needed):
             draw(reports).savefig(DOCS / name, dpi=120)
     tables.main()
 

@@ -35,7 +35,7 @@ _NEEDS = {
     "store_scale": _ON_RAY,
     "store_transfer_queue": _ON_RAY,
 }
-_NEED_GPU = ("codec_gpu", "train")
+_NEED_GPU = ("codec_gpu", "scaling", "train")
 
 
 def benchmark_names(folder: Path) -> list[str]:

@@ -415,6 +415,61 @@ def scale_parts(reports: Reports) -> str:
     return markdown(("part", "us per row at 1,024 ranks", "grows as"), rows)
 
 
+def scaling(reports: Reports) -> str:
+    """Return rates by GPUs and layout, of every machine that there is a file of, and the plot."""
+    found = scaling_reports(reports)
+    if not found:
+        return missing("scaling")
+    columns = ("step of", "GPUs", "layout", "by", "tokens/s", "of linear", "exposed, %", "peak, GiB")
+    parts = ["![tokens per second by GPUs, beside the ideal](performance_scaling.png)"]
+    for name, report in found.items():
+        efficiency = {figure["name"]: shown(figure) for figure in report["figures"]}
+        rows = []
+        for case in report["notes"]["cases"].values():
+            if case["kind"] != "speed" or "failed" in case:
+                continue
+            keys = [str(case[key]) for key in ("model", "gpus", "layout", "way")]
+            linear, scored = (
+                efficiency.get(f"{kind}.efficiency.{'.'.join(keys)}", NONE) for kind in ("step", "score")
+            )
+            numbers = (
+                number(case["step_tokens_per_s"]),
+                linear,
+                number(100 * case["exposed_share"]),
+                number(case["peak_gib"]),
+                number(case["score_tokens_per_s"]),
+                scored,
+            )
+            rows.append((*keys, *numbers))
+        parts.append(table(name, report, (*columns, "scoring: tokens/s", "of linear"), rows))
+    return "\n\n".join(parts)
+
+
+def scaling_spread(reports: Reports) -> str:
+    """Return how far ranks are apart in a step, planned by cost and dealt round; measured, and by the model."""
+    found = scaling_reports(reports)
+    if not found:
+        return missing("scaling")
+    rows: list[tuple[str, ...]] = []
+    for name, report in found.items():
+        for case in report["notes"]["cases"].values():
+            if case["kind"] == "spread" and "failed" not in case:
+                apart = [number(case[f"{way}_max_to_mean"], 3) for way in ("planned", "dealt")]
+                times = [number(case[f"{way}_step_s"]) for way in ("planned", "dealt")]
+                rows.append((f"{name.removeprefix('scaling_')}, {case['gpus']} ranks", *apart, *times))
+    last = list(found.values())[-1]
+    for ranks, ways in last["notes"]["spread_modelled"].items():
+        apart = [number(ways[way]["max_to_mean"], 3) for way in ("planned", "dealt")]
+        lockstep = [f"{number(ways[way]['lockstep'], 3)} of the mean" for way in ("planned", "dealt")]
+        rows.append((f"by cost, {ranks}", *apart, *lockstep))
+    columns = ("", "busiest rank to the mean: planned", "dealt", "step, s: planned", "dealt")
+    return markdown(columns, rows)
+
+
+def scaling_reports(reports: Reports) -> Reports:
+    return {name: report for name, report in reports.items() if name.startswith("scaling_")}
+
+
 TABLES: dict[str, tuple[Callable[[Reports], str], str | None]] = {
     "summary": (summary, None),
     "codec": (codec, "codec"),
@@ -426,6 +481,8 @@ TABLES: dict[str, tuple[Callable[[Reports], str], str | None]] = {
     "step bytes": (step_bytes, "step"),
     "step simulated": (step_simulated, "step"),
     "train": (train, "train"),
+    "scaling": (scaling, None),
+    "scaling spread": (scaling_spread, None),
     "routes": (routes, "routes"),
     "scale step": (scale_step, "scale"),
     "scale parts": (scale_parts, "scale"),

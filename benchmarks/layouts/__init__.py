@@ -1,0 +1,1 @@
+"""What `scaling.py` runs on every rank: models and rows, two ways to train, and what a profile says of them."""
