@@ -261,7 +261,7 @@ def scaling_panel(axes: Axes, model: str, speeds: Speeds) -> None:
     axes.plot(counts, [one * n for n in counts], ":", color="black", linewidth=1, label="ideal")
     drawn = ((("data", "headrace"), BLUE, "o-"), (("tensor", "headrace"), GREEN, "s--"))
     drawn += ((("context", "headrace"), SKY, "^--"), (("tensor and context", "headrace"), RED, "D--"))
-    drawn += ((("data", "transformers"), ORANGE, "x-"),)
+    drawn += ((("experts of 2", "headrace"), GREY, "v--"), (("data", "transformers"), ORANGE, "x-"))
     for (layout, way), colour, style in drawn:
         points = {
             c["gpus"]: c["step_tokens_per_s"] for _, c in own if (c["layout"], c["way"]) == (layout, way)

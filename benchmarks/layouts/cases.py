@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from headrace.config_policy import ParallelConfig
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.automodel import flops
 
@@ -85,8 +87,10 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tensor": {"tensor": 2},
     "context": {"context": 2},
     "tensor and context": {"tensor": 2, "context": 2},
+    "experts of 2": {"expert": 2},
+    "experts of 4": {"expert": 4},
 }
-"""What ranks share a replica; the rest of the ranks are data parallel (FSDP2)."""
+"""What ranks share a replica, or experts; the rest of the ranks are data parallel (FSDP2)."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,18 @@ class Case:
         """Ranks that share a row."""
         return self.parallel.get("tensor", 1) * self.parallel.get("context", 1)
 
+    @property
+    def can_be(self) -> bool:
+        """Whether the policy takes the layout, the GPUs make whole replicas of it, and there are experts to share."""
+        experts = self.parallel.get("expert", 1)
+        has_experts = "num_experts" in MODELS[self.model].config
+        whole = self.gpus % self.replica == 0 and self.gpus % experts == 0
+        try:
+            ParallelConfig.model_validate(self.parallel)
+        except ValidationError:
+            return False
+        return whole and (experts == 1 or has_experts)
+
 
 def cases(gpus: Sequence[int]) -> Iterator[Case]:
     """Yield all cases for these numbers of GPUs, the most telling first."""
@@ -131,7 +147,7 @@ def cases(gpus: Sequence[int]) -> Iterator[Case]:
         if layout != "data"
         for count in several
     )
-    yield from (case for case in shared if case.gpus % case.replica == 0)
+    yield from (case for case in shared if case.can_be)
     yield from (Case(model, count, TRANSFORMERS) for model in compared[1:] for count in counts)
     if 1 in counts:
         yield Case("8b-6", 1)
