@@ -88,14 +88,13 @@ class MismatchGuard:
         self._found = {f"{PREFIX}{name}": value for name, value in agreement.metrics().items()}
         self._found[f"{PREFIX}s"] = self._seconds
         rendered = [render_prompt(self.policy.tokenizer, p.messages) for p in self.prompts[: cfg.num_prompts]]
-        since = step - self._last[0] if self._last else None
         evidence = Evidence(
             agreement,
             bound=cfg.max_logprob_gap,
             rendered=(rendered, probe.task),
             before=self._before,
             last=self._last[1] if self._last else None,
-            steps_since_last=since,
+            steps_since_last=step - self._last[0] if self._last else None,
             weights_are_new=self.policy.weight_version > 0,
             distribution=self._distribution,
             score=lambda rows, distributions, half: self._answers(rows, distributions, half=half),

@@ -356,7 +356,6 @@ class AutomodelPolicyWorker(TQWorkerMixin):
                 yield name, tensor
 
     def sent_bytes(self) -> int:
-        """Return the bytes that the last run through `named_weights` yielded."""
         return self._sent_bytes
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -452,14 +451,12 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         return sum(p.numel() for p in self.model.parameters())
 
     def training_flops(self, lengths: Iterable[int]) -> float:
-        """Return the estimated operations of one training pass over sequences of `lengths` tokens."""
         return flops.training_flops(self.model, lengths)
 
     def attention_ratio(self) -> float:
         return flops.attention_ratio(self.model)
 
     def peak_tflops(self) -> float:
-        """Return the device's peak bfloat16 rate in 10^12 operations per second; 0 where it is not known."""
         return flops.peak_tflops(self.device)
 
 
