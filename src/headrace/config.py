@@ -142,6 +142,10 @@ class GenerationConfig(Section):
     """Token ids that end a completion, beside the model's own end-of-text."""
 
     @property
+    def distribution(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+
+    @property
     def filters(self) -> bool:
         return self.top_k is not None or self.top_p != 1
 

@@ -96,7 +96,7 @@ class MismatchGuard:
             last=self._last[1] if self._last else None,
             steps_since_last=step - self._last[0] if self._last else None,
             weights_are_new=self.policy.weight_version > 0,
-            distribution=self._distribution,
+            distribution=self.recipe.generation.distribution,
             score=lambda rows, distributions, half: self._answers(rows, distributions, half=half),
         )
         agrees = agreement.within(cfg.max_logprob_gap)
@@ -118,11 +118,6 @@ class MismatchGuard:
         """Whether the recipe itself asks one side to round."""
         return "bfloat16" in (self.recipe.generation.precision, self.recipe.policy.precision)
 
-    @property
-    def _distribution(self) -> dict[str, Any]:
-        cfg = self.recipe.generation
-        return {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
-
     def _probe(self, others: list[list[int]], *, sampled: bool) -> Probe:
         cfg = self.recipe.generation.guard
         seed = derive_seed(self.recipe.seed, "guard", self._checks)
@@ -143,7 +138,7 @@ class MismatchGuard:
 
     def _compare(self, probe: Probe) -> Agreement:
         rows = [*probe.greedy, *probe.sampled]
-        run, plain, likeliest = self._answers(rows, [self._distribution, PLAIN, _LIKELIEST])
+        run, plain, likeliest = self._answers(rows, [self.recipe.generation.distribution, PLAIN, _LIKELIEST])
         count, task = len(probe.greedy), len(probe.task)
         greedy, sampled = plain.slice(0, count), run.slice(count, len(rows))
         agreement = Agreement(

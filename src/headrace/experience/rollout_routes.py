@@ -1,6 +1,7 @@
 """The routes of rollouts: joined over turns, as a column, and as a few numbers per sample for the driver."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
@@ -54,15 +55,12 @@ def routes_column(rollouts: Sequence[Rollout], shape: RouteShape) -> torch.Tenso
             chosen (`check_routes`); names sample, token and layer.
     """
     lengths = [len(r.token_ids) for r in rollouts]
+    form = (shape.dtype, shape.num_layers, shape.top_k)
     expected = f"(tokens, {shape.num_layers} MoE layers, {shape.top_k} experts per token) in {shape.dtype}"
     rows = []
     for rollout, length in zip(rollouts, lengths):
         routes = rollout.routes
-        if routes is None or (routes.dtype, *routes.shape[1:]) != (
-            shape.dtype,
-            shape.num_layers,
-            shape.top_k,
-        ):
+        if routes is None or (routes.dtype, *routes.shape[1:]) != form:
             got = "no routes" if routes is None else f"routes of shape {tuple(routes.shape)}, {routes.dtype}"
             raise SchemaError(
                 f"sample '{rollout.sample_id}' has {got}; router replay (policy.router_replay.enabled) needs {expected}"
@@ -73,14 +71,7 @@ def routes_column(rollouts: Sequence[Rollout], shape: RouteShape) -> torch.Tenso
             )
         rows.append(_up_to(routes, length))
     column = torch.cat(rows)
-    check_routes(
-        column,
-        num_experts=shape.num_experts,
-        num_layers=shape.num_layers,
-        top_k=shape.top_k,
-        lengths=lengths,
-        sample_ids=[r.sample_id for r in rollouts],
-    )
+    check_routes(column, **asdict(shape), lengths=lengths, sample_ids=[r.sample_id for r in rollouts])
     return column
 
 

@@ -196,12 +196,7 @@ def activations(cfg: PolicyConfig, recipe: RecipeConfig, policy: Any) -> tuple[i
     """Return the bytes beyond weights and gradients at the peaks of scoring and of training a microbatch."""
     scoring, training = largest_microbatches(cfg)
     context = cfg.parallel.context
-    whole = Scoring(
-        recipe.generation.temperature,
-        recipe.generation.top_k,
-        recipe.generation.top_p,
-        cfg.logprob_chunk_tokens,
-    )
+    whole = Scoring(**recipe.generation.distribution, chunk_tokens=cfg.logprob_chunk_tokens)
     with FakeTensorMode(), LiveBytes() as counter:
         model = _fake(policy)
         for tensor in _tensors(model):
@@ -283,6 +278,6 @@ def _decoding(recipe: RecipeConfig, generator: Any) -> tuple[int, int]:
         ids = torch.zeros(prompts, dtype=torch.int64)
         trunk(model)(input_ids=ids, position_ids=torch.zeros_like(ids), attention_mask=None, use_cache=False)
         logits = torch.empty(rows, config.vocab_size, dtype=dtype)
-        scores = filter_logits(logits, temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
+        scores = filter_logits(logits, **cfg.distribution)
         gather_logprobs(scores, sample_at(scores, torch.empty(rows, dtype=torch.float64)))
         return cache, counter.peak

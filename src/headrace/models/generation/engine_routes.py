@@ -12,7 +12,7 @@ import base64
 import binascii
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from tokenize import TokenError
 from typing import Any, Literal
 
@@ -66,13 +66,7 @@ class _Reader:
         if earlier is None:
             rows = torch.cat([rows.new_full((self.start, *rows.shape[1:]), -1), rows])
         try:
-            check_routes(
-                rows,
-                num_experts=shape.num_experts,
-                num_layers=shape.num_layers,
-                top_k=shape.top_k,
-                sample_ids=[self.name],
-            )
+            check_routes(rows, **asdict(shape), sample_ids=[self.name])
             rows = pack_routes([rows], num_experts=shape.num_experts)
         except SchemaError as error:
             raise GenerationError(

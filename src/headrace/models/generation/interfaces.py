@@ -107,14 +107,8 @@ class Generator(Protocol):
 
 def sampling_params(cfg: GenerationConfig) -> SamplingParams:
     """Return the recipe's way to sample."""
-    return SamplingParams(
-        max_new_tokens=cfg.max_new_tokens,
-        temperature=cfg.temperature,
-        top_p=cfg.top_p,
-        top_k=cfg.top_k,
-        stop_token_ids=cfg.stop_token_ids,
-        stop_strings=cfg.stop_strings,
-    )
+    ends: dict[str, Any] = {"stop_token_ids": cfg.stop_token_ids, "stop_strings": cfg.stop_strings}
+    return SamplingParams(cfg.max_new_tokens, **cfg.distribution, **ends)
 
 
 def check_request(model: Any, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:

@@ -64,7 +64,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         self.dp_size, self._replica_size = layout.data, layout.replica_size
         built = ModelBuilder(
             cfg,
-            Scoring(generation.temperature, generation.top_k, generation.top_p, cfg.logprob_chunk_tokens),
+            Scoring(**generation.distribution, chunk_tokens=cfg.logprob_chunk_tokens),
             device=self.device,
             topology=self.topology,
             tokenizer=tokenizer,
