@@ -320,17 +320,11 @@ class TQPolicy(Policy):
         task_name: str,
     ) -> tuple[list[KVBatchMeta], Sequence[int] | None]:
         self._stamp_pad_seqlen(meta)
-        packing, dynamic = self._packing_args(budget) if budget else (None, None)
         narrowed = meta.with_fields(plan_fields(meta.fields, wanted))
         narrowed.task_name = task_name
         narrowed.tags = None  # the driver's own: workers read none, and they are most of a meta's bytes
-        return shard_meta_for_dp(
-            narrowed,
-            dp_world=self.workers.dp_size,
-            batch_size=batch_size,
-            sequence_packing_args=packing,
-            dynamic_batching_args=dynamic,
-        )
+        cutting = self._cutting(budget) if budget else {}
+        return shard_meta_for_dp(narrowed, dp_world=self.workers.dp_size, batch_size=batch_size, **cutting)
 
     def shutdown(self) -> bool:
         """End the workers, then the store, also when the workers are dead already; may be called twice."""
