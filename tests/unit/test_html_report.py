@@ -62,7 +62,7 @@ def test_a_text_cannot_end_the_element_that_holds_it(tmp_path: Path) -> None:
     (run / "samples.jsonl").write_text(json.dumps(line) + "\n")
     document = html_report(find_runs([run]))
     assert "<script>alert" not in document
-    assert "<title>&lt;b>&amp;run" in document
+    assert "<title>&lt;b&gt;&amp;run" in document
     assert given(document)["samples"][0][0]["prompt"] == line["prompt"]
 
 
