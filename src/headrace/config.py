@@ -115,7 +115,7 @@ class GenerationConfig(Section):
     guard: GuardConfig = GuardConfig()
     placement: Literal["in_place", "beside", "apart"] = "in_place"
     """Where engines run: in the rollout's process, in processes of their own on its GPUs (`beside`), or on GPUs of
-    their own (`apart`): the last that it sees or, where the policy's workers are Ray actors, any of the cluster."""
+    their own (`apart`), the last that it sees. Where the policy's workers are Ray actors: on their GPUs, or others."""
     engines: PositiveInt = 1
     """Engines that share the prompts, a process each; in place there is one."""
     python: str | None = None

@@ -57,16 +57,23 @@ LEARNERS: dict[str, dict[str, Any]] = {
         },
     },
     "router_replay": {"policy": {"router_replay": {"enabled": True}}},
-    # Two sharded ranks send their weights straight to engines in actors of their own.
-    "engines_apart": {
-        "generation": {"placement": "apart", "engines": 2, "guard": {"enabled": False}},
+    # Sharded ranks send their weights straight to engines in actors of their own: the first one, or each its own.
+    **{
+        f"engines_{placement}": {
+            "generation": {"placement": placement, "engines": 2, "guard": {"enabled": False}}
+        }
+        for placement in ("apart", "beside")
     },
 }
 
 
-# The other two take the plain steps, and more.
+# The others take the plain steps, and more; the two placements differ in how weights go.
 @pytest.mark.parametrize(
-    "learner", [pytest.param(name, marks=[pytest.mark.slow] * (name == "plain")) for name in LEARNERS]
+    "learner",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("plain", "engines_apart")))
+        for name in LEARNERS
+    ],
 )
 def test_actors_take_the_steps_of_one_process(
     tmp_path: Path, learner: str, transfer_queue_engine: None
@@ -86,7 +93,7 @@ def test_actors_take_the_steps_of_one_process(
         assert [s["sample_id"] for s in got] == [s["sample_id"] for s in want]
     for name, weight in alone["weights"].items():
         torch.testing.assert_close(cluster["weights"][name], weight, rtol=0.0, atol=1e-4)
-    if learner == "engines_apart":
+    if learner.startswith("engines_"):
         assert all(r.metrics["generator/weights_gb"] > 0 for r in cluster["steps"])
     if learner == "router_replay":
         for record in cluster["steps"]:

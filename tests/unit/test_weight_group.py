@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,6 +86,38 @@ def test_every_rank_gets_the_weights_of_each_update_over_several_buckets(meeting
         meeting.forget(step)
     for group in (sender, *receivers):
         group.leave()
+
+
+def test_every_lane_gets_the_weights_of_its_own_sender_through_memory(meeting: Meeting) -> None:
+    route = route_of(meeting, 0, takers=(2, 0, 1))
+    groups = [(lane, WeightGroup()) for lane in (0, 0, 2)]
+    senders = [(lane, WeightGroup()) for lane in (0, 2)]
+    assert [route.sends(rank) for rank in range(4)] == [True, False, True, False]
+    for update in range(2):
+        step = replace(route, update=update)
+        arriving = [received(group, step, lane) for lane, group in groups]
+        for lane, sender in senders:
+            in_background(partial(sender.send, step, weights_of(lane + update).items(), lane), f"lane {lane}")
+        for (lane, group), future in zip(groups, arriving):
+            arrived = future.result(timeout=20)
+            for name, tensor in weights_of(lane + update).items():
+                assert torch.equal(arrived[name], tensor.to(arrived[name].dtype))
+            assert len(group.seconds) > 2
+        meeting.forget(step)
+
+
+def test_a_receivers_error_in_one_lane_ends_the_update_for_the_other(meeting: Meeting) -> None:
+    route = route_of(meeting, 0, timeout_s=5.0, takers=(1, 1))
+
+    def fails() -> None:
+        with WeightGroup().receiving(route, 1):
+            raise GenerationError("no such name")
+
+    sending = in_background(partial(WeightGroup().send, route, weights_of(0).items()), "lane 0")
+    with pytest.raises(GenerationError, match="no such name"):
+        fails()
+    with pytest.raises(TransportError, match=r"given up: rank 1 \(pid \d+\) failed"):
+        sending.result(timeout=10)
 
 
 def test_a_receivers_error_ends_the_update_for_all(meeting: Meeting) -> None:

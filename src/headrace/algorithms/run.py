@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -89,13 +88,14 @@ def _build_rollouts(
         return [LocalWorkerGroup(SyncRolloutActor.from_recipe(recipe, tokenizer, environment))], None
     if in_actor:
         if recipe.asynchrony.enabled:
-            gpus = rollout_gpus(recipe.policy, recipe.generation, recipe.cluster)
+            gpus = rollout_gpus(recipe)
             start, start_keeper = partial(_start_actor, recipe, gpus), partial(_start_actor, recipe, 0)
             return start_actors(recipe, policy.dp_cfg, start, start_keeper)
-        return [_start_rollout_actor(recipe, policy.dp_cfg)], None
+        return [_start_rollout_actor(recipe, policy)], None
     if recipe.asynchrony.enabled:
         return build_actors(recipe, tokenizer, environment, policy.dp_client)
-    actor = SyncRolloutActor.from_recipe(recipe, tokenizer, environment, policy.dp_client)
+    seats = policy.workers.seats()
+    actor = SyncRolloutActor.from_recipe(recipe, tokenizer, environment, policy.dp_client, seats=seats)
     return [LocalWorkerGroup(actor)], None
 
 
@@ -112,15 +112,13 @@ def _start_actor(recipe: RecipeConfig, gpus: int, spec: WorkerSpec, name: str) -
     )
 
 
-def _start_rollout_actor(recipe: RecipeConfig, dp_cfg: DataPlaneConfig | Mapping[str, Any]) -> WorkerGroup:
+def _start_rollout_actor(recipe: RecipeConfig, policy: TQPolicy) -> WorkerGroup:
     """Start a Ray actor; rows go from there to the store, weights from the policy's actors, on Ray too, to it."""
-    spec = WorkerSpec(SyncRolloutActor.from_recipe, (recipe,))
-    group = _start_actor(
-        recipe, rollout_gpus(recipe.policy, recipe.generation, recipe.cluster), spec, "the rollout actor"
-    )
+    spec = WorkerSpec(SyncRolloutActor.from_recipe, (recipe,), {"seats": policy.workers.seats()})
+    group = _start_actor(recipe, rollout_gpus(recipe), spec, "the rollout actor")
     with ExitStack() as undo:
         undo.callback(group.shutdown)
-        group.run_all("setup_data_plane", dp_cfg, added_fields())
+        group.run_all("setup_data_plane", policy.dp_cfg, added_fields())
         undo.pop_all()
     return group
 
@@ -154,7 +152,7 @@ def _build_policy(recipe: RecipeConfig, tokenizer: Any, in_actor: bool) -> Polic
     if in_actor:
         place = {
             "rollout": "actor",
-            "rollout_gpus": actors * rollout_gpus(recipe.policy, recipe.generation, recipe.cluster),
+            "rollout_gpus": actors * rollout_gpus(recipe),
         }
     common: dict[str, Any] = {
         "tokenizer": tokenizer,

@@ -21,6 +21,7 @@ from headrace.data_plane.schema import SAMPLE_ID, FieldSpec, declare
 from headrace.data_plane.worker_mixin import bytes_moved
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.columns import object_array
+from headrace.distributed.worker_groups.rank import Seat
 from headrace.environments.interfaces import Environment
 from headrace.environments.routed import RoutedEnvironment
 from headrace.errors import ConfigError, DataPlaneError
@@ -100,8 +101,9 @@ class SyncRolloutActor:
         environment: Environment | None = None,
         dp_client: DataPlaneClient | None = None,
         generator: Generator | None = None,
+        seats: Sequence[Seat] = (),
     ) -> Self:
-        """Build all that is not given from a recipe.
+        """Build all that is not given from a recipe; `seats` are those of the policy's ranks, if they are Ray actors.
 
         Raises:
             ConfigError: a model, environment or generator that the recipe gets wrong, or router replay with a
@@ -113,7 +115,7 @@ class SyncRolloutActor:
         environment = environment or prompts_that_fit(recipe, tokenizer)
         replays = recipe.policy.router_replay.enabled
         if generator is None:
-            room = engine_room(recipe)
+            room = engine_room(recipe, seats)
             device = torch.device("cpu") if room else None  # this process needs the description alone
             model = load_model(recipe.policy, seed=recipe.seed, device=device)
             round_base(model, recipe.policy.lora, COMPUTE_DTYPES[recipe.policy.precision])

@@ -5,6 +5,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
+from headrace.distributed.worker_groups.rank import Seat
+
 Reader = Callable[..., Iterator[Any]]
 
 
@@ -58,6 +60,10 @@ class WorkerGroup(ABC):
     def reader(self, method: str) -> Reader:
         """Return what calls a generator method of the group's only worker, from any thread, and on Ray any process."""
         raise NotImplementedError
+
+    def seats(self) -> list[Seat]:
+        """Return where each rank is, for Ray actors that are to join it there; nothing outside Ray."""
+        return []
 
     def restart(self) -> None:
         """Start the workers anew, as they were at first, after they have ended."""

@@ -40,6 +40,14 @@ class RankInfo:
 
 
 @dataclass(frozen=True)
+class Seat:
+    """Where a rank is: the id of its Ray node, and its GPUs as CUDA_VISIBLE_DEVICES has them; none on a CPU."""
+
+    node: str
+    devices: str
+
+
+@dataclass(frozen=True)
 class RankSettings:
     """What all ranks of a group have in common.
 

@@ -20,6 +20,7 @@ from headrace.distributed.worker_groups.rank import (
     RankServer,
     RankSettings,
     Reply,
+    Seat,
     open_store,
 )
 from headrace.distributed.worker_groups.wire import Payload, decode, encode
@@ -58,6 +59,10 @@ class RankActor(RankServer):
         host = ray.util.get_node_ip_address()
         self._meeting = open_store(host, world_size)
         return host, self._meeting.port
+
+    def seat(self) -> Seat:
+        node = ray.get_runtime_context().get_node_id()
+        return Seat(node, ",".join(map(str, ray.get_gpu_ids())))
 
     def start(
         self, info: RankInfo, settings: RankSettings, spec: list[Any], path: list[str]

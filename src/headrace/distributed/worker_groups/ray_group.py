@@ -12,7 +12,7 @@ from headrace.distributed.topology import RankLayout
 from headrace.distributed.virtual_cluster import RayVirtualCluster
 from headrace.distributed.worker_groups.failures import WorkerFailure
 from headrace.distributed.worker_groups.interfaces import WorkerGroup
-from headrace.distributed.worker_groups.rank import Answer, Call, RankInfo, RankSettings, WorkerSpec
+from headrace.distributed.worker_groups.rank import Answer, Call, RankInfo, RankSettings, Seat, WorkerSpec
 from headrace.distributed.worker_groups.ray_actor import ANSWERS, ActorReader, ActorSink, RankActor, briefly
 from headrace.distributed.worker_groups.remote import GRACE_S, RemoteWorkerGroup
 from headrace.distributed.worker_groups.wire import encode
@@ -87,6 +87,10 @@ class RayWorkerGroup(RemoteWorkerGroup):
                 pass
         else:
             super().stream_to(target, method, into, *args, given=given)
+
+    def seats(self) -> list[Seat]:
+        found: list[Seat] = ray.get([actor.seat.remote() for actor in self._actors])
+        return found
 
     def reader(self, method: str) -> ActorReader:
         return ActorReader(self._actors[0], method, self._alone)

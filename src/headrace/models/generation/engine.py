@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.config import GenerationConfig
-from headrace.distributed.worker_groups.rank import Answer
+from headrace.distributed.worker_groups.rank import Answer, Seat
 from headrace.models.generation.interfaces import SamplingParams
 from headrace.models.generation.weight_group import WeightRoute
 
@@ -43,11 +43,15 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class RayRoom:
-    """Where engines live as Ray actors: on CPUs, or each on so many GPUs of one node as it has ranks."""
+    """Where engines live as Ray actors: on CPUs, or each on so many GPUs of one node as it has ranks.
+
+    With `seats`, engine i joins the policy's rank i there, and again from the first.
+    """
 
     device: str
     startup_timeout_s: float
     autoscales: bool = False
+    seats: tuple[Seat, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,8 @@ class ProcessEngine(Engine, Protocol):
     """An Engine for a process of its own, whose ranks may get weights by a route."""
 
     def receive_weights(self, route: WeightRoute, rank: int, version: int) -> list[list[float]]:
-        """Do as `update_weights` with what comes; `rank` is the first of this engine's in the route's group.
+        """Do as `update_weights` with what comes; `rank` is the first of this engine's in the route's
+        group, or its lane.
 
         Returns:
             The seconds of each bucket, for each rank of the engine.

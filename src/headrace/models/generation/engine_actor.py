@@ -12,6 +12,7 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from headrace.distributed.virtual_cluster import RayVirtualCluster
 from headrace.distributed.worker_groups import RankSettings, WorkerSpec
@@ -27,7 +28,10 @@ _GENTLE_S = 10.0
 
 
 class EngineCluster:
-    """The room of engines on a Ray cluster, whose processes this one can reach. `host` is this node's address."""
+    """The room of engines on a Ray cluster, whose processes this one can reach.
+
+    `host` is this node's address; `gives_gpu`: this process has a GPU of its own.
+    """
 
     def __init__(self, spec: EngineSpec, room: RayRoom) -> None:
         """Wait for room.
@@ -41,9 +45,9 @@ class EngineCluster:
                 f"generation.python={spec.cfg.python}: engines apart are Ray actors where the policy's workers are, "
                 "and run Ray's interpreter; remove it, or set generation.placement=beside"
             )
-        self._spec = spec
+        self._spec, self._seats = spec, room.seats
         self._files = {file.name: file.read_bytes() for file in spec.folder.iterdir() if file.is_file()}
-        self._gpus = spec.ranks if room.device == "cuda" else 0
+        self._gpus = spec.ranks if room.device == "cuda" and not room.seats else 0
         self._cluster = RayVirtualCluster(
             spec.cfg.engines,
             num_nodes=spec.cfg.engines,
@@ -56,6 +60,8 @@ class EngineCluster:
             autoscales=room.autoscales,
         )
         self.host: str = ray.util.get_node_ip_address()
+        # Others can be seen, and are those of the policy or of engines.
+        self.gives_gpu = bool(ray.get_gpu_ids())
 
     def launch(self, name: str, index: int, threads: int) -> "EngineActor":
         """Start an engine, and do not wait for it."""
@@ -65,6 +71,12 @@ class EngineCluster:
             "scheduling_strategy": self._cluster.place(index),
             "runtime_env": self._cluster.runtime_env,
         }
+        if self._seats:
+            seat = self._seats[index % len(self._seats)]
+            options |= {
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(seat.node, soft=False),
+                "runtime_env": {**(self._cluster.runtime_env or {}), "env_vars": _sees(seat.devices)},
+            }
         return EngineActor(name, WorkerSpec(_built, (self._spec, self._files, threads)), options)
 
     def close(self) -> None:
@@ -116,6 +128,13 @@ class EngineActor:
             while self._answers and self.ready([self], max(0.0, deadline - time.monotonic())):
                 self.receive()
             ray.kill(self._actor)
+
+
+def _sees(devices: str) -> dict[str, str]:
+    """Return the environment of a process that has no GPU of its own by Ray's count, and sees another one's."""
+    if not devices:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": devices, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 def _built(spec: EngineSpec, files: Mapping[str, bytes], threads: int) -> EngineServer:

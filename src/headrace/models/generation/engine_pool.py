@@ -69,11 +69,14 @@ class EnginePool:
         self._cluster: Any = None
         if room is not None:
             self._cluster = _on_ray(spec, room)
-        self._way: MemoryWay | GroupWay = (
-            GroupWay(spec, capacity, self._cluster.host if self._cluster else _HOST)
-            if spec.cfg.placement == "apart"
-            else MemoryWay(spec, capacity, [devices[0] for devices in self._devices])
-        )
+        self._way: MemoryWay | GroupWay
+        if room is not None:
+            here = "cuda" if self._cluster.gives_gpu and spec.device == "cuda" else "cpu"
+            self._way = GroupWay(spec, capacity, self._cluster.host, here, len(room.seats))
+        elif spec.cfg.placement == "apart":
+            self._way = GroupWay(spec, capacity, _HOST, spec.device)
+        else:
+            self._way = MemoryWay(spec, capacity, [devices[0] for devices in self._devices])
         self.engines: dict[int, EngineHandle] = {}
         self._starting: dict[int, EngineHandle] = {}
         with ExitStack() as undo:

@@ -128,12 +128,17 @@ def _synchronize(devices: Iterable[int]) -> None:
 
 
 class GroupWay:
-    """All ranks of all engines get a broadcast: of this process, or of another one to which `route` was given."""
+    """All ranks of all engines get a broadcast: of this process, or of another one to which `route` was given.
+
+    Engines that have joined ranks of the policy get what `route` sends through memory, each of its own rank.
+    """
 
     file: int | None = None
 
-    def __init__(self, spec: EngineSpec, capacity: int, host: str) -> None:
+    def __init__(self, spec: EngineSpec, capacity: int, host: str, here: str, lanes: int = 0) -> None:
+        """`here` is where this process has weights that it sends itself, `lanes` counts those ranks."""
         self._spec, self._meeting, self._group = spec, Meeting(host), WeightGroup()
+        self._here, self._lanes = here, lanes
         self._members: list[Any] = []
         self._count = 0
         self._route = WeightRoute(
@@ -158,7 +163,9 @@ class GroupWay:
         if members != self._members:
             self._members, self._count = members, self._count + 1
             name, ranks = f"weights-{self._count}", 1 + self._spec.ranks * len(pool.engines)
-            self._route = replace(self._route, name=name, ranks=ranks, device=device, update=0)
+            lanes = range(self._lanes if own_device is None else 0)
+            takers = tuple(sum(index % self._lanes == lane for index in pool.engines) for lane in lanes)
+            self._route = replace(self._route, name=name, ranks=ranks, device=device, update=0, takers=takers)
         else:
             self._route = replace(self._route, update=self._route.update + 1)
         return self._route
@@ -167,11 +174,10 @@ class GroupWay:
         stream = (
             named_tensors if isinstance(named_tensors, WeightStream) and named_tensors.is_routed else None
         )
-        here = "cuda" if self._spec.device == "cuda" and torch.cuda.is_available() else "cpu"
-        route = self._route if stream else self.route(pool, here)
+        route = self._route if stream else self.route(pool, self._here)
         firsts = accumulate([1] + [self._spec.ranks] * len(pool.engines))
-        for engine, rank in zip(pool.engines.values(), firsts):
-            engine.post("receive_weights", route, rank, version)
+        for (index, engine), rank in zip(pool.engines.items(), firsts):
+            engine.post("receive_weights", route, index % self._lanes if route.takers else rank, version)
         broken, over = Event(), Event()
         # In a thread: an engine's failure has to end what this one waits for.
         answering = in_background(partial(self._answers, pool, route, broken, over), "weights")
@@ -190,7 +196,8 @@ class GroupWay:
                 over.set()
         seconds = self._settled(pool, answering.result(), error)
         self._meeting.forget(route)
-        return {**sent, "weights_copy_seconds": sum(map(min, zip(*seconds)))}
+        copy_s = max(map(sum, seconds)) if route.takers else sum(map(min, zip(*seconds)))
+        return {**sent, "weights_copy_seconds": copy_s}
 
     def give_up(self, why: str) -> None:
         """End the update that has been announced."""

@@ -48,13 +48,13 @@ def checksum(data: torch.Tensor) -> tuple[int, int]:
     words = data.view(torch.int64)
     whole = len(words) // _COLUMNS * _COLUMNS
     table, rest = words[:whole].view(-1, _COLUMNS), words[whole:]
-    by_column, by_row = table.sum(0), table.sum(1)
-    return _weighted(by_column) + _weighted(rest), _weighted(by_row) + 3 * _weighted(rest)
+    sums = torch.stack([_weighted(part) for part in (table.sum(0), table.sum(1), rest)])
+    by_column, by_row, left = (value % 2**61 for value in sums.tolist())  # the one wait for a GPU
+    return by_column + left, by_row + 3 * left
 
 
-def _weighted(words: torch.Tensor) -> int:
-    weights = torch.arange(1, 2 * len(words) + 1, 2, device=words.device)
-    return int((words * weights).sum()) % 2**61
+def _weighted(words: torch.Tensor) -> torch.Tensor:
+    return (words * torch.arange(1, 2 * len(words) + 1, 2, device=words.device)).sum()
 
 
 def bucket_capacity(sizes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> int:
@@ -78,9 +78,10 @@ def pack(
     """Write tensors into the halves of `memory` by turns, and yield a bucket when one is full.
 
     They become what `sent_dtype` says. A half is written again after two more
-    steps of the iterator.
+    steps of the iterator. A bucket is full with BUCKET_BYTES, also where one of `capacity` bytes holds a larger tensor.
     """
     index, used, entries = 0, 0, list[Entry]()
+    full = min(capacity, BUCKET_BYTES)
 
     def finished() -> Bucket:
         data = memory[start : start + used]
@@ -92,7 +93,7 @@ def pack(
         nbytes = tensor.numel() * kind.itemsize
         if nbytes > capacity:
             raise GenerationError(f"weight {name} has {nbytes} bytes, more than a bucket's {capacity}")
-        if entries and used + nbytes > capacity:
+        if entries and used + nbytes > full:
             yield finished()
             index, used, entries = index + 1, 0, []
             start = index % HALVES * capacity

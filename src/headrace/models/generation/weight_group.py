@@ -1,8 +1,9 @@
-"""Weights by broadcast: one sender and all ranks of all engines, in a process group of their own.
+"""Weights from a policy's ranks straight to engines: by broadcast, or through memory that both see.
 
-The group is gloo's on CPUs and NCCL's on GPUs, beside whatever groups the processes are in already. Its ranks meet at a
-store (TCP), which also says what each bucket holds, and whether somebody has given up. So whoever waits for another
-rank hears of its failure, or comes to the route's time limit.
+By broadcast, one sender and all ranks of all engines are in a process group of their own, gloo's on CPUs and NCCL's on
+GPUs, beside whatever groups the processes are in already. Through memory, each sender has a lane: engines on its GPU,
+or its host, copy what it shows. All meet at a store (TCP), which says what each bucket holds, and whether somebody has
+given up. So whoever waits for another rank hears of its failure, or comes to the route's time limit.
 
 Source: torch.distributed, TCPStore, ProcessGroupGloo and ProcessGroupNCCL.
 """
@@ -23,13 +24,14 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from headrace.distributed.worker_groups.rank import open_store
 from headrace.distributed.worker_groups.wire import Payload, decode, encode
 from headrace.errors import TransportError
-from headrace.models.generation.weight_buckets import HALVES, Bucket, NamedTensors, pack, unpack
+from headrace.models.generation.weight_buckets import Bucket, NamedTensors, pack, unpack
+from headrace.models.generation.weight_memory import DeviceMemory, HostMemory, opened_memory
 from headrace.utils.background import in_background
 
 _SOON_S, _SHORT_S, _LONG_S = 0.1, 0.0001, 0.002
 _GIVEN_UP_S = 0.05
 """How often somebody who waits looks whether another has given up."""
-_FAILED, _HERE = "failed", "here"
+_FAILED, _HERE, _MEMORY, _OPENED, _TAKEN = "failed", "here", "memory", "opened", "taken"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class WeightRoute:
     `device` is where the bytes lie on the way: "cuda" for NCCL, "cpu" for gloo, which serves engines on GPUs too.
     `capacity` are the bytes of a bucket, `dtype` is that of matrices. With `splits_experts`, weights go by the names
     of a checkpoint. `timeout_s` bounds the wait for any one step of another rank.
+
+    Through memory, `takers` has the number of engines in the lane of each sender; it is empty for a broadcast.
     """
 
     host: str
@@ -52,9 +56,14 @@ class WeightRoute:
     splits_experts: bool
     timeout_s: float
     update: int = 0
+    takers: tuple[int, ...] = ()
 
-    def key(self, what: str | int) -> str:
+    def key(self, what: str) -> str:
         return f"{self.name}/{self.update}/{what}"
+
+    def sends(self, rank: int) -> bool:
+        """Return whether a rank of the policy has weights to send; all gather them."""
+        return rank == 0 if not self.takers else rank < len(self.takers) and self.takers[rank] > 0
 
 
 class Meeting:
@@ -71,9 +80,13 @@ class Meeting:
 
     def forget(self, route: WeightRoute) -> None:
         """Delete what an update that is over has left in the store."""
-        index = 0
-        while self._store.delete_key(route.key(index)):
-            index += 1
+        for lane in range(max(1, len(route.takers))):
+            index = 0
+            while self._store.delete_key(route.key(f"{lane}.{index}")):
+                self._store.delete_key(route.key(f"{lane}.{index}.{_TAKEN}"))
+                index += 1
+            for what in (_MEMORY, _OPENED):
+                self._store.delete_key(route.key(f"{lane}.{what}"))
 
 
 class WeightGroup:
@@ -86,22 +99,25 @@ class WeightGroup:
         self._route: WeightRoute | None = None
         self._store: Any = None
         self._group: Any = None
+        self._lane = 0
         self.seconds: list[float] = []
 
-    def send(self, route: WeightRoute, named_tensors: NamedTensors) -> dict[str, float]:
-        """Send weights to all other ranks; return `weights_gb`, and the seconds that packing them took.
+    def send(self, route: WeightRoute, named_tensors: NamedTensors, lane: int = 0) -> dict[str, float]:
+        """Send weights to all other ranks, or to the engines of a lane.
+
+        Returns:
+            `weights_gb`, and the seconds that packing them took.
 
         Raises:
             TransportError: another rank has given up, or did not come in time.
         """
-        with self._taking_part(route, 0):
-            memory = torch.empty(HALVES * route.capacity, dtype=torch.uint8, device=route.device)
+        self._lane = lane
+        with self._taking_part(route, lane), self._memory(route) as memory:
             sent, pack_s, pending = 0, 0.0, None
             packing = time.perf_counter()
-            for bucket in pack(named_tensors, memory, route.capacity, route.dtype):
+            for bucket in pack(named_tensors, memory.data, route.capacity, route.dtype):
                 pack_s += time.perf_counter() - packing
-                self._say(bucket.index, bucket)
-                passing = _Passing(self._group, bucket, memory[bucket.start : bucket.start + bucket.nbytes])
+                passing = self._pass_on(bucket, memory.data[bucket.start : bucket.start + bucket.nbytes])
                 if pending is not None:  # the next bucket is written where it lies
                     self._finish(pending)
                 pending, sent = passing, sent + bucket.nbytes
@@ -115,10 +131,13 @@ class WeightGroup:
     def receiving(self, route: WeightRoute, rank: int) -> Iterator[NamedTensors]:
         """Return a context with the weights that come; an error inside it ends the update for all ranks.
 
+        `rank` is this one's in the broadcast's group, or the lane.
+
         Raises:
             TransportError: as `send`.
             GenerationError: bytes that are not those that were sent.
         """
+        self._lane = rank if route.takers else 0
         with self._taking_part(route, rank):
             self.seconds = []
             yield unpack(self._arrivals())
@@ -135,20 +154,58 @@ class WeightGroup:
 
     def _arrivals(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Yield buckets with their bytes; the next one comes meanwhile."""
-        ahead = self._ask(0)
+        assert self._route is not None
+        shown = self._opened() if self._route.takers else None
+        ahead = self._ask(0, shown)
         while (passing := ahead) is not None:
-            ahead = self._ask(passing.bucket.index + 1)
+            index = passing.bucket.index
+            ahead = self._ask(index + 1, shown)
             self._finish(passing)
             self.seconds.append(passing.seconds())
+            if ahead is None:
+                shown = None  # the sender frees it once the last bucket is taken
+            if self._route.takers:
+                self._store.add(self._key(f"{index}.{_TAKEN}"), 1)
             yield passing.bucket, passing.data
 
-    def _ask(self, index: int) -> "_Passing | None":
+    def _ask(self, index: int, shown: torch.Tensor | None) -> "_Passing | None":
         bucket: Bucket | None = self._hear(index)
         if bucket is None:
             return None
         assert self._route is not None
         data = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._route.device)
-        return _Passing(self._group, bucket, data)
+        if shown is None:
+            return _Passing(bucket, data, group=self._group)
+        return _Passing(bucket, data, source=shown[bucket.start : bucket.start + bucket.nbytes])
+
+    def _opened(self) -> torch.Tensor:
+        """Return the memory of this lane's sender."""
+        ways = self._hear(_MEMORY)
+        return opened_memory(ways[self._store.add(self._key(_OPENED), 1) - 1])
+
+    @contextmanager
+    def _memory(self, route: WeightRoute) -> Iterator[HostMemory | DeviceMemory]:
+        """Return a context with memory for two buckets, which the lane's engines see, if there are lanes."""
+        if route.takers and route.device == "cuda":
+            torch.cuda.empty_cache()  # for the engines that wake on this GPU
+        memory = (HostMemory if route.device == "cpu" else DeviceMemory)(route.capacity)
+        try:
+            if route.takers:
+                self._say(_MEMORY, memory.ways(route.takers[self._lane]))
+            yield memory
+        finally:
+            memory.close()
+
+    def _pass_on(self, bucket: Bucket, data: torch.Tensor) -> "_Passing | _Shown":
+        assert self._route is not None
+        if not self._route.takers:
+            self._say(bucket.index, bucket)
+            return _Passing(bucket, data, group=self._group)
+        if data.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # others read it, whom no event reaches
+        self._say(bucket.index, bucket)
+        takers, key = self._route.takers[self._lane], self._key(f"{bucket.index}.{_TAKEN}")
+        return _Shown(bucket, lambda: int(self._store.add(key, 0)) >= takers)
 
     # Joining.
 
@@ -181,6 +238,8 @@ class WeightGroup:
                 f"the weights' ranks meet at {route.host}:{route.port}, which cannot be reached from here: {error}"
             ) from error
         self._route = route
+        if route.takers:
+            return
         # NCCL waits for ever where a rank is not there at all.
         self._store.add(f"{route.name}/{_HERE}", 1)
         self._until(lambda: int(self._store.add(f"{route.name}/{_HERE}", 0)) >= route.ranks, "all ranks")
@@ -194,17 +253,19 @@ class WeightGroup:
 
     # Words and waiting.
 
-    def _say(self, index: int, bucket: Bucket | None) -> None:
+    def _key(self, what: str | int) -> str:
         assert self._route is not None
-        self._store.set(self._route.key(index), encode(bucket).head)
+        return self._route.key(f"{self._lane}.{what}")
 
-    def _hear(self, index: int) -> Any:
-        assert self._route is not None
-        key = self._route.key(index)
-        self._until(lambda: self._store.check([key]), f"word of bucket {index}")
+    def _say(self, what: str | int, value: Any) -> None:
+        self._store.set(self._key(what), encode(value).head)
+
+    def _hear(self, what: str | int) -> Any:
+        key = self._key(what)
+        self._until(lambda: self._store.check([key]), f"word of {what}")
         return decode(Payload(self._store.get(key), []))
 
-    def _finish(self, passing: "_Passing") -> None:
+    def _finish(self, passing: "_Passing | _Shown") -> None:
         what = f"bucket {passing.bucket.index}"
         self._until(passing.is_over, what)
         try:
@@ -237,38 +298,64 @@ class WeightGroup:
             time.sleep(_SHORT_S if now - started < _SOON_S else _LONG_S)
 
 
-class _Passing:
-    """A bucket on its way."""
+class _Shown:
+    """A bucket that engines copy, or have copied."""
 
-    def __init__(self, group: Any, bucket: Bucket, data: torch.Tensor) -> None:
+    def __init__(self, bucket: Bucket, is_over: Callable[[], bool]) -> None:
+        self.bucket, self.is_over = bucket, is_over
+
+    def check(self) -> None:
+        """Do nothing: who fails to copy it says so at the meeting."""
+
+
+class _Passing:
+    """A bucket on its way into `data`: by a broadcast in `group`, or by a copy of `source`."""
+
+    def __init__(
+        self, bucket: Bucket, data: torch.Tensor, *, group: Any = None, source: torch.Tensor | None = None
+    ) -> None:
         self.bucket, self.data = bucket, data
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
+        self._work: Any = None
         self._seconds = 0.0
         if data.device.type == "cpu":
             started = time.perf_counter()
-            self._work = group.broadcast([data], options)
-            self._work.get_future().add_done_callback(lambda _: self._stop(started))
+            self._start(group, source)
+            if self._work is None:
+                self._stop(started)
+            else:
+                self._work.get_future().add_done_callback(lambda _: self._stop(started))
             return
-        # A stream of its own has the time of the broadcast alone.
+        # A stream of its own has the time of the transfer alone.
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             self._begin.record()
-            self._work = group.broadcast([data], options)
-            self._work.wait()
+            self._start(group, source)
+            if self._work is not None:
+                self._work.wait()
             self._end.record()
+
+    def _start(self, group: Any, source: torch.Tensor | None) -> None:
+        if source is not None:
+            self.data.copy_(source, non_blocking=True)
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._work = group.broadcast([self.data], options)
 
     def _stop(self, started: float) -> None:
         self._seconds = time.perf_counter() - started
 
     def is_over(self) -> bool:
-        return bool(self._work.is_completed())
+        if self._work is not None:
+            return bool(self._work.is_completed())
+        return self.data.device.type == "cpu" or bool(self._end.query())  # type: ignore[no-untyped-call]
 
     def check(self) -> None:
         """Raise a RuntimeError where the bytes did not come."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         if self.data.device.type == "cuda":
             self._end.synchronize()
 

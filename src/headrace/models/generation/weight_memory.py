@@ -1,4 +1,4 @@
-"""Weights through memory that trainer and engine both see, on one host.
+"""Memory that trainer and engine both see, on one host, for weights.
 
 The bytes lie in an anonymous memory file or, for engines on a GPU, in memory of that GPU, which the engine opens by
 CUDA's IPC. Messages beside it say what lies where. A half is written again when all engines have taken a copy.
@@ -33,6 +33,10 @@ class HostMemory:
     def handle(self) -> None:
         """Return what tells an engine where to look beyond the file that it has."""
 
+    def ways(self, count: int) -> list[str]:
+        """Return the path by which processes of this user that have not inherited the file can open it, for each."""
+        return [f"/proc/{os.getpid()}/fd/{self.file}"] * count
+
     def close(self) -> None:
         os.close(self.file)
 
@@ -40,9 +44,20 @@ class HostMemory:
 class DeviceMemory:
     """Memory of a GPU that processes see who get its handle; freed when they and this have let go of it."""
 
-    def __init__(self, capacity: int, device: int) -> None:
+    def __init__(self, capacity: int, device: int | None = None) -> None:
+        """Take memory of a device, None: of the current one."""
         self.capacity = capacity
-        self.data = torch.empty(HALVES * capacity, dtype=torch.uint8, device=torch.device("cuda", device))
+        on = torch.cuda.current_device() if device is None else device
+        self.data = torch.empty(HALVES * capacity, dtype=torch.uint8, device=torch.device("cuda", on))
+
+    def ways(self, count: int) -> list[list[Any]]:
+        # A handle counts who has let go of it, and so is for one process.
+        return [self.handle() for _ in range(count)]
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        del self.data
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     def handle(self) -> list[Any]:
         _, arguments = reduce_tensor(self.data)  # type: ignore[no-untyped-call]
@@ -50,9 +65,18 @@ class DeviceMemory:
         return [tuple(arguments[1]), tuple(arguments[2]), arguments[3], *arguments[7:]]
 
 
-def _opened(file: int, handle: list[Any] | None) -> torch.Tensor:
-    if handle is None:
+def opened_memory(way: str | list[Any]) -> torch.Tensor:
+    """Return the memory of another process, of which `way` came."""
+    if isinstance(way, list):
+        return _opened(way)
+    file = os.open(way, os.O_RDWR)
+    try:
         return _mapped(file)
+    finally:
+        os.close(file)
+
+
+def _opened(handle: list[Any]) -> torch.Tensor:
     size, stride, offset, *rest = handle
     device = torch.cuda.current_device()
     opened: torch.Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
@@ -91,7 +115,8 @@ class Receiver:
         return unpack(self._arrivals())
 
     def _arrivals(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        memory = _opened(self._file, wire.receive(self._connection))
+        handle = wire.receive(self._connection)
+        memory = _mapped(self._file) if handle is None else _opened(handle)
         while (bucket := wire.receive(self._connection)) is not None:
             data = self._copy(memory[bucket.start : bucket.start + bucket.nbytes])
             wire.send(self._connection, bucket.index)

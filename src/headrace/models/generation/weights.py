@@ -99,13 +99,13 @@ def weight_stream(
     model: Any,
     shapes: dict[str, tuple[int, ...]] | None,
     weights: Iterator[tuple[str, torch.Tensor]],
-    group: WeightGroup | None,
+    group: WeightGroup,
     route: WeightRoute | None,
+    rank: int,
 ) -> Iterator[Any]:
     """Yield an `Opening` and then the weights; by a route, figures of the transfer when they have been sent.
 
-    `shapes` are None for an adapter's, which take no route. `group` is None on ranks that send nothing, and only gather
-    with the one that does.
+    `shapes` are None for an adapter's, which take no route. Ranks that send nothing only gather with those that do.
 
     Raises:
         TransportError: a receiver failed, or did not come in time.
@@ -118,8 +118,9 @@ def weight_stream(
     with ExitStack() as anyhow:
         # Other ranks gather with this one, to the end.
         anyhow.callback(lambda: deque(weights, maxlen=0))
-        if group is not None:
-            yield group.send(route, checkpoint_names(model, weights) if route.splits_experts else weights)
+        if route.sends(rank):
+            named = checkpoint_names(model, weights) if route.splits_experts else weights
+            yield group.send(route, named, lane=rank if route.takers else 0)
 
 
 def whole_weights(named_tensors: NamedTensors, taker: str, remedy: str) -> NamedTensors:

@@ -1,5 +1,6 @@
 """From the policy's section to its workers: how many processes, started by what."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from headrace.distributed.worker_groups import (
     WorkerGroup,
     WorkerSpec,
 )
-from headrace.distributed.worker_groups.rank import DeviceType
+from headrace.distributed.worker_groups.rank import DeviceType, Seat
 from headrace.errors import ConfigError
 from headrace.models.generation.engine import RayRoom
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
@@ -70,22 +71,36 @@ def build_worker_group(
             )
 
 
-def rollout_gpus(cfg: PolicyConfig, generation: GenerationConfig, cluster: ClusterConfig) -> int:
+def rollout_gpus(recipe: RecipeConfig) -> int:
     """Return the GPUs of the rollout actor, if there is one; it needs none where engines have their own."""
-    if cluster.rollout_gpus is not None:
-        return cluster.rollout_gpus
-    return int(_on_gpus(cfg, cluster) and not _has_engines_apart(generation))
+    if recipe.cluster.rollout_gpus is not None:
+        return recipe.cluster.rollout_gpus
+    return int(_on_gpus(recipe.policy, recipe.cluster) and not _has_engine_actors(recipe))
 
 
-def engine_room(recipe: RecipeConfig) -> RayRoom | None:
-    """Return where engines apart live as Ray actors, which they are if the policy's workers are; else None."""
-    launcher: Launcher = "ray" if recipe.data_plane.impl == "transfer_queue" else "spawn"
-    on_ray = recipe.uses_store and worker_place(recipe.policy, launcher) == "ray"
-    if not on_ray or not _has_engines_apart(recipe.generation):
+def engine_room(recipe: RecipeConfig, seats: Sequence[Seat] = ()) -> RayRoom | None:
+    """Return where engines live as Ray actors, which they are if the policy's workers are; None: in processes.
+
+    `seats` are those of the policy's ranks, which engines beside it join.
+    """
+    if not _has_engine_actors(recipe):
         return None
     cluster = recipe.cluster
     device = "cuda" if _on_gpus(recipe.policy, cluster) else "cpu"
-    return RayRoom(device, cluster.startup_timeout_s, cluster.autoscales)
+    joined = seats if recipe.generation.placement == "beside" else ()
+    return RayRoom(device, cluster.startup_timeout_s, cluster.autoscales, tuple(joined))
+
+
+def _has_engine_actors(recipe: RecipeConfig) -> bool:
+    launcher: Launcher = "ray" if recipe.data_plane.impl == "transfer_queue" else "spawn"
+    generation = recipe.generation
+    if generation.placement == "in_place" or generation.backend == "sglang" or not recipe.uses_store:
+        return False
+    # Beside a policy that trains meanwhile, or with an interpreter of their own, they are the rollout's processes.
+    rollouts_own = generation.placement == "beside" and (
+        recipe.asynchrony.enabled or generation.python is not None
+    )
+    return worker_place(recipe.policy, launcher) == "ray" and not rollouts_own
 
 
 def _has_engines_apart(generation: GenerationConfig) -> bool:
@@ -98,10 +113,11 @@ def _on_gpus(cfg: PolicyConfig, cluster: ClusterConfig) -> bool:
 
 def _gpus_beside(cfg: PolicyConfig, generation: GenerationConfig, cluster: ClusterConfig) -> int:
     """Return the GPUs that a run on Ray needs beside those of its workers."""
-    rollout = rollout_gpus(cfg, generation, cluster) if cluster.rollout == "actor" else 0
-    apart = _on_gpus(cfg, cluster) and _has_engines_apart(generation)
+    on_gpus = _on_gpus(cfg, cluster)
+    apart = on_gpus and _has_engines_apart(generation)
+    rollout = on_gpus and not apart if cluster.rollout_gpus is None else cluster.rollout_gpus
     ranks = generation.vllm.tensor_parallel if generation.backend == "vllm" else 1
-    return rollout + generation.engines * ranks * apart
+    return int(rollout) * (cluster.rollout == "actor") + generation.engines * ranks * apart
 
 
 def worker_place(cfg: PolicyConfig, auto_launcher: Launcher) -> Literal["driver", "spawn", "ray"]:

@@ -349,9 +349,17 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         yields them as they are, not copied. The adapter: see `Adapter.weights`, scaled. Of several processes, all must
         run through this together; rank 0 yields whole tensors, one at a time, and the others nothing.
         """
+        return self._whole_weights(asked=self._rank == 0)
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._sharded is None else dist.get_rank()
+
+    def _whole_weights(self, *, asked: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield them on ranks that are `asked` for any; all ranks run through this together."""
         self._sent_bytes = 0
         for name, tensor in self._weights():
-            if self._sharded is None or dist.get_rank() == 0:
+            if asked:
                 self._sent_bytes += tensor.nbytes
                 yield name, tensor
 
@@ -369,16 +377,12 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             yield from ((name, tensor.detach()) for name, tensor in named_tensors(self.model))
 
     def weight_stream(self, route: WeightRoute | None = None) -> Iterator[Any]:
-        """Yield what `weights.weight_stream` does; by a route, the first rank sends the weights."""
-        shapes = {name: tuple(t.shape) for name, t in named_tensors(self.model)}
-        sends = self._sharded is None or dist.get_rank() == 0
-        return weight_stream(
-            self.model,
-            shapes if self._adapter is None else None,
-            self.named_weights(),
-            self._weight_group if sends else None,
-            route,
-        )
+        """Yield what `weights.weight_stream` does; by a route, the ranks that have engines send the weights."""
+        whole = self._adapter is None
+        shapes = {name: tuple(t.shape) for name, t in named_tensors(self.model)} if whole else None
+        asked = route.sends(self._rank) if route is not None and whole else self._rank == 0
+        weights = self._whole_weights(asked=asked)
+        return weight_stream(self.model, shapes, weights, self._weight_group, route, self._rank)
 
     def save_checkpoint(self, directory: Path, *, with_optimizer: bool = True) -> None:
         """Write model and tokenizer (Hugging Face layout), optimizer, schedule and RNG into `directory`.
