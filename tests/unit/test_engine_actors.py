@@ -50,3 +50,11 @@ def test_actors_have_no_other_interpreter_than_rays(ray_cluster: str) -> None:
     cfg = GenerationConfig(placement="apart", python="/x/python")
     with pytest.raises(ConfigError, match=r"generation\.python=/x/python: engines apart are Ray actors"):
         build_generator(cfg, tiny_model("llama"), tiny_tokenizer(), room=ROOM)
+
+
+def test_experts_are_not_refused_where_the_engines_have_gpus_and_this_process_has_none(
+    ray_cluster: str,
+) -> None:
+    cfg, model = GenerationConfig(backend="vllm", placement="apart"), tiny_model("qwen3_moe")
+    with pytest.raises(ConfigError, match="the run needs 1 GPUs and the Ray cluster has 0"):
+        build_generator(cfg, model, tiny_tokenizer(), room=RayRoom("cuda", startup_timeout_s=10.0))

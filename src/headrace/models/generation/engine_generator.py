@@ -61,13 +61,13 @@ class EngineGenerator:
             ReplayError: `record_routes`, and the model has no routers, or some that cannot be recorded.
         """
         self._cfg, self._model, self._tokenizer = cfg, model, tokenizer
+        self._device = room.device if room else model.device.type
         self._check(model)
         self._routers = install(model) if record_routes else None
         self.route_shape = self._routers.shape if self._routers else None
         self.weight_version = 0
         self._update_metrics: dict[str, float] = {}
         self._room = room
-        device = room.device if room else model.device.type
         # Engines that are started again read it too.
         self._folder = tempfile.TemporaryDirectory(prefix="headrace-engine-")
         missing = unknown_ids(tokenizer, vocabulary_of(model))
@@ -77,7 +77,7 @@ class EngineGenerator:
             cfg,
             [] if missing is None else missing.tolist(),
             record_routes,
-            device,
+            self._device,
             {n: value for n in _IMPLEMENTATIONS if (value := getattr(model.config, f"_{n}", None))},
             {name: names for names in tied_names(model.state_dict(keep_vars=True)) for name in names},
         )
@@ -224,10 +224,10 @@ class VLLMGenerator(EngineGenerator):
         refuse_own_args("generation.vllm.args", self._cfg.vllm.args, OWN_ARGS)
         if self._cfg.placement == "in_place":
             import_vllm()
-        if model.device.type == "cpu" and self._cfg.vllm.sleep_level:
+        if self._device == "cpu" and self._cfg.vllm.sleep_level:
             _log.warning("generation.vllm.sleep_level=%s has no effect on a CPU", self._cfg.vllm.sleep_level)
         text_config = model.config.get_text_config()
-        if model.device.type == "cpu" and any(getattr(text_config, name, None) for name in _EXPERTS):
+        if self._device == "cpu" and any(getattr(text_config, name, None) for name in _EXPERTS):
             raise ConfigError(
                 "generation.backend=vllm: on a CPU, vLLM goes on with the experts of before an update; set "
                 "generation.backend=hf, or use a GPU"
