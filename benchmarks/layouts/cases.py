@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.config_policy import ParallelConfig
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.automodel import flops
 
@@ -121,14 +119,10 @@ class Case:
 
     @property
     def can_be(self) -> bool:
-        """Whether the policy takes the layout, the GPUs make whole replicas of it, and there are experts to share."""
+        """Whether the GPUs make whole replicas of the layout, and there are experts where they are shared."""
         experts = self.parallel.get("expert", 1)
         has_experts = "num_experts" in MODELS[self.model].config
         whole = self.gpus % self.replica == 0 and self.gpus % experts == 0
-        try:
-            ParallelConfig.model_validate(self.parallel)
-        except ValidationError:
-            return False
         return whole and (experts == 1 or has_experts)
 
 
