@@ -84,3 +84,7 @@ class Life:
         if code is None:
             self._process.kill()
         return code, self._output.read_text()
+
+
+if __name__ == "__main__":
+    live(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

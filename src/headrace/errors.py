@@ -24,6 +24,10 @@ class GenerationError(HeadraceError):
     """The generator returned less than it was asked for, or a value that is not finite."""
 
 
+class GeneratorLost(GenerationError):
+    """A generator that will not answer any more: its engines have died as often as they may be started again."""
+
+
 class ReplayError(HeadraceError):
     """Router replay that replayed nothing, replayed twice, or replayed the wrong rows."""
 

@@ -82,6 +82,8 @@ METRICS = {
     "async/dropped_groups": "groups that became too old and were dropped",
     "async/flat_groups": "groups that dynamic sampling dropped, since their rewards teach nothing",
     "async/failed_calls": "calls for samples that failed and were made again",
+    "async/lost_collectors": "collectors that make no more samples, since their engines have died too often",
+    "async/restored_weights": "times that the keeper of the published weights died, and they were published again",
     "async/collectors_wait_s": "seconds that collectors waited for newer weights or for room, all together",
     "async/ready_groups": "groups in the store after the step",
     "async/room_groups": "groups that the store has room for after the step",

@@ -42,7 +42,7 @@ def test_without_a_lag_actors_take_the_steps_of_the_synchronous_loop(
         check_driver(record)
 
 
-def test_two_ranks_train_while_two_collectors_die_and_weights_change_inside_answers(
+def test_two_ranks_train_while_two_collectors_and_the_weights_keeper_die_and_weights_change_inside_answers(
     tmp_path: Path, transfer_queue_engine: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     ray = pytest.importorskip("ray")
@@ -55,6 +55,9 @@ def test_two_ranks_train_while_two_collectors_die_and_weights_change_inside_answ
             if record.step == 1:
                 for group in (session.rollouts, *session.others):
                     ray.kill(group._actors[0])  # type: ignore[attr-defined]
+            if record.step == 2:
+                assert session.weights is not None
+                ray.kill(session.weights._actors[0])  # type: ignore[attr-defined]
 
     recorder = Killing()
     try:
@@ -64,6 +67,8 @@ def test_two_ranks_train_while_two_collectors_die_and_weights_change_inside_answ
     assert [record.step for record in recorder.steps] == [1, 2, 3, 4]
     assert recorder.steps[0].metrics["async/lag_max"] == 0
     assert caplog.text.count("it is started again") >= 1  # the other one may have nothing to do any more
+    assert "the keeper of the weights has died" in caplog.text
+    assert sum(record.metrics["async/restored_weights"] for record in recorder.steps) == 1
     for record in recorder.steps:
         assert 0 <= record.metrics["async/lag_max"] <= 1
         assert record.metrics["train/grad_norm"] > 0

@@ -12,6 +12,8 @@ from typing import TextIO
 
 import pytest
 
+from run_processes import marked, survivors
+
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
 
@@ -53,31 +55,6 @@ def start(
         text=True,
         start_new_session=True,
     )
-
-
-def marked(mark: str) -> dict[int, str]:
-    """Return the processes that a run has started and that live: pid and command."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            environment = (entry / "environ").read_bytes()
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        if mark.encode() in environment and state not in "ZX":
-            found[int(entry.name)] = command
-    return found
-
-
-def survivors(mark: str, within_s: float = 20.0) -> dict[int, str]:
-    """Return what is still there when the time is over."""
-    deadline = time.monotonic() + within_s
-    while (left := marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return left
 
 
 def wait_for(path: Path, process: "subprocess.Popen[str]", within_s: float = 300.0) -> None:

@@ -19,7 +19,7 @@ from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.schema import CLAIM
 from headrace.distributed.worker_groups import LocalWorkerGroup
-from headrace.errors import ClaimExpired, ConfigError, GenerationError
+from headrace.errors import ClaimExpired, ConfigError, GenerationError, GeneratorLost
 from headrace.experience.collecting_actor import CollectingActor
 from headrace.experience.published_weights import PublishedWeights
 from headrace.experience.rollouts import RolloutSettings
@@ -184,6 +184,47 @@ def test_calls_that_fail_keep_no_room_and_lose_no_group() -> None:
         failed = producers.take_metrics()["async/failed_calls"]
     assert failed > GROUPS
     assert len(set(ids)) == 3 * GROUPS * GROUP
+
+
+class Mortal(BigramGenerator):
+    """Makes some answers, and never any more."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__(TOKENIZER)
+        self._left = calls
+
+    def generate(self, *args: Any, **kwargs: Any) -> GenerationOutput:
+        self._left -= 1
+        if self._left < 0:
+            raise GeneratorLost("no engine is left")
+        return super().generate(*args, **kwargs)
+
+
+def test_what_a_collector_without_engines_leaves_is_made_by_the_others_as_it_would_have_been() -> None:
+    def samples(generators: Sequence[BigramGenerator]) -> tuple[list[Any], float]:
+        with producing(recipe_of(max_lag=0, collectors=2), generators) as (p, store):
+            p.publish(0)
+            found = []
+            for step in (1, 2, 3):
+                rows = p.take(step, GROUPS)
+                assert rows is not None
+                values = store.get_samples(rows.sample_ids, "train", ["input_ids"])["input_ids"]
+                found += [rows.sample_ids, *(row.tolist() for row in values.unbind())]
+                store.clear_samples(rows.sample_ids, "train", claim=rows.extra_info[CLAIM])
+                p.used([rows])
+                p.publish(step)
+            return found, p.take_metrics()["async/lost_collectors"]
+
+    whole, _ = samples([BigramGenerator(TOKENIZER), BigramGenerator(TOKENIZER)])
+    assert samples([Mortal(0), BigramGenerator(TOKENIZER)]) == (whole, 1.0)
+
+
+def test_the_run_ends_when_no_collector_has_an_engine_left() -> None:
+    with producing(recipe_of(max_lag=0, collectors=2), [Mortal(1), Mortal(3)]) as (p, store):
+        p.publish(0)
+        train(p, store, 1)
+        with pytest.raises(GeneratorLost, match="no engine is left"):
+            p.take(2, GROUPS)
 
 
 @pytest.mark.parametrize("error", [ConfigError, RuntimeError, MemoryError, SystemExit])

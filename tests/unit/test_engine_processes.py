@@ -14,7 +14,7 @@ import torch
 
 from headrace.config import GenerationConfig
 from headrace.distributed.worker_groups import wire
-from headrace.errors import ConfigError, GenerationError
+from headrace.errors import ConfigError, GenerationError, GeneratorLost
 from headrace.models.generation.build import build_generator
 from headrace.models.generation.dealing import LengthBook, deal
 from headrace.models.generation.engine_generator import EngineGenerator
@@ -248,15 +248,34 @@ def test_what_an_engine_lacks_is_said_by_the_trainer() -> None:
         build_generator(GenerationConfig(**keys), tiny_model("llama"), TOKENIZER)
 
 
-def test_with_no_engine_left_the_run_ends_with_the_cause(served: EngineGenerator) -> None:
+def test_when_the_last_engine_dies_new_weights_start_those_again_that_may_be_and_else_the_cause_is_told(
+    served: EngineGenerator,
+) -> None:
     """The last test of the fixture."""
-    for pid in served.pids:
-        os.kill(pid, signal.SIGKILL)
+
+    def kill_all() -> None:
+        for pid in served.pids:
+            os.kill(pid, signal.SIGKILL)
+
+    def ask() -> Any:
+        return served.generate(PROMPTS, SamplingParams(6), seed=0)
+
+    expected, weights = ask().token_ids, tiny_model("qwen3_moe", seed=1).state_dict()
+    pool_of(served)._restarts[:] = [1, 0]
+    kill_all()
     with pytest.raises(
-        GenerationError, match=r"no engine is left: engine \d \(pid \d+\) was killed by SIGKILL"
-    ):
-        served.generate(PROMPTS, SamplingParams(6), seed=0)
+        GenerationError, match=r"no engine is left: engine \d \(pid \d+\) was killed"
+    ) as first:
+        ask()
+    assert first.type is GenerationError
+    served.update_weights(weights.items(), 2)
+    assert ask().token_ids == expected
+    kill_all()
+    with pytest.raises(GeneratorLost, match="no engine is left: engine 0"):
+        ask()
+    with pytest.raises(GeneratorLost, match="no engine is left"):
+        served.update_weights(weights.items(), 3)
     served.shutdown()
     served.shutdown()
     with pytest.raises(GenerationError, match="after shutdown"):
-        served.generate(PROMPTS, SamplingParams(6), seed=0)
+        ask()

@@ -111,8 +111,9 @@ class Session:
     def __post_init__(self) -> None:
         self.moved = lambda: moved_by(self.rollouts)
 
-    def validate(self) -> Metrics:
-        metrics: Metrics = self.rollouts.run_all("validate", self.recipe.seed)[0]
+    def validate(self, rollouts: WorkerGroup | None = None) -> Metrics:
+        """Validate on a rollout actor; None: the first."""
+        metrics: Metrics = (rollouts or self.rollouts).run_all("validate", self.recipe.seed)[0]
         return metrics
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from, how old they may be, and how weights reach those who make them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -16,6 +16,7 @@ import torch
 
 from headrace.algorithms.async_utils.producers import Producers
 from headrace.algorithms.async_utils.replay_buffer import TRAINS, Staleness
+from headrace.algorithms.async_utils.weights import Weights
 from headrace.algorithms.grpo import (
     Collected,
     Part,
@@ -35,11 +36,14 @@ from headrace.algorithms.rewards import check_rewards
 from headrace.algorithms.rollout_table import RolloutTable
 from headrace.algorithms.updates import check_finite
 from headrace.data_plane.interfaces import KVBatchMeta
-from headrace.errors import HeadraceError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.models.policy.tq_policy import TQPolicy
 from headrace.utils.background import in_background
 from headrace.utils.run_state import Metrics
 from headrace.utils.timer import Timer
+
+_LOOK_S = 0.5
+"""How long a wait for a validation lasts before it is looked whether the weights have to be published again."""
 
 
 def run_step(session: Session, producers: Producers, step: int, timer: Timer) -> StepResult:
@@ -145,13 +149,6 @@ def _leased_stage(
         yield
 
 
-def publish(session: Session, producers: Producers, version: int) -> None:
-    """Give collectors a copy of the policy's weights, bucket by bucket; between Ray actors not through this process."""
-    assert session.weights is not None
-    session.policy.workers.stream_to(session.weights, "weight_stream", "keep", version)
-    producers.publish(version)
-
-
 class AsyncLoop(Loop):
     """The outer loop over asynchronous steps; weights of version v are those that v steps have made."""
 
@@ -162,6 +159,7 @@ class AsyncLoop(Loop):
     def run(self) -> bool:
         session, policy = self.session, self.session.policy
         assert isinstance(policy, TQPolicy)
+        assert session.weights is not None
         self.producers = Producers(
             session.recipe,
             policy.dp_client,
@@ -169,6 +167,7 @@ class AsyncLoop(Loop):
             session.prompts,
             (session.rollouts, *session.others),
             self.progress,
+            Weights(policy.workers, session.weights),
         )
         session.moved = self.producers.moved
         with ExitStack() as ending:
@@ -193,14 +192,14 @@ class AsyncLoop(Loop):
         return run_step(self.session, self.producers, step, timer)
 
     def _update_weights(self, step: int) -> None:
-        publish(self.session, self.producers, step)
+        self.producers.publish(step)
 
     @contextmanager
     def _guarded(self, step: int) -> Iterator[None]:
         is_due = self._guard_due(step)
         yield
         if is_due and self.guard is not None:
-            with self.producers.quiet():
+            with self.producers.quiet() as (self.guard.rollouts, _):
                 self.guard.compare(step)
 
     def _note_prompts(self) -> None:
@@ -215,14 +214,26 @@ class AsyncLoop(Loop):
         self._beside = in_background(self._measured, "validation")
 
     def _measure(self) -> Metrics:
-        return self._measured()[1]
+        return self._awaited(in_background(self._measured, "validation"))[1]
 
     def _measured(self) -> tuple[int, Metrics]:
-        with self.producers.quiet() as version:
-            return version, self.session.validate()
+        """Validate, until it succeeds or calls have failed too often; not in the thread that publishes weights."""
+        while True:
+            try:
+                with self.producers.quiet() as (rollouts, version):
+                    return version, self.session.validate(rollouts)
+            except ConfigError:
+                raise
+            except HeadraceError as error:
+                self.producers.recover(error)
 
     def _end_validation(self) -> None:
         """Wait for the validation that goes on, if there is one, and report it."""
         beside, self._beside = self._beside, None
         if beside is not None:
-            self._take_validation(*beside.result())
+            self._take_validation(*self._awaited(beside))
+
+    def _awaited(self, validation: "Future[tuple[int, Metrics]]") -> tuple[int, Metrics]:
+        while not wait([validation], _LOOK_S).done:
+            self.producers.mend()
+        return validation.result()

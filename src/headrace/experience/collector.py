@@ -7,13 +7,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace.distributed.worker_groups import WorkerGroup
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError, GeneratorLost, HeadraceError
 from headrace.experience.types import Prompt
 from headrace.models.policy.results import Traffic, moved_by
 from headrace.utils.background import in_background
@@ -58,8 +58,16 @@ class Tickets(Protocol):
         """The ticket's rows are in the store; `calls` are the metrics of the generator's calls."""
         ...
 
-    def failed(self, ticket: Ticket, error: HeadraceError) -> None:
-        """No row of the ticket is in the store."""
+    def failed(self, ticket: Ticket, error: HeadraceError, *, has_begun: bool) -> None:
+        """No row of the ticket is in the store; `has_begun`: answers may have been drawn with its seed."""
+        ...
+
+    def give_back(self, ticket: Ticket, *, for_weights: bool = False) -> None:
+        """Nothing of the ticket was made, and others may; `for_weights`: once they are published again."""
+        ...
+
+    def retire(self, name: str, error: HeadraceError) -> None:
+        """The collector can make nothing any more."""
         ...
 
     def stop(self, error: BaseException) -> None:
@@ -70,8 +78,8 @@ class Tickets(Protocol):
 class Collector:
     """Makes samples until there are no more tickets; `rollouts` is a group of one `CollectingActor`.
 
-    Before each call the actor takes the newest weights, if it has older ones. `lock` is held during a call. `moved` is
-    what the calls so far have moved.
+    Before each call the actor takes the newest weights, if it has older ones; `has_weights` says whether they are where
+    they were published. `lock` is held during a call. `moved` is what the calls so far have moved.
     """
 
     def __init__(
@@ -83,13 +91,16 @@ class Collector:
         partition_id: str,
         group_size: int,
         tag_keys: Iterable[str],
+        has_weights: Callable[[], bool] = lambda: True,
     ) -> None:
         self.rollouts, self.lock = rollouts, threading.Lock()
+        self.has_retired = False
+        """Whether its actor can make nothing any more."""
         self.moved = self._moved_before = Traffic()
         self.name = name
         self.calls: deque[tuple[float, float]] = deque(maxlen=_CALLS_NOTED)
         """When each of the last calls began, as `time.time` has it, and its seconds; who shows them takes them out."""
-        self._tickets = tickets
+        self._tickets, self._has_weights = tickets, has_weights
         self._arguments = {
             "partition_id": partition_id,
             "group_size": group_size,
@@ -111,6 +122,9 @@ class Collector:
         """Have the actor take the newest weights, and return their version; called with `lock` held.
 
         An actor that has died is started again.
+
+        Raises:
+            GeneratorLost: it has no engine any more, or could not be started again.
         """
         try:
             return int(self.rollouts.run_all("take_weights")[0])
@@ -119,11 +133,22 @@ class Collector:
                 raise
             _log.warning("%s: %s; it is started again", self.name, error)
         self._moved_before = Traffic(self.moved.by_column)
-        self.rollouts.restart()
+        try:
+            self.rollouts.restart()
+        except HeadraceError as error:
+            raise GeneratorLost(
+                f"{self.name}: its rollout actor could not be started again: {error}"
+            ) from error
         return int(self.rollouts.run_all("take_weights")[0])
 
+    def retire(self, error: GeneratorLost) -> None:
+        """Make no more samples."""
+        if not self.has_retired:
+            self.has_retired = True
+            self._tickets.retire(self.name, error)
+
     def _run(self) -> None:
-        while (ticket := self._tickets.next()) is not None:
+        while not self.has_retired and (ticket := self._tickets.next()) is not None:
             self._make(ticket)
 
     def _tell(self, running: "Future[None]") -> None:
@@ -131,16 +156,24 @@ class Collector:
             self._tickets.stop(error)
 
     def _make(self, ticket: Ticket) -> None:
+        has_begun = False
         try:
             with self.lock:
                 self.take_weights()
+                has_begun = True
                 started, begun = time.time(), time.perf_counter()
                 made = self.rollouts.run_all("rollout_to_tq", ticket.request(self.name), **self._arguments)
                 self.calls.append((started, time.perf_counter() - begun))
                 self.moved = self._moved_before + moved_by(self.rollouts)
         except ConfigError:
             raise
+        except GeneratorLost as error:
+            self._tickets.give_back(ticket)
+            self.retire(error)
         except HeadraceError as error:
-            self._tickets.failed(ticket, error)
+            if self._has_weights():
+                self._tickets.failed(ticket, error, has_begun=has_begun)
+            else:
+                self._tickets.give_back(ticket, for_weights=True)
         else:
             self._tickets.done(ticket, made[0][3])

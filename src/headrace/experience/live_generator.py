@@ -7,6 +7,7 @@ from threading import RLock
 
 import torch
 
+from headrace.errors import HeadraceError
 from headrace.models.generation.interfaces import GenerationOutput, Generator, SamplingParams
 from headrace.utils.seeding import derive_seed
 
@@ -27,14 +28,15 @@ class LiveGenerator:
         self.weight_version, self.route_shape = inner.weight_version, inner.route_shape
         self._lock = RLock()
         self._is_held = False
-        self._has_weights = False
+        self.has_weights = False
+        """Whether the inner generator has weights of `weight_version`; a call that failed may have cost it them."""
         self.refresh: Callable[[], object] = lambda: None
         """Called before a call and between pieces, if the weights may change; it may call `update_weights`."""
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, seed: int
     ) -> GenerationOutput:
-        with self._lock:
+        with self._lock, self._doubted():
             if self._piece is None or self._is_held:
                 output = self._inner.generate(prompts, params, seed=seed)
                 output.weight_versions = [[self.weight_version] * len(row) for row in output.token_ids]
@@ -43,10 +45,18 @@ class LiveGenerator:
 
     def update_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Load weights, unless another collector has brought them, or newer ones, already."""
-        with self._lock:
-            if not self._has_weights or version > self.weight_version:
+        with self._lock, self._doubted():
+            if version > self.weight_version or (version == self.weight_version and not self.has_weights):
                 self._inner.update_weights(named_tensors, version)
-                self._has_weights, self.weight_version = True, version
+                self.has_weights, self.weight_version = True, version
+
+    @contextmanager
+    def _doubted(self) -> Iterator[None]:
+        try:
+            yield
+        except HeadraceError:
+            self.has_weights = False
+            raise
 
     @contextmanager
     def held(self) -> Iterator[None]:

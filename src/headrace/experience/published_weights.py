@@ -1,9 +1,11 @@
 """The policy's newest weights, for those who make samples while it trains."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
+
+from headrace.errors import HeadraceError
 
 
 class PublishedWeights:
@@ -22,16 +24,25 @@ class PublishedWeights:
             torch.cuda.current_stream().synchronize()  # readers have streams of their own
         self._newest = version, copies
 
-    def newer_than(self, version: int) -> Iterator[Any]:
-        """Yield the version of the weights and then what `keep` got; nothing if they are not newer than `version`."""
-        if self._newest is not None and self._newest[0] > version:
-            newest, items = self._newest
+    def newer_than(self, version: int) -> Generator[Any, None, None]:
+        """Yield the version of the weights and then what `keep` got; nothing if they are not newer than `version`.
+
+        Raises:
+            HeadraceError: there are none, as in an actor that was just started again.
+        """
+        if self._newest is None:
+            raise HeadraceError("no weights have been published here yet")
+        newest, items = self._newest
+        if newest > version:
             yield newest
             for item in items:
                 if isinstance(item, tuple) and item[1].is_cuda:
                     # The reader's stream may lag behind the end of this loop, and with it the end of the copies.
                     item[1].record_stream(torch.cuda.current_stream())
                 yield item
+
+    def has_weights(self) -> bool:
+        return self._newest is not None
 
     def shutdown(self) -> None:
         self._newest = None

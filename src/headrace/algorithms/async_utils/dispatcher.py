@@ -1,9 +1,11 @@
 """Hands out tickets: which prompts are answered next, and when; counts calls that fail.
 
 A ticket goes out once the sampler lets it begin and the store has room for its rows beside those that are being made.
-A call that fails keeps its room, and its ticket goes out again before all others, with the same ids and another seed.
+A call that fails keeps its room, and its ticket goes out again before all others, with the same ids; with another seed,
+if answers may have been drawn with its own.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -18,8 +20,13 @@ from headrace.experience.collector import Ticket
 from headrace.experience.metrics import combine_calls
 from headrace.utils.seeding import derive_seed
 
+_log = logging.getLogger(__name__)
 _LOOK_S = 0.5
 """How long a wait for the store's room lasts before it is looked whether a failed call is to be made again."""
+
+_WAITED, _FAILED = "async/collectors_wait_s", "async/failed_calls"
+_LOST, _RESTORED = "async/lost_collectors", "async/restored_weights"
+_NOTED = (_WAITED, _FAILED, _LOST, _RESTORED)
 
 Drop = Callable[[int], Collection[int]]
 """Clears the groups that a step and those after it cannot use; returns their positions."""
@@ -70,6 +77,7 @@ class Dispatcher:
         *,
         most_rows: int,
         max_failures: int,
+        collectors: int = 1,
     ) -> None:
         """`most_rows` are in the making at a time, and in the store beside those that were there."""
         self._plan, self._prompts, self._sampler, self._room = plan, prompts, sampler, room
@@ -79,16 +87,18 @@ class Dispatcher:
         # One thread at a time looks for room, so that what it finds is still there when it takes it.
         self._turn = Lock()
         self._next, self._again = plan.position // plan.per_call * plan.per_call, deque[Ticket]()
-        self._version = plan.first_step - 2  # before the first weights nothing may begin
+        self.version = plan.first_step - 2  # before the first weights nothing may begin
         self._rows_in_making, self._dropped = 0, 0
         # Positions from the first one on whose group has not been used, and later ones whose groups have.
         self._first, self._used = plan.position, set(plan.trained)
         self._still_there = set(plan.there)
         self._dropping = Lock()
-        self._failures = 0
-        self._noted = {"waited_s": 0.0, "failed_calls": 0.0}
+        self._failures, self._collectors = 0, collectors
+        self._noted = dict.fromkeys(_NOTED, 0.0)
         self._calls: list[Mapping[str, float]] = []
         self._is_closed = False
+        self.lacks_weights = False
+        """Whether the weights that were published last have to be published again."""
         self.error: BaseException | None = None
 
     # For collectors.
@@ -98,25 +108,50 @@ class Dispatcher:
         with self._turn:
             ticket = self._take()
         with self._changed:
-            self._noted["waited_s"] += time.perf_counter() - started
+            self._noted[_WAITED] += time.perf_counter() - started
         return ticket
 
     def done(self, ticket: Ticket, calls: Mapping[str, float]) -> None:
         with self._changed:
             self._rows_in_making -= self._rows(ticket)
             self._calls.append(calls)
-            step = self._version + 1
+            step = self.version + 1
         self.drop(step)
 
-    def failed(self, ticket: Ticket, error: HeadraceError) -> None:
+    def failed(self, ticket: Ticket, error: HeadraceError, *, has_begun: bool) -> None:
+        attempt = ticket.attempt + 1
+        other = replace(ticket, attempt=attempt, seed=derive_seed(ticket.seed, "again", attempt))
+        self.give_back(other if has_begun else ticket)
+        self.count_failure(error)
+
+    def give_back(self, ticket: Ticket, *, for_weights: bool = False) -> None:
+        with self._changed:
+            self.lacks_weights |= for_weights
+            self._again.append(ticket)
+            self._changed.notify_all()
+
+    def retire(self, name: str, error: HeadraceError) -> None:
+        with self._changed:
+            self._collectors -= 1
+            left = self._collectors
+            self._noted[_LOST] += 1
+        if left:
+            _log.warning("%s makes no more samples: %s; its work goes to the other %d", name, error, left)
+        else:
+            self.stop(error)
+
+    def wait_for_weights(self) -> bool:
+        """Wait until they are published again; False: nothing will be any more."""
+        with self._changed:
+            self.lacks_weights = True
+            self._changed.wait_for(lambda: self._is_closed or not self.lacks_weights)
+            return not self.lacks_weights
+
+    def count_failure(self, error: HeadraceError) -> None:
+        """Count a call that failed; too many within a step are the run's error."""
         with self._changed:
             self._failures += 1
-            self._noted["failed_calls"] += 1
-            attempt = ticket.attempt + 1
-            self._again.append(
-                replace(ticket, attempt=attempt, seed=derive_seed(ticket.seed, "again", attempt))
-            )
-            self._changed.notify_all()
+            self._noted[_FAILED] += 1
         if self._failures > self._max_failures:
             self.stop(
                 GenerationError(
@@ -134,7 +169,7 @@ class Dispatcher:
         """Wait for the next ticket and the room of its rows."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or self._again or self._may_begin())
+                self._changed.wait_for(self._has_next)
                 if self._is_closed:
                     return None
                 if self._again:
@@ -152,6 +187,9 @@ class Dispatcher:
                 self._next += self._plan.per_call
             return ticket
 
+    def _has_next(self) -> bool:
+        return self._is_closed or (not self.lacks_weights and (bool(self._again) or self._may_begin()))
+
     def _may_begin(self) -> bool:
         plan = self._plan
         while not (positions := plan.positions(self._next)):
@@ -159,9 +197,9 @@ class Dispatcher:
         made_for = plan.made_for(positions[0], self._dropped)
         if self._rows_in_making + len(positions) * plan.group_size > self._most_rows:
             return False
-        if self._version < plan.first_step - 1 or (plan.last_step is not None and made_for > plan.last_step):
+        if self.version < plan.first_step - 1 or (plan.last_step is not None and made_for > plan.last_step):
             return False
-        return self._sampler.may_begin(made_for, self._version)
+        return self._sampler.may_begin(made_for, self.version)
 
     def _mint(self) -> Ticket:
         plan, positions = self._plan, self._plan.positions(self._next)
@@ -181,10 +219,17 @@ class Dispatcher:
     # For the trainer.
 
     def publish(self, version: int) -> None:
-        """There are weights of this version; calls may fail anew."""
+        """There are weights of this version; calls may fail anew, if it is a new one."""
         with self._changed:
-            self._version, self._failures = version, 0
+            if version > self.version:
+                self._failures = 0
+            self.version, self.lacks_weights = version, False
             self._changed.notify_all()
+
+    def count_restored(self) -> None:
+        """The keeper of the weights was started again."""
+        with self._changed:
+            self._noted[_RESTORED] += 1
 
     def used(self, positions: Iterable[int]) -> None:
         """These groups were trained on, or dropped."""
@@ -226,6 +271,4 @@ class Dispatcher:
         with self._changed:
             calls, self._calls = self._calls, []
             noted, self._noted = self._noted, dict.fromkeys(self._noted, 0.0)
-        waited, failed = noted["waited_s"], noted["failed_calls"]
-        made = combine_calls(calls) if calls else {}
-        return {**made, "async/collectors_wait_s": waited, "async/failed_calls": failed}
+        return {**(combine_calls(calls) if calls else {}), **noted}

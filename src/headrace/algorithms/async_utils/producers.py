@@ -9,11 +9,13 @@ from typing import Any
 from headrace.algorithms.async_utils.dispatcher import Dispatcher, Plan
 from headrace.algorithms.async_utils.replay_buffer import ReplayBuffer
 from headrace.algorithms.async_utils.staleness_sampler import NEWEST, OLDEST, InOrderSampler, build_sampler
+from headrace.algorithms.async_utils.weights import Weights
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.algorithms.rollout_table import RolloutTable
 from headrace.config import RecipeConfig
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.distributed.worker_groups import LocalWorkerGroup, WorkerGroup
+from headrace.errors import GeneratorLost, HeadraceError
 from headrace.experience.collector import MADE_FOR, POSITION, Collector
 from headrace.experience.live_generator import LiveGenerator
 from headrace.experience.sync_rollout_actor import TAGS
@@ -37,8 +39,12 @@ class Producers:
         prompts: PromptLoader,
         rollouts: Sequence[WorkerGroup],
         progress: Progress,
+        weights: Weights | None = None,
     ) -> None:
-        """Open the partition; `rollouts` are groups of one `CollectingActor`, each with a collector of its own."""
+        """Open the partition; `rollouts` are groups of one `CollectingActor`, each with a collector of its own.
+
+        `weights` are those that the actors follow; None: they cannot be lost.
+        """
         cfg = recipe.asynchrony
         sampler = build_sampler(recipe)
         self.buffer = ReplayBuffer(client, partition_id, sampler, recipe)
@@ -52,7 +58,9 @@ class Producers:
             self.buffer.drop,
             most_rows=self.buffer.rows,
             max_failures=cfg.max_failures,
+            collectors=len(rollouts),
         )
+        self._weights = weights
         self._collectors = [
             Collector(
                 f"collector-{index}",
@@ -61,6 +69,7 @@ class Producers:
                 partition_id=partition_id,
                 group_size=plan.group_size,
                 tag_keys=dict.fromkeys([*TAGS, *RolloutTable.tag_keys()]),
+                **({} if weights is None else {"has_weights": weights.are_there}),
             )
             for index, group in enumerate(rollouts)
         ]
@@ -70,8 +79,44 @@ class Producers:
             collector.start()
 
     def publish(self, version: int) -> None:
-        """Tell collectors that there are weights of this version, where their actors find them."""
+        """Publish the policy's weights, and tell collectors of their version.
+
+        Raises:
+            HeadraceError: they were lost more often within a step than calls may fail.
+        """
+        if self._weights is not None:
+            self._weights.publish(version, self._lost_weights)
         self.tickets.publish(version)
+
+    def mend(self) -> None:
+        """Publish the policy's weights again, if they are lost and it is still the one that had them."""
+        if self.tickets.lacks_weights:
+            self.publish(self.tickets.version)
+
+    def recover(self, error: HeadraceError) -> None:
+        """Let a call that failed be made again: count it, or wait for weights that `mend` publishes.
+
+        Raises:
+            HeadraceError: too many calls have failed within a step.
+        """
+        if self._weights is None or self._weights.are_there():
+            self.count_failure(error)
+        elif not self.tickets.wait_for_weights():
+            raise error
+
+    def _lost_weights(self, error: HeadraceError) -> None:
+        self.tickets.count_restored()
+        self.count_failure(error)
+
+    def count_failure(self, error: HeadraceError) -> None:
+        """Count a call that failed.
+
+        Raises:
+            HeadraceError: too many have within a step.
+        """
+        self.tickets.count_failure(error)
+        if self.tickets.error is not None:
+            raise self.tickets.error from error
 
     def take(
         self, step: int, groups: int, should_stop: Callable[[], bool] = lambda: False
@@ -82,6 +127,7 @@ class Producers:
             HeadraceError: no more can be made; what a collector raised.
         """
         while True:
+            self.mend()
             self.tickets.drop(step)
             rows = self.buffer.take(step, groups, _LOOK_S)
             if rows is not None:
@@ -96,12 +142,20 @@ class Producers:
         self.tickets.used(tag[POSITION] for rows in taken for tag in rows.tags or [])
 
     @contextmanager
-    def quiet(self) -> Iterator[int]:
-        """Return a context in which the first rollout actor is the caller's, with the newest weights; their version."""
-        first = self._collectors[0]
+    def quiet(self) -> Iterator[tuple[WorkerGroup, int]]:
+        """Return a context in which a rollout actor is the caller's, with the newest weights; their version.
+
+        It is the first one, or the next that has not lost its engines.
+        """
+        first = next((one for one in self._collectors if not one.has_retired), self._collectors[0])
         generator = _live_generator(first)
         with first.lock, nullcontext() if generator is None else generator.held():
-            yield first.take_weights()
+            try:
+                version = first.take_weights()
+            except GeneratorLost as error:
+                first.retire(error)
+                raise
+            yield first.rollouts, version
 
     def moved(self) -> Traffic:
         """Return what collectors have moved so far."""

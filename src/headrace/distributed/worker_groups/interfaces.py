@@ -1,13 +1,13 @@
 """What a policy asks of its workers, and the group of one worker in the calling process."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from typing import Any
 
 from headrace.distributed.worker_groups.rank import Seat
 
-Reader = Callable[..., Iterator[Any]]
+Reader = Callable[..., Generator[Any, None, None]]
 
 
 class WorkerGroup(ABC):

@@ -124,8 +124,12 @@ class RankServer:
             return
         if call.sink is not None:
             with call.sink as sink:
-                for item in result:
-                    sink.put(encode(item))
+                try:
+                    for item in result:
+                        sink.put(encode(item))
+                finally:
+                    for _ in result:  # other ranks gather each item with this one
+                        pass
         else:
             for item in result:
                 if call.keeps:

@@ -3,7 +3,8 @@
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from functools import partial
 from queue import Queue
 from threading import Thread
@@ -12,6 +13,7 @@ from typing import Any, Self
 import ray
 from ray.exceptions import RayError
 
+from headrace.distributed.ray_connection import NAMESPACE
 from headrace.distributed.worker_groups.failures import WorkerFailure, WorkerTraceback, raise_failures
 from headrace.distributed.worker_groups.rank import (
     Answer,
@@ -189,20 +191,39 @@ class ActorSink:
 class ActorReader:
     """Calls a generator method of an actor's worker from another process of the cluster; one that is read at a time.
 
-    `name` is what messages call the actor.
+    The actor is found by the name that Ray knows it by, also after it has been started again; it takes other calls once
+    the stream has been read or closed. `who` is what messages call it.
     """
 
-    def __init__(self, actor: Any, method: str, name: str | None = None) -> None:
-        self._actor, self._method, self._name = actor, method, name
+    def __init__(self, name: str, method: str, who: str) -> None:
+        self._name, self._method, self._who = name, method, who
 
-    def __call__(self, *args: Any) -> Iterator[Any]:
-        serve = self._actor.serve.options(**ANSWERS)
-        for part in serve.remote(encode((args, {})), self._method, True, True, None):
+    def __call__(self, *args: Any) -> Generator[Any, None, None]:
+        actor, arguments, has_begun = self._found(), encode((args, {})), False
+        while True:
+            parts = actor.serve.options(**ANSWERS).remote(arguments, self._method, True, True, None)
             try:
-                answer: Answer = ray.get(part)
+                for part in parts:
+                    answer: Answer = ray.get(part)
+                    if isinstance(answer, WorkerFailure):
+                        raise_failures([answer], world_size=1, doing=self._method, alone=self._who)
+                    if answer.value is not None:
+                        has_begun = True
+                        yield decode(answer.value)
+                return
             except RayError as error:
-                raise HeadraceError(f"{self._name or 'an actor'} has died: {briefly(error)}") from error
-            if isinstance(answer, WorkerFailure):
-                raise_failures([answer], world_size=1, doing=self._method, alone=self._name)
-            if answer.value is not None:
-                yield decode(answer.value)
+                # What this process knows under the name may be the actor of before.
+                dead, actor = actor, self._found()
+                if has_begun or actor == dead:
+                    raise HeadraceError(f"{self._who} has died: {briefly(error)}") from error
+            finally:
+                # The actor would wait for ever for who takes the rest of a stream that is given up.
+                with suppress(RayError):
+                    for _ in parts:
+                        pass
+
+    def _found(self) -> Any:
+        try:
+            return ray.get_actor(self._name, namespace=NAMESPACE)
+        except ValueError as error:
+            raise HeadraceError(f"{self._who} has died, and is not there again yet") from error

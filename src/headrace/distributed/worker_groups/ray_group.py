@@ -1,6 +1,7 @@
 """Workers as Ray actors, one per rank, inside the placement group of a RayVirtualCluster."""
 
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from headrace.distributed.ray_connection import NAMESPACE
 from headrace.distributed.topology import RankLayout
 from headrace.distributed.virtual_cluster import RayVirtualCluster
 from headrace.distributed.worker_groups.failures import WorkerFailure
@@ -43,6 +45,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
         self._actors: list[Any] = []
         self._parts: dict[int, Any] = {}
         self._spec, self._settings, self._room = spec, settings, room
+        self._name = f"headrace-{uuid.uuid4().hex}"
         self.restart()
 
     def restart(self) -> None:
@@ -63,6 +66,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
                 "num_gpus": 1 if settings.device == "cuda" else 0,
                 "scheduling_strategy": where,
                 "runtime_env": self.cluster.runtime_env,
+                **({"name": self._name, "namespace": NAMESPACE} if self._alone else {}),
             }
             self._actors.append(actor_class.options(**options).remote())
         carried = [ray.put(spec)]
@@ -93,7 +97,9 @@ class RayWorkerGroup(RemoteWorkerGroup):
         return found
 
     def reader(self, method: str) -> ActorReader:
-        return ActorReader(self._actors[0], method, self._alone)
+        if self._alone is None:
+            raise ValueError(f"{method} of a group of several workers cannot be read; build it with `alone`")
+        return ActorReader(self._name, method, self._alone)
 
     def _post(self, calls: Mapping[int, Call]) -> None:
         arguments: dict[int, Any] = {}

@@ -12,7 +12,7 @@ import torch
 from headrace.distributed.worker_groups import wire
 from headrace.distributed.worker_groups.failures import WorkerFailure, raise_failures
 from headrace.distributed.worker_groups.rank import Answer
-from headrace.errors import ConfigError, GenerationError
+from headrace.errors import ConfigError, GenerationError, GeneratorLost
 from headrace.models.generation.dealing import LengthBook, deal
 from headrace.models.generation.engine import (
     Completions,
@@ -41,6 +41,7 @@ class EnginePool:
     """An Engine made of `generation.engines` processes.
 
     A process that dies is said, counted, and started again; it takes part again after the next update of the weights.
+    When the last one dies, that update starts them again and waits for them.
     """
 
     def __init__(
@@ -201,10 +202,22 @@ class EnginePool:
 
     def _gather(self) -> None:
         """Take in engines that have been started again, and notice those that have died meanwhile."""
-        for index in [i for i, engine in self._starting.items() if engine.ready([engine], 0)]:
+        is_empty = not self.engines
+        if is_empty:
+            self._is_whole = False
+            for index in [i for i, left in enumerate(self._restarts) if left and i not in self._starting]:
+                self._relaunch(index)
+            if self._starting:
+                again, count = len(self._starting), len(self._restarts)
+                _log.warning("no engine is left; %d of %d are started again and waited for", again, count)
+        for index in [i for i, engine in self._starting.items() if is_empty or engine.ready([engine], 0)]:
             self._admit(index, self._starting.pop(index), at_start=False)
         self._require_engines()
         self._call("ping")
+
+    def _relaunch(self, index: int) -> None:
+        self._restarts[index] -= 1
+        self._launch(index)
 
     def _launch(self, index: int) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -268,14 +281,14 @@ class EnginePool:
         """Say that an engine is lost and start it again; an engine that lives and refuses is the run's error.
 
         Raises:
-            GenerationError: it was the last one.
+            GenerationError: it was the last one; a GeneratorLost if none can be started again.
         """
         if not failure.is_lost:
             self.fail(index, failure, "an engine's work")
         self.engines.pop(index).end()
         self._lost += 1
         if not self.engines:
-            raise GenerationError(
+            raise self._without_engines(
                 f"no engine is left: {failure.summary}; look at what it wrote above. For memory, lower "
                 "generation.vllm.args.gpu_memory_utilization or generation.batch_size"
             )
@@ -284,12 +297,16 @@ class EnginePool:
             "%s; %s, and it is %s", failure.summary, then, "started again" if again else "left out for good"
         )
         if again:
-            self._restarts[index] -= 1
-            self._launch(index)
+            self._relaunch(index)
 
     def _require_engines(self) -> None:
         if not self.engines:
-            raise GenerationError("no engine is left; an earlier call was broken off, or ended the last one")
+            raise self._without_engines(
+                "no engine is left; an earlier call was broken off, or ended the last one"
+            )
+
+    def _without_engines(self, why: str) -> GenerationError:
+        return GenerationError(why) if self._starting or any(self._restarts) else GeneratorLost(why)
 
     def fail(self, index: int, failure: WorkerFailure, doing: str) -> NoReturn:
         name = self.engines[index].name
