@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "dense": (
         CONFIGS["llama"],
         {},
-        "policy.parallel.expert=2: not for model_type=llama: it has no experts that are kept as stacks",
+        "policy.parallel.expert=2: not for model_type=llama: it has no experts that run through",
     ),
     "odd": (
         {**CONFIGS["qwen3_moe"], "num_experts": 7},
@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "other_experts": (
         {"model_type": "jetmoe", **tiny_sizes("jetmoe")},
         {},
-        "model_type=jetmoe: model.layers.0.self_attention.experts is not kept as stacks",
+        "model_type=jetmoe: model.layers.0.self_attention.experts does not run through",
     ),
 }
 

@@ -264,6 +264,7 @@ def test_two_ranks_train_as_one_and_read_each_other_s_checkpoints(tmp_path: Path
         ({"lora": {"rank": 4}}, r"optimizer.kind=adamw_8bit and lora.rank=4 do not go together"),
         ({"parallel": {"cpu_offload": True}}, r"adamw_8bit and parallel.cpu_offload=true"),
         ({"parallel": {"tensor": 2}, "workers": 2}, r"adamw_8bit and parallel.tensor=2"),
+        ({"parallel": {"expert": 2}, "workers": 2}, r"adamw_8bit and parallel.expert=2"),
         ({"optimizer": ROUNDED}, r"stochastic_rounding=true with precision=float32.*need precision=bfloat16"),
         ({"optimizer": ROUNDED, "precision": "bfloat16", "workers": 2}, r"need workers=1"),
     ],

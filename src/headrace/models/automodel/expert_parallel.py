@@ -1,7 +1,7 @@
 """Experts shared out over data and context ranks: which a model has, and how a rank holds its part.
 
-It works for the experts that transformers keeps as stacks of weights, in any family: a rank holds consecutive ones,
-whole, and `experts` sends every token where its experts are.
+It works for stacks of experts that run through transformers' experts interface, in any family: a rank holds consecutive
+experts, whole, and `experts` sends every token where its experts are.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def share_experts(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
             ranks do not divide.
     """
     ranks, kind = mesh.size(), model.config.get_text_config().model_type
-    # What transformers' experts interface says of a stack.
+    # The experts interface of transformers says this of a stack of weights.
     found = {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed")}
     others = [
         name
@@ -35,9 +35,10 @@ def share_experts(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
         if name.rpartition(".")[2] == "experts" and name not in found
     ]
     if not found or others:
-        what = f"{others[0]} is not" if others else "it has no experts that are"
+        what = f"{others[0]} does not" if others else "it has no experts that"
         raise ConfigError(
-            f"{_KEY}={ranks}: not for model_type={kind}: {what} kept as stacks of weights; set {_KEY}=1"
+            f"{_KEY}={ranks}: not for model_type={kind}: {what} run through transformers' experts interface; "
+            f"set {_KEY}=1"
         )
     check_grouped(model, f"{_KEY}={ranks}")
     for name, module in found.items():
