@@ -508,6 +508,28 @@ def test_a_logprob_stage_moves_its_seed_columns_and_its_result_only(make_policy:
     assert moved == {*LP_SEED_FIELDS, "prev_logprobs"}
 
 
+def test_a_logprob_stage_and_its_arguments_of_the_planner_have_their_documented_names(
+    make_policy: Any,
+) -> None:
+    policy = make_policy(**PACKED)
+    meta = put(policy.dp_client)
+    policy.get_logprobs_from_meta(meta)
+    first = policy.read_from_dataplane(meta, select_fields=["prev_logprobs"])["prev_logprobs"]
+    policy.write_to_dataplane(meta, {"prev_logprobs": torch.zeros_like(first)})
+    policy._logprob_dispatch(
+        meta,
+        task_name="prev_lp",
+        worker_method="get_logprobs_presharded",
+        timer_prefix="get_logprobs",
+        timer=None,
+        common_kwargs={"micro_batch_size": None},
+    )
+    again = policy.read_from_dataplane(meta, select_fields=["prev_logprobs"])["prev_logprobs"]
+    assert torch.equal(first, again)
+    packing, dynamic = policy._packing_args("train_mb_tokens")
+    assert (packing["max_tokens_per_microbatch"], dynamic) == (32, None)
+
+
 def ready_to_train(policy: TQPolicy) -> KVBatchMeta:
     """Write every column of a training step and return the meta."""
     batch = tiny_batch(LENGTHS)

@@ -28,7 +28,7 @@ from headrace.data_plane.schema import (
     pad_values,
 )
 from headrace.data_plane.wire import materialize, wire_tensordict
-from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.distributed.batched_data_dict import BatchedDataDict, DynamicBatchingArgs, SequencePackingArgs
 from headrace.distributed.planner import MicrobatchPlan, plan_microbatches
 from headrace.distributed.worker_groups import WorkerGroup
 from headrace.models.interfaces import LossFn
@@ -223,37 +223,54 @@ class Policy:
         self, data: Batch, budget: TokenBudget, *, batch_size: int | None, shards: int | None = None
     ) -> tuple[Sequence[Batch], list[int] | None]:
         data.token_columns = PER_TOKEN_FIELDS
-        ranks = shards or self.workers.dp_size
-        sharded = data.shard_by_batch_size(ranks, batch_size, **self._cutting(budget))
+        packing, dynamic = self._packing_args(budget)
+        sharded = data.shard_by_batch_size(
+            shards or self.workers.dp_size,
+            batch_size=batch_size,
+            sequence_packing_args=packing,
+            dynamic_batching_args=dynamic,
+        )
         return sharded if isinstance(sharded, tuple) else (sharded, None)
 
     def training_plan(self, lengths: Sequence[int]) -> MicrobatchPlan:
         """Return how `train` cuts rows of these lengths into microbatches."""
-        ranks, batch_size = self.workers.dp_size, self.cfg.train_global_batch_size
-        cutting = self._cutting("train_mb_tokens")
-        return plan_microbatches(lengths, shards=ranks, batch_size=batch_size, **cutting)
+        packing, dynamic = self._packing_args("train_mb_tokens")
+        return plan_microbatches(
+            lengths,
+            shards=self.workers.dp_size,
+            batch_size=self.cfg.train_global_batch_size,
+            sequence_packing_args=packing,
+            dynamic_batching_args=dynamic,
+        )
 
     def store_report(self, *, limit: int) -> tuple[str, PartitionReport] | None:
         """Return the id of the step's partition and what it holds; None for rows in memory."""
         return None
 
-    def _cutting(self, budget: TokenBudget) -> dict[str, Any]:
-        """Return the planner's arguments for a stage, named by its token budget's key; none: fixed size."""
+    def _packing_args(
+        self, mb_tokens_key: TokenBudget
+    ) -> tuple[SequencePackingArgs | None, DynamicBatchingArgs | None]:
+        """Return the planner's arguments for a stage, named by its token budget's key; both None: fixed size."""
         packing, dynamic = self.cfg.sequence_packing, self.cfg.dynamic_batching
-        if not (packing.enabled or dynamic.enabled):
-            return {}
-        both = {
-            "input_key": INPUT_IDS,
-            "input_lengths_key": INPUT_LENGTHS,
-            "max_tokens_per_microbatch": getattr(packing if packing.enabled else dynamic, budget),
-            "attention_ratio": self._attention_ratio,
-        }
+        if packing.enabled:
+            return SequencePackingArgs(
+                algorithm=packing.algorithm,
+                input_key=INPUT_IDS,
+                input_lengths_key=INPUT_LENGTHS,
+                sequence_length_pad_multiple=self.cfg.make_sequence_length_divisible_by,
+                max_tokens_per_microbatch=getattr(packing, mb_tokens_key),
+                microbatch_order=packing.microbatch_order,
+                attention_ratio=self._attention_ratio,
+            ), None
         if dynamic.enabled:
-            own: dict[str, Any] = {"sequence_length_round": dynamic.sequence_length_round}
-            return {"dynamic_batching_args": both | own}
-        multiple = self.cfg.make_sequence_length_divisible_by
-        own = {"algorithm": packing.algorithm, "microbatch_order": packing.microbatch_order}
-        return {"sequence_packing_args": both | own | {"sequence_length_pad_multiple": multiple}}
+            return None, DynamicBatchingArgs(
+                input_key=INPUT_IDS,
+                input_lengths_key=INPUT_LENGTHS,
+                sequence_length_round=dynamic.sequence_length_round,
+                max_tokens_per_microbatch=getattr(dynamic, mb_tokens_key),
+                attention_ratio=self._attention_ratio,
+            )
+        return None, None
 
     @property
     def _pad_token_id(self) -> int:

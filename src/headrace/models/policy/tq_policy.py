@@ -205,33 +205,49 @@ class TQPolicy(Policy):
 
         With `unfiltered`, also `prev_unfiltered_logprobs`: those at the same temperature without top-k and top-p.
         """
-        options = logprob_options(micro_batch_size, unfiltered=unfiltered)
-        self._dispatch_logprobs(meta, "prev_lp", "get_logprobs", timer, options)
+        self._logprob_dispatch(
+            meta,
+            task_name="prev_lp",
+            worker_method="get_logprobs_presharded",
+            timer_prefix="get_logprobs",
+            timer=timer,
+            common_kwargs=logprob_options(micro_batch_size, unfiltered=unfiltered),
+        )
         meta.add_fields(["prev_logprobs", *([PREV_UNFILTERED_LOGPROBS] if unfiltered else [])])
 
     def get_reference_policy_logprobs_from_meta(
         self, meta: KVBatchMeta, micro_batch_size: int | None = None, timer: Timer | None = None
     ) -> None:
         """Have the workers write the reference's logprobs as `reference_policy_logprobs`."""
-        method, options = "get_reference_policy_logprobs", {"micro_batch_size": micro_batch_size}
-        self._dispatch_logprobs(meta, "ref_lp", method, timer, options, with_routes=False)
+        self._logprob_dispatch(
+            meta,
+            task_name="ref_lp",
+            worker_method="get_reference_policy_logprobs_presharded",
+            timer_prefix="get_reference_policy_logprobs",
+            timer=timer,
+            common_kwargs={"micro_batch_size": micro_batch_size},
+            with_routes=False,
+        )
         meta.add_fields(["reference_policy_logprobs"])
 
-    def _dispatch_logprobs(
+    def _logprob_dispatch(
         self,
         meta: KVBatchMeta,
-        task: str,
-        method: str,
-        timer: Timer | None,
-        options: dict[str, Any],
         *,
+        task_name: str,
+        worker_method: str,
+        timer_prefix: str,
+        timer: Timer | None,
+        common_kwargs: dict[str, Any],
         with_routes: bool = True,
     ) -> None:
         """Run a logprob stage; workers fetch the seed columns only and write their result back themselves."""
         wanted = fields_with_optional_routed_experts(LP_SEED_FIELDS, enabled=with_routes)
-        shards, _ = self._shard_meta(meta, [*wanted, *self.media_fields], "logprob_mb_tokens", None, task)
-        with timed(timer, f"{method}/run"):
-            self.workers.run_sharded(f"{method}_presharded", shards, **options)
+        shards, _ = self._shard_meta(
+            meta, [*wanted, *self.media_fields], "logprob_mb_tokens", None, task_name
+        )
+        with timed(timer, f"{timer_prefix}/run"):
+            self.workers.run_sharded(worker_method, shards, **common_kwargs)
 
     def train_from_meta(
         self,
@@ -320,11 +336,17 @@ class TQPolicy(Policy):
         task_name: str,
     ) -> tuple[list[KVBatchMeta], Sequence[int] | None]:
         self._stamp_pad_seqlen(meta)
+        packing, dynamic = self._packing_args(budget) if budget else (None, None)
         narrowed = meta.with_fields(plan_fields(meta.fields, wanted))
         narrowed.task_name = task_name
         narrowed.tags = None  # the driver's own: workers read none, and they are most of a meta's bytes
-        cutting = self._cutting(budget) if budget else {}
-        return shard_meta_for_dp(narrowed, dp_world=self.workers.dp_size, batch_size=batch_size, **cutting)
+        return shard_meta_for_dp(
+            narrowed,
+            dp_world=self.workers.dp_size,
+            batch_size=batch_size,
+            sequence_packing_args=packing,
+            dynamic_batching_args=dynamic,
+        )
 
     def shutdown(self) -> bool:
         """End the workers, then the store, also when the workers are dead already; may be called twice."""
