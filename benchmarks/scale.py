@@ -11,7 +11,7 @@ Needs headrace[ray].
 import logging
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
@@ -54,7 +54,6 @@ from headrace.data_plane.schema import (
 from headrace.data_plane.store.blocks import PackedColumns, pack
 from headrace.data_plane.store.columns import Chunk, Put, checked_put
 from headrace.distributed.topology import lay_out_ranks
-from headrace.distributed.worker_groups.rank import Reply
 from headrace.distributed.worker_groups.ray_group import RayWorkerGroup
 from headrace.distributed.worker_groups.remote import RemoteWorkerGroup
 from headrace.distributed.worker_groups.wire import encode
@@ -155,12 +154,9 @@ def resident_bytes() -> int:
 class Echo:
     """Stands for every rank's actor: takes a call and answers at once."""
 
-    def __init__(self) -> None:
-        self._answer = Reply(encode(None))
-
-    def serve(self, *_call: Any) -> Iterator[Reply]:
+    def call(self, *_call: Any) -> bytes:
         """Answer nothing."""
-        yield self._answer
+        return encode(None).head
 
 
 class OneActorGroup(RayWorkerGroup):
@@ -222,13 +218,9 @@ class Books:
         return seconds, opened(SECRET, answer, operation_of(operation, self._store).reply).answer
 
     def put(self, ids: list[str], packed: PackedColumns, tags: list[dict[str, Any]] | None = None) -> float:
-        """Announce and commit rows whose blocks are like those of `packed`, under keys of their own."""
+        """Announce and commit rows whose blocks are like those of `packed`."""
         self._puts += 1
-        columns = {
-            name: [block._replace(key=f"{self._puts}.{block.key}") for block in blocks]
-            for name, blocks in packed.columns.items()
-        }
-        begun, ticket = self.ask("begin_put", OWNER, Put(PARTITION, ids, tags, {}), columns, 60.0)
+        begun, ticket = self.ask("begin_put", OWNER, Put(PARTITION, ids, tags, {}), packed.columns, 60.0)
         slots = [self._puts * 1000 + number for number in range(len(packed.blocks))]
         return begun + self.ask("commit", ticket, slots, None)[0]
 
@@ -248,7 +240,7 @@ def chunks_of(rows: int, names: Sequence[str]) -> dict[str, Chunk]:
 
 def packed_like(rows: int, names: Sequence[str]) -> PackedColumns:
     """Blocks of `rows` rows of declared columns, cut as a put cuts them."""
-    return pack(chunks_of(rows, names), "block")
+    return pack(chunks_of(rows, names))
 
 
 def measure_index(bench: Bench, rows: int, rank_rows: int) -> dict[str, float]:

@@ -25,7 +25,7 @@ from headrace.distributed.worker_groups.rank import (
     Seat,
     open_store,
 )
-from headrace.distributed.worker_groups.wire import Payload, decode, encode
+from headrace.distributed.worker_groups.wire import Payload, decode, encode, light, whole
 from headrace.errors import HeadraceError
 
 # Answers come in parts; two of them at most wait in the object store for the caller.
@@ -78,6 +78,15 @@ class RankActor(RankServer):
         self, arguments: Payload, method: str, streams: bool, keeps: bool, sink: Any
     ) -> Iterator[Answer]:
         yield from self.answers(Call(method, arguments, streams=streams, keeps=keeps, sink=sink))
+
+    def call(
+        self, arguments: bytes | Payload, method: str, keeps: bool
+    ) -> bytes | Payload | WorkerFailure | None:
+        """Answer a call of a method that does not stream, in one part, which is much cheaper for the caller."""
+        answer = next(self.answers(Call(method, whole(arguments), keeps=keeps)))
+        if isinstance(answer, WorkerFailure):
+            return answer
+        return None if answer.value is None else light(answer.value)
 
     def receive(self, method: str, arguments: Payload) -> None:
         """Call a method of the worker with the items of another actor's stream, in a thread, while they come.

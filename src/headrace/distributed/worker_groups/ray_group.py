@@ -2,8 +2,12 @@
 
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import ray
@@ -14,13 +18,23 @@ from headrace.distributed.topology import RankLayout
 from headrace.distributed.virtual_cluster import RayVirtualCluster
 from headrace.distributed.worker_groups.failures import WorkerFailure
 from headrace.distributed.worker_groups.interfaces import WorkerGroup
-from headrace.distributed.worker_groups.rank import Answer, Call, RankInfo, RankSettings, Seat, WorkerSpec
+from headrace.distributed.worker_groups.rank import (
+    Answer,
+    Call,
+    RankInfo,
+    RankSettings,
+    Reply,
+    Seat,
+    WorkerSpec,
+)
 from headrace.distributed.worker_groups.ray_actor import ANSWERS, ActorReader, ActorSink, RankActor, briefly
 from headrace.distributed.worker_groups.remote import GRACE_S, RemoteWorkerGroup
-from headrace.distributed.worker_groups.wire import encode
+from headrace.distributed.worker_groups.wire import Payload, encode, light, whole
 from headrace.errors import HeadraceError
 
 _GENTLE_S = 10.0
+_INLINE_BYTES = 64 << 10
+"""Arguments up to this size go with their call: an object of their own costs more than their bytes."""
 
 
 class RayWorkerGroup(RemoteWorkerGroup):
@@ -43,7 +57,9 @@ class RayWorkerGroup(RemoteWorkerGroup):
     ) -> None:
         super().__init__(layout, grace_s=grace_s, alone=alone)
         self._actors: list[Any] = []
+        # By rank what gives its answer: a future, or, of a generator, its parts.
         self._parts: dict[int, Any] = {}
+        self._answered: SimpleQueue[int] = SimpleQueue()
         self._spec, self._settings, self._room = spec, settings, room
         self._name = f"headrace-{uuid.uuid4().hex}"
         self.restart()
@@ -102,16 +118,33 @@ class RayWorkerGroup(RemoteWorkerGroup):
         return ActorReader(self._name, method, self._alone)
 
     def _post(self, calls: Mapping[int, Call]) -> None:
-        arguments: dict[int, Any] = {}
-        for rank, call in calls.items():
-            # Siblings of a replica share one copy in the object store.
-            key = id(call.arguments)
-            if key not in arguments:
-                arguments[key] = ray.put(call.arguments)
-            serve = self._actors[rank].serve.options(**ANSWERS)
-            self._parts[rank] = serve.remote(arguments[key], call.method, call.streams, call.keeps, call.sink)
+        carried = self._carried([call.arguments for call in calls.values()])
+        self._answered = SimpleQueue()
+        for (rank, call), arguments in zip(calls.items(), carried):
+            actor = self._actors[rank]
+            if call.streams:
+                serve = actor.serve.options(**ANSWERS)
+                self._parts[rank] = serve.remote(arguments, call.method, call.streams, call.keeps, call.sink)
+            else:
+                self._parts[rank] = actor.call.remote(arguments, call.method, call.keeps).future()
+                self._parts[rank].add_done_callback(partial(self._note_answer, self._answered, rank))
+
+    def _carried(self, arguments: Sequence[Payload]) -> list[Any]:
+        """Return what carries the arguments of each call: large ones, which calls share, by way of the object store."""
+        shared = Counter(map(id, arguments))
+        stored: dict[int, Any] = {}
+        for one in arguments:
+            if id(one) not in stored and shared[id(one)] > 1 and one.nbytes > _INLINE_BYTES:
+                stored[id(one)] = ray.put(one)
+        return [stored.get(id(one)) or light(one) for one in arguments]
+
+    @staticmethod
+    def _note_answer(answered: "SimpleQueue[int]", rank: int, _future: object) -> None:
+        answered.put(rank)
 
     def _wait(self, ranks: set[int], timeout_s: float | None) -> list[tuple[int, Answer]]:
+        if any(isinstance(self._parts[rank], Future) for rank in ranks):
+            return self._called(ranks, timeout_s)
         waiting = {self._parts[rank]: rank for rank in sorted(ranks)}
         ready, rest = ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
         if ready and rest:
@@ -119,13 +152,25 @@ class RayWorkerGroup(RemoteWorkerGroup):
             ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
         return [(waiting[parts], self._receive(waiting[parts])) for parts in ready]
 
+    def _called(self, ranks: set[int], timeout_s: float | None) -> list[tuple[int, Answer]]:
+        """Return answers of one part each as they come: no rank is looked at before it has answered."""
+        ready: list[int] = []
+        with suppress(Empty):
+            ready.append(self._answered.get(timeout=timeout_s))
+            while True:
+                ready.append(self._answered.get_nowait())
+        return [(rank, self._receive(rank)) for rank in ready if rank in ranks]
+
     def _receive(self, rank: int) -> Answer:
+        part = self._parts[rank]
         try:
-            answer: Answer = ray.get(next(self._parts[rank]))
+            answer: Any = part.result() if isinstance(part, Future) else ray.get(next(part))
         except RayError as error:
             who = self._alone or "a worker actor"
             return WorkerFailure(rank, HeadraceError, f"{who} has died: {briefly(error)}", is_lost=True)
-        return answer
+        if isinstance(answer, Reply | WorkerFailure):
+            return answer
+        return Reply(None if answer is None else whole(answer))
 
     def _end(self, *, gently: bool) -> None:
         if ray.is_initialized():

@@ -55,6 +55,16 @@ class Payload:
         return len(self.head) + sum(b.nbytes for b in self.buffers)
 
 
+def light(payload: Payload) -> "bytes | Payload":
+    """Return a payload as mere bytes where it has no buffers: Ray pickles objects, and does not pickle bytes."""
+    return payload if payload.buffers else payload.head
+
+
+def whole(carried: "bytes | Payload") -> Payload:
+    """Return the payload that `light` was given."""
+    return Payload(carried, []) if isinstance(carried, bytes) else carried
+
+
 def encode(value: Any) -> Payload:
     """Encode a value; buffers share memory with it where they can.
 
