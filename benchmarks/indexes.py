@@ -86,7 +86,7 @@ class Store:
     def __init__(self, endpoints: Sequence[Endpoint], rows: int) -> None:
         deadline = Deadline(60, "a key")
         self.clients = [IndexClient(endpoint, [], deadline, operation_of) for endpoint in endpoints]
-        self._keys, self._slots = itertools.count(), itertools.count()
+        self._slots = itertools.count()
         first, *others = self.clients
         told = (NAME, rows, "this benchmark")
         opened = first.ask(
@@ -112,13 +112,10 @@ class Store:
 
     def put(self, put: Put, chunks: dict[str, Chunk]) -> None:
         """Put rows, as the client does; the backend is `simple`."""
-        key = f"put{next(self._keys)}"
         if self._several is not None:
-            self._several.put(
-                put, chunks, key, self._stored, gives_rows=True, deadline=Deadline(600, "a key")
-            )
+            self._several.put(put, chunks, self._stored, gives_rows=True, deadline=Deadline(600, "a key"))
             return
-        packed = pack(chunks, key, gives_rows=True)
+        packed = pack(chunks, gives_rows=True)
         ticket = self.ask("begin_put", self.clients[0].owner, put, packed.columns, 600.0)
         self.ask("commit", ticket, self._stored(packed), None)
 

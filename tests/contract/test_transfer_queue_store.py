@@ -108,9 +108,9 @@ def test_lost_blocks_are_an_error_and_never_fewer_rows(client: Any) -> None:
 def test_a_slot_that_holds_another_block_by_now_is_a_lost_block(client: Any) -> None:
     ids = [f"s{i}" for i in range(8)]
     put_numbers(client, ids, x=0)
-    (block,) = client._ask("locate", "p", ids, ["x"])["x"].blocks
-    fewer = pack({"x": chunk_of_leaf("x", torch.zeros(2), ["a", "b"], [])}, "other")
-    client._open().blocks._units.put([block.slot], fewer.frames, "putting a block", within(10))
+    (slot,) = client._ask("locate", "p", ids, ["x"])["x"].blocks["slot"].tolist()
+    fewer = pack({"x": chunk_of_leaf("x", torch.zeros(2), ["a", "b"], [])})
+    client._open().blocks._units.put([slot], fewer.frames, "putting a block", within(10))
     for asked in (["s7", "s0"], ["s1", "s0"], ids):
         with pytest.raises(BlockError, match="block"):
             client.get_samples(asked, "p", ["x"])
@@ -186,7 +186,7 @@ def test_a_hundred_and_twenty_eight_connections_at_once_all_work(client: Any) ->
     def work(worker: int) -> bool:
         mine = Blocks(connection, within(120))
         chunk = chunk_of_leaf("x", torch.full((1, 16 + worker), worker), ["a"], [])
-        mine.put("many", pack({"x": chunk}, f"k{worker}"), within(120))
+        mine.put("many", pack({"x": chunk}), within(120))
         mine.close()
         return True
 
@@ -303,7 +303,7 @@ def test_an_unexpected_error_in_the_index_reaches_the_caller_and_the_index_goes_
 
 def test_an_answer_that_cannot_be_sent_is_an_error_of_the_caller_and_the_index_goes_on(client: Any) -> None:
     # Two blocks that claim 2**63 bytes each: their sum is more than a message can hold.
-    columns = pack({"x": chunk_of_leaf("x", torch.zeros(2), ["a", "b"], [])}, "huge").columns
+    columns = pack({"x": chunk_of_leaf("x", torch.zeros(2), ["a", "b"], [])}).columns
     (block,) = columns["x"]
     huge = {name: [block._replace(nbytes=2**63)] for name in "xy"}
     ticket = client._ask("begin_put", client._open().index.owner, Put("p", ["a", "b"], None, {}), huge, 60.0)

@@ -64,7 +64,7 @@ def test_blocks_as_they_are_stored_take_the_bytes_of_the_table() -> None:
     columns["message_log"] = [[{"role": "assistant", "content": 4 * tokens * "x"}]] * rows
     lengths = torch.full((rows,), tokens)
     wire = pack_columns(columns, lengths=lengths, rows=rows)
-    packed = pack(checked_put([str(row) for row in range(rows)], "p", wire, None)[1], "block")
+    packed = pack(checked_put([str(row) for row in range(rows)], "p", wire, None)[1])
     for name, blocks in packed.columns.items():
         per_token = sum(block.nbytes for block in blocks) / (rows * tokens)
         assert per_token == pytest.approx(int(TABLE[name]), rel=0.01), name

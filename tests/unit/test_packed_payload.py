@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from headrace import errors
 from headrace.data_plane.codec import nest
-from headrace.data_plane.store.blocks import BlockError, PackedColumns, pack, select_rows, unpack
+from headrace.data_plane.store.blocks import BlockError, PackedColumns, blocks_of, pack, select_rows, unpack
 from headrace.data_plane.store.claims import ClaimRequest, Registration
 from headrace.data_plane.store.columns import Chunk, Put, checked_put, read_rows
 from headrace.data_plane.wire import wire_tensordict
@@ -55,8 +55,12 @@ def put(index: SampleIndex, partition: str, ids: list[str], packed: PackedColumn
     index.commit(index.begin_put(b"me", stored, packed.columns, 60), range(len(packed.blocks)))
 
 
-def numbers(key: str, rows: int = 1, **columns: torch.Tensor) -> PackedColumns:
-    return pack(chunks_of(rows, **(columns or {"x": torch.zeros(rows)})), key)
+def numbers(rows: int = 1, **columns: torch.Tensor) -> PackedColumns:
+    return pack(chunks_of(rows, **(columns or {"x": torch.zeros(rows)})))
+
+
+def keys(*puts: PackedColumns) -> list[str]:
+    return sorted(block.key for packed in puts for block in packed.blocks)
 
 
 def garbage(index: SampleIndex) -> list[str]:
@@ -79,14 +83,14 @@ def test_dense_and_ragged_rows_survive_packing_bit_for_bit(dtype: torch.dtype) -
     generator = torch.Generator().manual_seed(3)
     dense = torch.randint(0, 2, (5, 3), generator=generator).to(dtype)
     rows = [torch.randint(0, 2, (n, 2), generator=generator).to(dtype) for n in (0, 3, 3, 1, 0)]
-    packed = pack(chunks_of(5, dense=dense, rows=nest(rows)), "k")
+    packed = pack(chunks_of(5, dense=dense, rows=nest(rows)))
     assert same_bits(column_of(packed, "dense"), dense)
     assert same_rows(rows_of(column_of(packed, "rows")), rows)
 
 
 def test_rows_without_elements_keep_their_shapes() -> None:
     rows = [torch.zeros(n, 0, 4) for n in (2, 0, 3)]
-    packed = pack(chunks_of(3, empty=torch.zeros(3, 0), rows=nest(rows)), "k")
+    packed = pack(chunks_of(3, empty=torch.zeros(3, 0), rows=nest(rows)))
     assert column_of(packed, "empty").shape == (3, 0)
     assert [tuple(row.shape) for row in rows_of(column_of(packed, "rows"))] == [
         (2, 0, 4),
@@ -97,36 +101,36 @@ def test_rows_without_elements_keep_their_shapes() -> None:
 
 def test_objects_survive_packing() -> None:
     values = [{"a": [1, None]}, "", b"\x00\xff", ("x", 2.5), []]
-    assert list(column_of(pack(chunks_of(5, log=object_array(values)), "k"), "log")) == values
+    assert list(column_of(pack(chunks_of(5, log=object_array(values))), "log")) == values
 
 
 def test_rows_ragged_in_a_later_dimension_survive_packing() -> None:
     rows = [torch.randn(4, n) for n in (3, 5)]
     column = torch.nested.nested_tensor(rows, layout=torch.jagged)
-    got = column_of(pack(chunks_of(2, x=column), "k"), "x")
+    got = column_of(pack(chunks_of(2, x=column)), "x")
     assert all(torch.equal(a, b) for a, b in zip(got.unbind(), rows, strict=True))
 
 
 def test_an_eighth_of_the_rows_lies_in_little_more_than_an_eighth_of_the_bytes() -> None:
     rows = [torch.zeros(1000 + 20 * i, dtype=torch.int64) for i in range(1024)]
-    packed = pack(chunks_of(1024, x=nest(rows)), "k")
+    packed = pack(chunks_of(1024, x=nest(rows)))
     index, ids = SampleIndex(2048), [f"s{i}" for i in range(1024)]
     put(index, "p", ids, packed)
     located = index.locate("p", ids[512:640], ["x"])["x"]
     wanted = sum(row.numel() * 8 for row in rows[512:640])
-    assert sum(block.nbytes for block in located.blocks) < 1.6 * wanted
+    assert located.blocks["nbytes"].sum() < 1.6 * wanted
 
 
 def test_a_row_larger_than_a_block_gets_a_block_of_its_own() -> None:
     rows = [torch.zeros(n, dtype=torch.uint8) for n in (10, 9_000_000, 10, 10)]
-    packed = pack(chunks_of(4, x=nest(rows)), "k")
+    packed = pack(chunks_of(4, x=nest(rows)))
     assert same_rows(rows_of(column_of(packed, "x")), rows)
     assert max(block.nbytes for block in packed.blocks) < 9_000_200
 
 
 @pytest.mark.parametrize("fault", ["shorter", "longer", "another block", "another dtype", "padded"])
 def test_bytes_that_are_not_the_blocks_own_are_refused(fault: str) -> None:
-    first, other = (pack(chunks_of(2, x=torch.tensor([1, 2])), "k") for _ in range(2))
+    first, other = (pack(chunks_of(2, x=torch.tensor([1, 2]))) for _ in range(2))
     data = bytes_of(first)[0]
     wrong = {
         "shorter": data[:-1],
@@ -136,13 +140,13 @@ def test_bytes_that_are_not_the_blocks_own_are_refused(fault: str) -> None:
         "padded": data[None],
     }[fault]
     assert plain(unpack(first.blocks[0], data)).tolist() == [1, 2]
-    with pytest.raises(BlockError, match=r"block 'k\.0'"):
+    with pytest.raises(BlockError, match=f"block '{first.blocks[0].key}'"):
         unpack(first.blocks[0], wrong)
 
 
 def test_what_the_index_is_told_is_a_vanishing_part_of_long_rows() -> None:
     def told(tokens: int) -> tuple[int, int]:
-        packed = pack(chunks_of(64, x=nest([torch.zeros(tokens, dtype=torch.uint8)] * 64)), "k")
+        packed = pack(chunks_of(64, x=nest([torch.zeros(tokens, dtype=torch.uint8)] * 64)))
         return len(encoder.encode(packed.columns)), len(packed.buffer)
 
     (short, _), (long, bulk) = told(40_000), told(400_000)
@@ -152,30 +156,32 @@ def test_what_the_index_is_told_is_a_vanishing_part_of_long_rows() -> None:
 
 def test_blocks_become_garbage_when_their_last_row_goes() -> None:
     index, ids = SampleIndex(16), ["a", "b"]
-    for number in (1, 2):
-        put(index, "p", ids, numbers(f"k{number}", 2, x=torch.tensor([1, 2]), y=torch.zeros(2)))
-    assert garbage(index) == ["k1.0", "k1.1"]
-    put(index, "p", ["a"], numbers("k3", x=torch.tensor([1])))
+    first, second = (numbers(2, x=torch.tensor([1, 2]), y=torch.zeros(2)) for _ in range(2))
+    third = numbers(x=torch.tensor([1]))
+    put(index, "p", ids, first)
+    put(index, "p", ids, second)
+    assert garbage(index) == keys(first)
+    put(index, "p", ["a"], third)
     index.clear("p", ["b"])
-    assert garbage(index) == ["k2.0"]
+    assert garbage(index) == [second.columns["x"][0].key]
     index.clear("p", None)
-    assert garbage(index) == ["k2.1", "k3.0"]
+    assert garbage(index) == sorted([second.columns["y"][0].key, *keys(third)])
     assert garbage(index) == []
 
 
 def test_blocks_of_a_registered_again_partition_are_garbage() -> None:
     index = SampleIndex(16)
-    put(index, "p", ["a"], numbers("k"))
+    put(index, "p", ["a"], packed := numbers())
     index.register(Registration("p", 1, ()))
-    assert garbage(index) == ["k.0"]
+    assert garbage(index) == keys(packed)
 
 
 def test_a_put_that_cannot_be_committed_is_refused_before_its_blocks_are_stored() -> None:
     index = SampleIndex(2)
-    put(index, "p", ["a", "z"], numbers("k", 2))
+    put(index, "p", ["a", "z"], numbers(2))
     for ids, packed, error in (
-        (["b"], numbers("m"), CapacityExceeded),
-        (["a"], numbers("m", x=torch.tensor([1])), SchemaError),
+        (["b"], numbers(), CapacityExceeded),
+        (["a"], numbers(x=torch.tensor([1])), SchemaError),
     ):
         with pytest.raises(error):
             index.begin_put(b"me", Put("p", ids, None, {}), packed.columns, 60)
@@ -184,31 +190,31 @@ def test_a_put_that_cannot_be_committed_is_refused_before_its_blocks_are_stored(
     assert garbage(index) == []
 
 
-def begin(index: SampleIndex, owner: bytes, key: str, limit_s: float = 60) -> int:
-    packed = numbers(key)
-    return index.begin_put(owner, Put("p", [key], None, {}), packed.columns, limit_s)
+def begin(index: SampleIndex, owner: bytes, sample: str, packed: PackedColumns, limit_s: float = 60) -> int:
+    return index.begin_put(owner, Put("p", [sample], None, {}), packed.columns, limit_s)
 
 
 def test_blocks_of_a_put_that_its_process_did_not_live_to_commit_are_garbage() -> None:
     alive = {b"me", b"it"}
     index = SampleIndex(16, alive.__contains__)
-    mine, its = begin(index, b"me", "k"), begin(index, b"it", "m")
+    packed = numbers()
+    mine, its = begin(index, b"me", "k", numbers()), begin(index, b"it", "m", packed)
     assert garbage(index) == []
     alive.remove(b"it")
     handed = index.hand_out(b"me", at_once=True)
     assert handed is not None
-    assert handed.keys == ["m.0"]
+    assert handed.keys == keys(packed)
     with pytest.raises(TransportError, match="put again"):
         index.commit(its, [0])
     index.commit(mine, [7])
-    assert index.locate("p", ["k"], ["x"])["x"].blocks[0].slot == 7
+    assert index.locate("p", ["k"], ["x"])["x"].blocks["slot"].tolist() == [7]
     assert index.sample_ids() == {"p": ["k"]}
 
 
 def test_blocks_of_a_put_whose_time_is_over_are_garbage_and_it_is_not_committed() -> None:
     index = SampleIndex(16)
-    late = begin(index, b"me", "k", limit_s=0)
-    assert garbage(index) == ["k.0"]
+    late = begin(index, b"me", "k", packed := numbers(), limit_s=0)
+    assert garbage(index) == keys(packed)
     with pytest.raises(TransportError, match="took so long"):
         index.commit(late, [0])
     assert index.sample_ids() == {}
@@ -217,15 +223,16 @@ def test_blocks_of_a_put_whose_time_is_over_are_garbage_and_it_is_not_committed(
 def test_garbage_that_a_process_did_not_come_to_drop_goes_to_another() -> None:
     alive = {b"me", b"it"}
     index = SampleIndex(16, alive.__contains__)
-    for key in ("k", "m", "n"):
-        index.commit(begin(index, b"it", key), [0])
-        index.clear("p", [key])
+    puts = {sample: numbers() for sample in ("k", "m", "n")}
+    for sample, packed in puts.items():
+        index.commit(begin(index, b"it", sample, packed), [0])
+        index.clear("p", [sample])
     first = index.hand_out(b"it")
     assert first is not None
     index.give_back([first.ticket])
     second = index.hand_out(b"it")
     assert second is not None
-    assert sorted(first.keys) == sorted(second.keys) == ["k.0", "m.0", "n.0"]
+    assert sorted(first.keys) == sorted(second.keys) == keys(*puts.values())
     alive.remove(b"it")
     third = index.hand_out(b"me", at_once=True)
     assert third is not None
@@ -236,13 +243,13 @@ def test_garbage_that_a_process_did_not_come_to_drop_goes_to_another() -> None:
 
 def test_a_column_over_several_blocks_is_read_in_any_order() -> None:
     values = torch.arange(400_000).view(400, 1000)
-    packed = pack(chunks_of(400, x=values), "k")
+    packed = pack(chunks_of(400, x=values))
     index, ids = SampleIndex(1000), [f"s{i}" for i in range(400)]
     put(index, "p", ids, packed)
     data = dict(zip([block.key for block in packed.blocks], bytes_of(packed)))
     order = torch.randperm(400, generator=torch.Generator().manual_seed(0))[:77].tolist()
     located = index.locate("p", [ids[i] for i in order], ["x"])["x"]
-    chunks = [unpack(block, data[block.key]) for block in located.blocks]
+    chunks = [unpack(block, data[block.key]) for block in blocks_of(located.blocks, located.form)]
     assert located.places is not None
     block_of, row_of = (numbers.astype(np.int64) for numbers in located.places)
     got = plain(read_rows(chunks, (block_of, row_of)))
@@ -252,9 +259,9 @@ def test_a_column_over_several_blocks_is_read_in_any_order() -> None:
 
 def test_the_index_refuses_to_mix_forms() -> None:
     index = SampleIndex(16)
-    put(index, "p", ["a"], numbers("k"))
+    put(index, "p", ["a"], numbers())
     with pytest.raises(SchemaError, match="'x'"):
-        put(index, "p", ["b"], numbers("m", x=torch.zeros(1, dtype=torch.int64)))
+        put(index, "p", ["b"], numbers(x=torch.zeros(1, dtype=torch.int64)))
 
 
 def ask(indexes: Indexes, operation: str, *arguments: object, store: str = "", owner: bytes = b"me") -> Any:
@@ -272,9 +279,7 @@ def test_stores_of_one_cluster_are_apart() -> None:
     indexes = Indexes()
     one, two = (ask(indexes, "open_store", b"me", name, 4, "me", 1)[0] for name in ("one", "two"))
     assert (ask(indexes, "attach", "one"), ask(indexes, "attach", "two")) == ((one, 1), (two, 1))
-    ticket = ask(
-        indexes, "begin_put", b"me", Put("p", ["a"], None, {}), numbers("k").columns, 60.0, store=one
-    )
+    ticket = ask(indexes, "begin_put", b"me", Put("p", ["a"], None, {}), numbers().columns, 60.0, store=one)
     ask(indexes, "commit", ticket, [0], None, store=one)
     assert (ask(indexes, "sample_ids", store=one), ask(indexes, "sample_ids", store=two)) == (
         {"p": ["a"]},
@@ -297,7 +302,7 @@ def test_what_the_index_is_told_and_says_is_the_same_after_the_way_through_messa
     ids, wire = ["a_g0", "b_g0"], TensorDict(column, batch_size=[2])
     tags: list[dict[str, Any]] = [{"n": 1, "why": ("a", 2.5)}, {"mask": torch.tensor([1, 2]), "none": None}]
     put, chunks = checked_put(ids, "p", wire, tags)
-    packed = pack(chunks, "k")
+    packed = pack(chunks)
     told = put._replace(tags=wire_tags(tags))
     registration = Registration("p", 2, ("train",), enums={"n": (1, "x")})
     ask(indexes, "register", registration, store=store)
@@ -313,7 +318,7 @@ def test_what_the_index_is_told_and_says_is_the_same_after_the_way_through_messa
     located = ask(indexes, "locate", "p", ids[::-1], ["input_ids", "x"], store=store)
     for (name, where), slot in zip(located.items(), (4, 7), strict=True):
         (block,) = packed.columns[name]
-        assert (where.form, where.blocks) == (block.form, [block._replace(slot=slot)])
+        assert blocks_of(where.blocks, where.form) == [block._replace(slot=slot)]
         assert [part.tolist() for part in where.places] == [[0, 0], [1, 0]]
     with pytest.raises(SchemaError, match="tag 'n' of sample 'a_g0' is 3"):
         ask(
@@ -359,7 +364,7 @@ def test_some_rows_of_a_block_are_those_rows_of_its_column(dtype: torch.dtype) -
     columns = chunks_of(
         5, dense=dense, rows=nest(rows), none=torch.zeros(5, 0), log=object_array(list("abcde"))
     )
-    packed = pack(columns, "k")
+    packed = pack(columns)
     for order in ([4, 0, 2], [], [0], [1, 2, 3]):
         some = [select_rows(frames, np.array(order, np.int64)) for frames in packed.frames]
         chunks = [unpack(block, part, len(order)) for block, part in zip(packed.blocks, some, strict=True)]
@@ -370,18 +375,18 @@ def test_some_rows_of_a_block_are_those_rows_of_its_column(dtype: torch.dtype) -
 
 
 def test_more_or_fewer_rows_than_asked_for_are_refused() -> None:
-    packed = pack(chunks_of(3, x=torch.arange(3)), "k")
+    packed = pack(chunks_of(3, x=torch.arange(3)))
     some = select_rows(packed.frames[0], np.array([0, 2]))
-    with pytest.raises(BlockError, match=r"block 'k\.0'"):
+    with pytest.raises(BlockError, match=f"block '{packed.blocks[0].key}'"):
         unpack(packed.blocks[0], some)
-    with pytest.raises(BlockError, match=r"block 'k\.0'"):
+    with pytest.raises(BlockError, match=f"block '{packed.blocks[0].key}'"):
         unpack(packed.blocks[0], some, 1)
 
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_rows_that_a_block_does_not_have_are_those_of_another_block(ragged: bool) -> None:
     rows = nest([torch.arange(n) for n in (2, 0, 1)]) if ragged else torch.arange(3)
-    frames = pack(chunks_of(3, x=rows), "k").frames[0]
+    frames = pack(chunks_of(3, x=rows)).frames[0]
     with pytest.raises(BlockError, match="a block of 3 rows is asked for others"):
         select_rows(frames, np.array([0, 3]))
 

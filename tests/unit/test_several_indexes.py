@@ -52,7 +52,7 @@ class Process:
     def put(self, *ids: str, tag: int = 0, **options: Any) -> RowFacts | None:
         put = Put("p", list(ids), [{"v": tag}] * len(ids), {}, **options)
         return self.store_client.put(
-            put, {}, "key", lambda packed: [], gives_rows=True, deadline=within(), tags=put.tags
+            put, {}, lambda packed: [], gives_rows=True, deadline=within(), tags=put.tags
         )
 
     def claim(self, rows: int, wait_s: float = 0.0, **options: Any) -> RowFacts | None:

@@ -8,11 +8,9 @@ to the storage units and from there to the consumer.
 
 import atexit
 import contextlib
-import itertools
 import logging
 import os
 import threading
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ from headrace.data_plane.adapters.transfer_queue_socket import (
     wire_tags,
 )
 from headrace.data_plane.interfaces import KVBatchMeta
-from headrace.data_plane.store.blocks import BlockError, BlockRead, pack
+from headrace.data_plane.store.blocks import BlockError, BlockRead, blocks_of, pack
 from headrace.data_plane.store.client import StoreClient
 from headrace.data_plane.store.columns import Chunk, Known, Put, RowFacts, checked_put
 from headrace.data_plane.store.merge import Located
@@ -188,7 +186,6 @@ class TransferQueueDataPlaneClient(StoreClient):
         self._dropped: list[list[int]] = [[]]
         self._link: Link | None = None
         self._several: Several | None = None
-        self._prefix, self._puts = uuid.uuid4().hex[:12], itertools.count()
         self._engine: cluster.Engine | None = None
         self._undo = ExitStack()
         with ExitStack() as undo:
@@ -283,9 +280,8 @@ class TransferQueueDataPlaneClient(StoreClient):
         """
         link = self._open()
         (put, chunks), deadline = checked_put(sample_ids, partition_id, fields, tags), self._deadline()
-        key = f"{self._prefix}.{next(self._puts)}"
         told = put._replace(tags=wire_tags(put.tags), claim=claim, producer=producer, once=once, tells=tells)
-        facts = self._put(link, told, chunks, key, deadline, put.tags)
+        facts = self._put(link, told, chunks, deadline, put.tags)
         if facts is None:
             return RowFacts([], [], None).meta(partition_id, "", list(chunks))
         own_tags = facts.tags
@@ -298,7 +294,6 @@ class TransferQueueDataPlaneClient(StoreClient):
         link: Link,
         put: Put,
         chunks: dict[str, Chunk],
-        key: str,
         deadline: Deadline,
         tags: Sequence[Mapping[str, Any]] | None,
     ) -> RowFacts | None:
@@ -306,10 +301,8 @@ class TransferQueueDataPlaneClient(StoreClient):
         gives_rows = link.blocks.gives_rows
         if self._several is not None:
             store = partial(link.blocks.put, self._partition, deadline=deadline)
-            return self._several.put(
-                put, chunks, key, store, gives_rows=gives_rows, deadline=deadline, tags=tags
-            )
-        packed = pack(chunks if put.ids else {}, key, gives_rows=gives_rows)
+            return self._several.put(put, chunks, store, gives_rows=gives_rows, deadline=deadline, tags=tags)
+        packed = pack(chunks if put.ids else {}, gives_rows=gives_rows)
         asked = (link.index.owner, put, packed.columns, deadline.left + LEASE_MARGIN_S)
         ticket = self._ask("begin_put", *asked, deadline=deadline)
         if ticket is None:
@@ -345,7 +338,10 @@ class TransferQueueDataPlaneClient(StoreClient):
         link, deadline = self._open(), self._deadline()
         for attempt in range(_FETCH_ATTEMPTS):
             located: dict[str, Located] = self._ask("locate", partition_id, ids, names, deadline=deadline)
-            reads = [BlockRead.of(*where, gives_rows=link.blocks.gives_rows) for where in located.values()]
+            reads = [
+                BlockRead.of(form, blocks_of(table, form), places, gives_rows=link.blocks.gives_rows)
+                for form, table, places in located.values()
+            ]
             blocks = [block for read in reads for block in read.blocks]
             rows = [some for read in reads for some in read.rows]
             try:

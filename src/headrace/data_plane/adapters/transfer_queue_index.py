@@ -17,7 +17,7 @@ import msgspec
 import zmq
 from transfer_queue.utils.zmq_utils import create_zmq_socket, format_zmq_address
 
-from headrace.data_plane.adapters.transfer_queue_rows import LOOK_S, PartIndex, encoded, is_always_alive
+from headrace.data_plane.adapters.transfer_queue_rows import LOOK_S, PartIndex, is_always_alive
 from headrace.data_plane.adapters.transfer_queue_socket import (
     Call,
     Done,
@@ -83,8 +83,6 @@ class Indexes:
         index = self._open[call.store].rows
         index.end(call.dropped)
         answer = getattr(index, call.operation)(*arguments)
-        if call.operation == "locate":
-            answer = encoded(answer)
         if call.operation == "give_back":
             return Done(answer)
         return Done(answer, index.hand_out(call.owner, at_once=call.operation.startswith("clear")))

@@ -7,20 +7,19 @@ behind that dies, or that goes silent, is so freed by another one.
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from msgspec import Raw
 
-from headrace.data_plane.adapters.transfer_queue_socket import Elsewhere, Garbage, encoder, wire_tags
+from headrace.data_plane.adapters.transfer_queue_socket import Elsewhere, Garbage, wire_tags
 from headrace.data_plane.claim_terms import PartitionReport, WaitState
-from headrace.data_plane.store.blocks import BlockInfo, placed
+from headrace.data_plane.store.blocks import BlockColumn, BlockInfo, placed
 from headrace.data_plane.store.claims import ClaimRequest, Ready, Registration
 from headrace.data_plane.store.columns import Form, Places, Put, RowFacts, Rows
 from headrace.data_plane.store.merge import Located, Standing, Taken
-from headrace.data_plane.store.partition import Faults
+from headrace.data_plane.store.partition import Faults, Partition
 from headrace.data_plane.store.sample_store import SampleStore
 from headrace.errors import TransportError
 
@@ -98,7 +97,7 @@ class SampleIndex(SampleStore[BlockInfo]):
         # The tags of new rows are those of the put, which the caller has.
         is_new = self._leases[ticket].new == len(put.ids) > 0
         facts, gone = self.put(
-            put._replace(order=order, tells=put.tells and not is_new), _stored(placed(columns, slots))
+            put._replace(order=order, tells=put.tells and not is_new), placed(columns, slots)
         )
         self._discarded(gone)
         self.end([ticket])
@@ -116,11 +115,20 @@ class SampleIndex(SampleStore[BlockInfo]):
 
     def locate(self, partition_id: str, ids: Sequence[str], names: Sequence[str]) -> dict[str, Located]:
         """Return where columns of rows lie; no rows lie in no blocks."""
-        selected = self.select(partition_id, ids, names)
-        return {
-            name: Located(blocks[0].form, blocks if ids else [], places and _places(blocks, *places))
-            for name, (blocks, places) in selected.items()
-        }
+        located: dict[str, Located] = {}
+        with self._changed:
+            slots, columns = self._existing(partition_id, ids).find(ids, names)
+            for name, column in columns.items():
+                assert isinstance(column, BlockColumn)
+                assert column.form is not None
+                table, places = column.told(slots)
+                located[name] = Located(
+                    column.form, table if ids else table[:0], places and _places(table["rows"], *places)
+                )
+        return located
+
+    def _opened(self, name: str, registration: Registration | None) -> Partition[BlockInfo]:
+        return Partition(name, registration, self._clock, BlockColumn)
 
     def claim(self, request: ClaimRequest, timeout_s: float = 0.0) -> RowFacts | None:
         """Take rows for a task; None if too few are ready."""
@@ -316,36 +324,12 @@ class PartIndex(SampleIndex):
         return {name: (ids, self._numbers_of(name, ids)) for name, ids in self.sample_ids().items()}
 
 
-class _StoredBlock(BlockInfo):
-    """A block as it is told to all who read of it: encoded once."""
-
-    raw: Raw
-
-
-def encoded(located: Mapping[str, Located]) -> dict[str, Located]:
-    """Return what is to be sent: blocks as they were encoded when they were stored, since many ask for each."""
-    return {
-        name: one._replace(blocks=[getattr(block, "raw", block) for block in one.blocks])
-        for name, one in located.items()
-    }
-
-
-def _stored(columns: BlockColumns) -> BlockColumns:
-    stored: BlockColumns = {}
-    for name, blocks in columns.items():
-        stored[name] = [_StoredBlock(*block) for block in blocks]
-        for block, one in zip(blocks, stored[name]):
-            one.raw = Raw(encoder.encode(block))  # type: ignore[attr-defined]
-    return stored
-
-
-def _places(blocks: Sequence[BlockInfo], block_of: Rows, row_of: Rows) -> Places:
-    """Return where rows lie, in few bytes; None: they are all rows of `blocks`, in order."""
-    counts = [block.rows for block in blocks]
-    if len(row_of) == sum(counts):
-        starts = np.repeat(np.cumsum([0, *counts[:-1]]), counts)
+def _places(counts: Rows, block_of: Rows, row_of: Rows) -> Places:
+    """Return where rows lie, in few bytes; None: they are all rows of blocks of so many rows, in order."""
+    if len(row_of) == counts.sum():
+        starts = np.repeat(np.cumsum(counts) - counts, counts)
         is_whole = (block_of[1:] >= block_of[:-1]).all() and (row_of == np.arange(len(row_of)) - starts).all()
         if is_whole and (np.bincount(block_of, minlength=len(counts)) == counts).all():
             return None
-    small = np.uint16 if len(blocks) <= 65_536 else np.int64
+    small = np.uint16 if len(counts) <= 65_536 else np.int64
     return block_of.astype(small), row_of.astype(np.int32)

@@ -111,7 +111,6 @@ class Several:
         self,
         put: Put,
         chunks: Mapping[str, Chunk],
-        key: str,
         store: Callable[[PackedColumns], list[int]],
         *,
         gives_rows: bool,
@@ -124,7 +123,7 @@ class Several:
             parts: dict[int, _Part] = {}
             for index, rows in (self._shares(put.partition_id, put.ids) or {0: np.arange(0)}).items():
                 own = {name: chunk.picked(rows) for name, chunk in chunks.items()} if put.ids else {}
-                packed = pack(own, f"{key}.{index}", gives_rows=gives_rows)
+                packed = pack(own, gives_rows=gives_rows)
                 parts[index] = _Part(rows, part_of(put, rows), packed)
             return parts, *self._begin(put, parts, chunks, deadline)
 

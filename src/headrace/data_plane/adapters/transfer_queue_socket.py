@@ -40,15 +40,22 @@ from headrace import errors
 from headrace.data_plane.adapters import transfer_queue_mooncake as mooncake
 from headrace.data_plane.adapters.transfer_queue_mooncake import FIELD
 from headrace.data_plane.object_codec import SCALARS, from_ext, to_wire
-from headrace.data_plane.store.blocks import BlockError, BlockInfo, Frames, PackedColumns, call_bounds
+from headrace.data_plane.store.blocks import (
+    BLOCK_FACTS,
+    BlockError,
+    BlockInfo,
+    Frames,
+    PackedColumns,
+    call_bounds,
+)
 from headrace.data_plane.store.columns import Rows
 from headrace.distributed.ray_connection import Deadline, Part, check_parts, wait_for
 from headrace.errors import DataPlaneError, HeadraceError, SchemaError, TransportError
 
 _SOCKET = "index"
 _UNIT_CLIENT = f"{STORAGE_MANAGER_IDENTITY_PREFIX}headrace"
-# The msgpack extension of an array of one dimension: its dtype in 4 bytes, then its elements.
-_EXT_NUMBERS = 16
+# The msgpack extensions of an array of one dimension, its dtype in 4 bytes, then its elements; and of a `BlockTable`.
+_EXT_NUMBERS, _EXT_BLOCKS = 16, 17
 
 _log = logging.getLogger(__name__)
 
@@ -132,6 +139,8 @@ def wire_tags(tags: Sequence[Mapping[str, Any]] | None) -> Any:
 
 
 def _to_wire(value: object) -> object:
+    if isinstance(value, np.ndarray) and value.dtype == BLOCK_FACTS:
+        return msgspec.msgpack.Ext(_EXT_BLOCKS, value.tobytes())
     if isinstance(value, np.ndarray) and value.ndim == 1:
         return msgspec.msgpack.Ext(_EXT_NUMBERS, value.dtype.str.encode().ljust(4) + value.tobytes())
     if isinstance(value, torch.dtype):
@@ -140,9 +149,9 @@ def _to_wire(value: object) -> object:
 
 
 def _from_ext(code: int, data: memoryview) -> object:
-    if code != _EXT_NUMBERS:
-        return from_ext(code, data)
-    return np.frombuffer(data[4:], bytes(data[:4]).decode().strip())  # in the memory of the message
+    if code == _EXT_NUMBERS:  # in the memory of the message
+        return np.frombuffer(data[4:], bytes(data[:4]).decode().strip())
+    return np.frombuffer(data, BLOCK_FACTS) if code == _EXT_BLOCKS else from_ext(code, data)
 
 
 def decoder_of(kind: Any) -> msgspec.msgpack.Decoder[Any]:

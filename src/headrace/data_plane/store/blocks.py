@@ -20,8 +20,18 @@ from typing import NamedTuple, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from headrace.data_plane.store.columns import Chunk, Form, Places, Rows, chunk_of_bytes, read_rows
+from headrace.data_plane.store.columns import (
+    Chunk,
+    Column,
+    Form,
+    Places,
+    Rows,
+    Slots,
+    chunk_of_bytes,
+    read_rows,
+)
 from headrace.distributed.ragged import gather_spans, offsets_from_lengths
 from headrace.distributed.ragged_cpu import Bytes, Ints
 from headrace.errors import TransportError
@@ -44,11 +54,10 @@ class BlockError(TransportError):
 class BlockInfo(NamedTuple):
     """What a reader needs to know of a block before it has its bytes.
 
-    `key` names it for good, `slot` is where the transport put it: a slot may be used again after a drop, which
-    `number`, drawn for this block, tells.
+    `number`, drawn for this block, names it for good; `slot` is where the transport put it, and may be used again after
+    a drop.
     """
 
-    key: str
     number: int
     form: Form
     rows: int
@@ -56,11 +65,44 @@ class BlockInfo(NamedTuple):
     slot: int = -1
 
     @property
+    def key(self) -> str:
+        return f"{self.number:016x}"
+
+    @property
     def flat_bytes(self) -> int:
         return _padded(self.nbytes)
 
     def shrunk(self, rows: Rows) -> None:
         """Return None: a block goes as a whole."""
+
+
+BLOCK_FACTS = np.dtype([("number", "<u8"), ("rows", "<i8"), ("nbytes", "<i8"), ("slot", "<i8")])
+BlockTable = NDArray[np.void]
+"""Blocks of one form as an array of `BLOCK_FACTS`, which costs nothing per block to pick from and to send."""
+
+
+def blocks_of(table: BlockTable, form: Form) -> list[BlockInfo]:
+    """Return the blocks that a table tells of."""
+    return [BlockInfo(number, form, rows, nbytes, slot) for number, rows, nbytes, slot in table.tolist()]
+
+
+class BlockColumn(Column[BlockInfo]):
+    """A column whose blocks lie elsewhere, with a table of them by the numbers that the column gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._table: BlockTable = np.empty(0, BLOCK_FACTS)
+
+    def _keep(self, number: int, block: BlockInfo) -> None:
+        super()._keep(number, block)
+        if number >= len(self._table):
+            self._table = np.concatenate([self._table, np.empty(max(number, 16), BLOCK_FACTS)])
+        self._table[number] = (block.number, block.rows, block.nbytes, block.slot)
+
+    def told(self, slots: Slots) -> tuple[BlockTable, Places]:
+        """Return what `select` returns, the blocks as a table."""
+        numbers, places = self.find(slots)
+        return self._table[numbers], places
 
 
 class Frames(NamedTuple):
@@ -110,8 +152,8 @@ def placed(columns: Mapping[str, Sequence[BlockInfo]], slots: Sequence[int]) -> 
     return {name: [block._replace(slot=next(given)) for block in blocks] for name, blocks in columns.items()}
 
 
-def pack(chunks: Mapping[str, Chunk], key_prefix: str, *, gives_rows: bool = False) -> PackedColumns:
-    """Cut columns of a put into blocks; block i gets the key `<key_prefix>.<i>`.
+def pack(chunks: Mapping[str, Chunk], *, gives_rows: bool = False) -> PackedColumns:
+    """Cut columns of a put into blocks.
 
     Blocks are as large as may be for a transport that gives single rows of them.
     """
@@ -128,8 +170,7 @@ def pack(chunks: Mapping[str, Chunk], key_prefix: str, *, gives_rows: bool = Fal
             number, values = secrets.randbits(64), data[int(ends[start]) : int(ends[stop])]
             own = None if offsets is None else offsets[start : stop + 1] - offsets[start]
             head = torch.from_numpy(_head(stop - start, len(values), number, unit, own))
-            key, size = f"{key_prefix}.{len(frames)}", len(head) + len(values)
-            blocks.append(BlockInfo(key, number, chunk.form, stop - start, size))
+            blocks.append(BlockInfo(number, chunk.form, stop - start, len(head) + len(values)))
             columns[name].append(blocks[-1])
             frames.append(Frames(head, values))
     return PackedColumns(columns, blocks, frames)

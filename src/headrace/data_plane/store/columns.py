@@ -383,7 +383,8 @@ class Column(Generic[Block]):
 
     _blocks: dict[int, Block] = field(default_factory=dict)
     _in_use: dict[int, int] = field(default_factory=dict)
-    _next: int = 0
+    # Numbers of blocks that are gone, which the next blocks get.
+    _unused: list[int] = field(default_factory=list)
     _version: int = _NOWHERE
     _block_of: Rows = field(default_factory=_NO_ROWS.copy)
     _row_of: Rows = field(default_factory=_NO_ROWS.copy)
@@ -406,7 +407,9 @@ class Column(Generic[Block]):
         if self._version != _NOWHERE:
             return slots < sum(self._in_use.values())
         held = np.zeros(len(slots), bool)
-        known = slots < len(self._block_of)
+        known: Any = slots < len(self._block_of)
+        if known.all():
+            known = slice(None)
         held[known] = self._block_of[slots[known]] != _NOWHERE
         return held
 
@@ -421,21 +424,26 @@ class Column(Generic[Block]):
         """Let row i of all `blocks` together be the row of slot i; return the blocks that no row is left of."""
         if slots.version is not None:
             gone = list(self._blocks.values())
-            self._blocks, self._block_of, self._row_of = dict(enumerate(blocks)), _NO_ROWS, _NO_ROWS
-            self._in_use = {number: block.rows for number, block in self._blocks.items()}
-            self._next, self._version = len(blocks), slots.version
+            self._blocks, self._in_use, self._unused = {}, {}, []
+            self._block_of, self._row_of, self._version = _NO_ROWS, _NO_ROWS, slots.version
+            for number, block in enumerate(blocks):
+                self._keep(number, block)
             return gone
         self._spread()
         self._grow(int(slots.at.max(initial=-1)) + 1)
         touched = self._detach(slots.at)
         start = 0
-        for number, block in enumerate(blocks, self._next):
+        for block in blocks:
+            number = self._unused.pop() if self._unused else len(self._blocks)
             mine = slots.at[start : start + block.rows]
-            self._blocks[number], self._in_use[number] = block, block.rows
+            self._keep(number, block)
             self._block_of[mine], self._row_of[mine] = number, np.arange(block.rows)
             start += block.rows
-        self._next += len(blocks)
         return self._compact(touched)
+
+    def _keep(self, number: int, block: Block) -> None:
+        """Take in a block, all rows of which are in use."""
+        self._blocks[number], self._in_use[number] = block, block.rows
 
     def drop(self, slots: Rows) -> list[Block]:
         """Remove rows; return the blocks that none is left of. A block less than half in use shrinks to what is."""
@@ -444,16 +452,21 @@ class Column(Generic[Block]):
 
     def select(self, slots: Slots) -> Selection[Block]:
         """Return how to read rows, all of which it holds; valid whatever is written later."""
+        numbers, places = self.find(slots)
+        return [self._blocks[number] for number in numbers.tolist()], places
+
+    def find(self, slots: Slots) -> tuple[Rows, Places]:
+        """Return the numbers of the blocks that hold rows, and where the rows are in these blocks."""
         if slots.version == self._version:
-            return list(self._blocks.values()), None
+            return np.fromiter(self._blocks, np.int64, len(self._blocks)), None
         self._spread()
         if not len(slots.at):
-            return [next(iter(self._blocks.values()))], (_NO_ROWS, _NO_ROWS)
+            return np.array([next(iter(self._blocks))]), (_NO_ROWS, _NO_ROWS)
         block_of, row_of = self._block_of[slots.at], self._row_of[slots.at]
-        if (block_of == block_of[0]).all():
-            return [self._blocks[int(block_of[0])]], (np.zeros_like(block_of), row_of)
-        numbers, local = np.unique(block_of, return_inverse=True)
-        return [self._blocks[number] for number in numbers.tolist()], (local, row_of)
+        is_met = np.zeros(len(self._blocks) + len(self._unused), bool)
+        is_met[block_of] = True
+        numbers = np.flatnonzero(is_met)
+        return numbers, (np.searchsorted(numbers, block_of), row_of)
 
     def renumber(self, slots: Rows) -> None:
         """Let what is slot `slots[i]` now be slot i; all other slots are free."""
@@ -491,10 +504,11 @@ class Column(Generic[Block]):
             if not in_use:
                 gone.append(self._blocks.pop(number))
                 del self._in_use[number]
+                self._unused.append(number)
             elif 2 * in_use < block.rows:
                 slots = np.flatnonzero(self._block_of == number)
                 shrunk = block.shrunk(self._row_of[slots])
                 if shrunk is not None:
-                    self._blocks[number] = shrunk
+                    self._keep(number, shrunk)
                     self._row_of[slots] = np.arange(in_use)
         return gone

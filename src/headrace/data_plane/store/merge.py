@@ -10,7 +10,7 @@ from zlib import crc32
 import numpy as np
 
 from headrace.data_plane.claim_terms import LeaseReport, PartitionReport, RowReport, TaskReport, WaitState
-from headrace.data_plane.store.blocks import BlockInfo
+from headrace.data_plane.store.blocks import BlockTable
 from headrace.data_plane.store.claims import ClaimRequest, Ready, is_rest
 from headrace.data_plane.store.columns import Form, Places, Put, RowFacts, Rows
 from headrace.data_plane.store.groups import MARK
@@ -22,7 +22,7 @@ class Located(NamedTuple):
     """Where rows of a column lie: all rows of `blocks`, in order; or row i is row `places[1][i]` of `places[0][i]`."""
 
     form: Form
-    blocks: list[BlockInfo]
+    blocks: BlockTable
     places: Places
 
 
@@ -89,19 +89,20 @@ def merged_places(name: str, count: int, parts: Sequence[tuple[Rows, Located]]) 
     if len(parts) == 1:
         return parts[0][1]
     form = parts[0][1].form
-    blocks: list[BlockInfo] = []
+    first, tables = 0, list[BlockTable]()
     block_of, row_of = np.empty(count, np.int64), np.empty(count, np.int64)
     for rows, located in parts:
         if located.form != form:
             raise DataPlaneError(f"column '{name}' was put as {form} and as {located.form} at the same time")
         if located.places is None:
-            counts = [block.rows for block in located.blocks]
-            block_of[rows] = len(blocks) + np.repeat(np.arange(len(counts)), counts)
+            counts = located.blocks["rows"]
+            block_of[rows] = first + np.repeat(np.arange(len(counts)), counts)
             row_of[rows] = np.concatenate([np.arange(n) for n in counts])
         else:
-            block_of[rows], row_of[rows] = len(blocks) + located.places[0].astype(np.int64), located.places[1]
-        blocks += located.blocks
-    return Located(form, blocks, (block_of, row_of))
+            block_of[rows], row_of[rows] = first + located.places[0].astype(np.int64), located.places[1]
+        first += len(located.blocks)
+        tables.append(located.blocks)
+    return Located(form, np.concatenate(tables), (block_of, row_of))
 
 
 def shares_of(request: ClaimRequest, ready: Mapping[int, Ready]) -> dict[int, int] | None:

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
@@ -29,7 +30,6 @@ from headrace.data_plane.store.columns import (
     Put,
     RowFacts,
     Rows,
-    Selection,
     Slots,
     grown,
 )
@@ -59,9 +59,14 @@ class Partition(Generic[Block]):
     """Samples by id. Each has a slot, a small number; slots keep the order of the first puts. Not thread-safe."""
 
     def __init__(
-        self, name: str, registration: Registration | None = None, clock: Clock = time.monotonic
+        self,
+        name: str,
+        registration: Registration | None = None,
+        clock: Clock = time.monotonic,
+        column: Callable[[], Column[Block]] = Column,
     ) -> None:
-        """Without a registration nobody claims, and there is no limit to its samples."""
+        """Without a registration nobody claims, and there is no limit to its samples; `column` makes an empty one."""
+        self._column = column
         self.name, self.registration = name, registration
         self._ids: list[str] = []
         # None: slot i is that of the i-th id, and nobody has asked for a single one yet; see `_slot_of`.
@@ -115,8 +120,8 @@ class Partition(Generic[Block]):
             if self._all_slots is None:
                 self._all_slots = Slots(np.arange(len(ids)), self.version)
             return self._all_slots
-        slot_of = self._slot_of.get
-        return Slots(np.array([slot_of(sample_id, -1) for sample_id in map(str, ids)], dtype=np.int64))
+        found = map(self._slot_of.get, ids, repeat(_UNKNOWN))
+        return Slots(np.fromiter(found, np.int64, len(ids)))
 
     def check(self, put: Put, columns: Columns[Block], slots: Slots) -> int:
         """Return how many samples of a put are new; `slots` are what `locate` gives for its ids."""
@@ -220,7 +225,7 @@ class Partition(Generic[Block]):
             self._saying = (self._saying - columns.keys()) | put.lengths.keys()
             for name, blocks in columns.items():
                 if name not in self._columns:
-                    self._columns[name] = Column()
+                    self._columns[name] = self._column()
                 gone += self._columns[name].write(slots, blocks)
         for sample_id, values in zip(put.ids, put.tags or ()):
             self._tags.setdefault(sample_id, {}).update(values)
@@ -311,10 +316,10 @@ class Partition(Generic[Block]):
                 lacking[name] = list(dict.fromkeys(self._ids[slot] for slot in missing))
         return Faults(unknown, [name for name in names if name not in self._columns], lacking)
 
-    def select(self, ids: Sequence[str], names: Sequence[str]) -> dict[str, Selection[Block]]:
-        """Return how to read columns of samples; raises what `slots` raises."""
+    def find(self, ids: Sequence[str], names: Sequence[str]) -> tuple[Slots, dict[str, Column[Block]]]:
+        """Return the slots of samples and columns that have them all; raises what `slots` raises."""
         slots = self.slots(ids, names)
-        return {name: self._columns[name].select(slots) for name in names}
+        return slots, {name: self._columns[name] for name in names}
 
     def shared_columns(self, ids: Sequence[str]) -> list[str]:
         slots = self.slots(ids, ())

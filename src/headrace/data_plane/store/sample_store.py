@@ -52,9 +52,12 @@ class SampleStore(Generic[Block]):
             self._check_open()
             gone = self._end(name)
             self._ended.pop(name, None)
-            self._partitions[name] = Partition(name, registration, self._clock)
+            self._partitions[name] = self._opened(name, registration)
             self._changed.notify_all()
             return gone
+
+    def _opened(self, name: str, registration: Registration | None) -> Partition[Block]:
+        return Partition(name, registration, self._clock)
 
     def _end(self, name: str) -> list[Block]:
         """Drop a partition with its rows; of a registered one, its registration stays for a while."""
@@ -106,7 +109,7 @@ class SampleStore(Generic[Block]):
         name = put.partition_id
         partition = self._partitions.get(name)
         if partition is None:
-            partition = Partition(name, self._ended.get(name), self._clock)
+            partition = self._opened(name, self._ended.get(name))
         is_known = put.known is not None and put.known[:2] == (partition, partition.version)
         slots = put.known[2] if is_known else partition.locate(put.ids)
         if put.once and partition.has_had(put, slots):
@@ -125,7 +128,8 @@ class SampleStore(Generic[Block]):
             SampleNotFound: unknown ids or columns that are not written, all named.
         """
         with self._changed:
-            return self._existing(partition_id, ids).select(ids, names)
+            slots, columns = self._existing(partition_id, ids).find(ids, names)
+            return {name: column.select(slots) for name, column in columns.items()}
 
     def shared_columns(self, partition_id: str, ids: Sequence[str]) -> list[str]:
         with self._changed:
@@ -276,7 +280,7 @@ class SampleStore(Generic[Block]):
         """Return a partition; one that has ended begins again."""
         self._check_open()
         if name in self._ended:
-            self._partitions[name] = Partition(name, self._ended.pop(name), self._clock)
+            self._partitions[name] = self._opened(name, self._ended.pop(name))
         if name not in self._partitions:
             raise DataPlaneError(
                 f"unknown partition '{name}'; there are: {shown(list(self._partitions)) or 'none'}"
