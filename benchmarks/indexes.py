@@ -181,7 +181,8 @@ def one_step(store: Store, meter: Meter, ranks: int) -> None:
 
     meter.run("put rollouts", rollouts)
     advantages = chunks_of(rows, ["advantages"])
-    meter.run("put advantages", lambda: store.put(Put(PARTITION, ids, None, {}), advantages))
+    told = Put(PARTITION, ids, None, {}, tells=False)
+    meter.run("put advantages", lambda: store.put(told, advantages))
     sample = np.random.default_rng(0).permutation(rows)[: min(SAMPLED_RANKS, ranks) * PER_RANK]
     by_rank = [[ids[row] for row in np.sort(some)] for some in sample.reshape(-1, PER_RANK)]
     scale = rows / sample.size
@@ -201,7 +202,7 @@ def _selects(store: Store, by_rank: Sequence[list[str]], names: Sequence[str]) -
 
 def _puts(store: Store, by_rank: Sequence[list[str]], chunks: dict[str, Chunk]) -> None:
     for mine in by_rank:
-        store.put(Put(PARTITION, mine, None, {}), chunks)
+        store.put(Put(PARTITION, mine, None, {}, tells=False), chunks)
 
 
 def measure_indexes(bench: Bench, count: int) -> tuple[dict[str, Seconds], dict[str, Seconds]]:

@@ -1,3 +1,8 @@
+import pickle
+from copy import copy
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +13,7 @@ from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.preshard import shard_meta_for_dp
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.bin_packing import ALGORITHMS
+from headrace.distributed.worker_groups.wire import decode, encode
 from headrace.errors import ConfigError, SchemaError
 
 PLAN = ("micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb")
@@ -179,3 +185,25 @@ def test_a_meta_without_rows_gives_every_rank_a_dummy_microbatch():
     metas, inverse = shard_meta_for_dp(meta_of([]), dp_world=2)
     assert [m.size for m in metas] == [0, 0]
     assert inverse is None
+
+
+@pytest.mark.parametrize("letter", ["s", "é"])
+def test_shards_of_many_rows_have_the_rows_of_small_ones_also_after_a_pickle_and_a_message(
+    letter: str,
+) -> None:
+    order = np.random.default_rng(0).permutation(9000)
+    ids = [letter * (row % 300) + f"_g{row}" for row in range(9000)]
+    meta = KVBatchMeta(
+        "p", "t", ids, ["a"], [row % 7 for row in range(9000)], {"k": 1}, [{"n": row} for row in range(9000)]
+    )
+    bounds = [0, 3, 3, 70, 9000]
+    for carried in (
+        lambda part: part,
+        lambda part: pickle.loads(pickle.dumps(part)),
+        lambda part: decode(encode(part)),
+    ):
+        parts = meta.cut(order, bounds)
+        assert [carried(part) for part in parts] == [meta.subset(order[a:b]) for a, b in pairwise(bounds)]
+    (part, *_), empty = meta.cut(order, bounds), meta.cut(order, bounds)[1]
+    assert empty.subset([]).sample_ids == []
+    assert copy(part).subset([1]).sample_ids == [ids[order[1]]]

@@ -10,16 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import update_wrapper
+from itertools import pairwise
 from math import lcm
 from operator import itemgetter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.claim_terms import PartitionReport, TagRule
+from headrace.data_plane.packed_ids import packed_parts
 from headrace.data_plane.schema import (
     CLAIM,
     ELEM_COUNTS_PER_GB,
@@ -34,6 +38,7 @@ from headrace.utils.rounding import round_up
 
 __all__ = ["DataPlaneClient", "DataPlaneConfig", "KVBatchMeta", "PartitionReport", "TagRule"]
 
+_PACKED_IDS, _MANY_ROWS = "_packed_ids", 4096
 _PLAN_KEYS = (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB)
 
 
@@ -97,13 +102,49 @@ class KVBatchMeta:
             IndexError: an index outside [-N, N).
             SchemaError: a boolean mask or a fraction in place of an index.
         """
-        rows, part = self._rows_at(indices), copy(self)
+        rows, part = self._rows_at(indices), self._bare()
         part.sample_ids = _pick(self.sample_ids, rows)
-        part.fields = None if self.fields is None else list(self.fields)
         part.sequence_lengths = None if self.sequence_lengths is None else _pick(self.sequence_lengths, rows)
-        part.extra_info = {k: v for k, v in self.extra_info.items() if k not in _PLAN_KEYS}
         part.tags = None if self.tags is None else [dict(self.tags[i]) for i in rows]
         return part
+
+    def _bare(self) -> "KVBatchMeta":
+        """Return a meta to which ids, lengths and tags are yet to be given; a microbatch plan is dropped."""
+        part = copy(self)
+        part.__dict__.pop(_PACKED_IDS, None)
+        part.fields = None if self.fields is None else list(self.fields)
+        part.extra_info = {k: v for k, v in self.extra_info.items() if k not in _PLAN_KEYS}
+        return part
+
+    def cut(self, order: NDArray[np.int64], bounds: Sequence[int]) -> "list[KVBatchMeta]":
+        """Return what `subset(order[start:stop])` gives between each two neighbours of `bounds`.
+
+        Of many rows, the ids of a part stay the bytes that a message has of them until somebody reads them: picking
+        a million texts in another order than they lie in memory takes longer than planning them.
+        """
+        lengths = None if self.sequence_lengths is None else np.array(self.sequence_lengths, np.int64)[order]
+        packed = packed_parts(self.sample_ids, order, bounds) if len(order) >= _MANY_ROWS else None
+        parts = []
+        for number, (start, stop) in enumerate(pairwise(bounds)):
+            part, rows = self._bare(), order[start:stop].tolist() if packed is None or self.tags else []
+            if packed is None:
+                part.sample_ids = _pick(self.sample_ids, rows)
+            else:
+                del part.sample_ids
+                part.__dict__[_PACKED_IDS] = packed[number]
+            part.sequence_lengths = None if lengths is None else lengths[start:stop].tolist()
+            part.tags = None if self.tags is None else [dict(self.tags[i]) for i in rows]
+            parts.append(part)
+        return parts
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the ids of a part that nobody has read yet; see `cut`."""
+            if name != "sample_ids" or _PACKED_IDS not in self.__dict__:
+                raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+            self.sample_ids = msgspec.msgpack.decode(self.__dict__.pop(_PACKED_IDS), type=list[str])
+            return self.sample_ids
 
     def slice(self, start: int, stop: int) -> "KVBatchMeta":
         """Return rows start to stop - 1, with the bounds of a Python slice."""
@@ -125,7 +166,10 @@ class KVBatchMeta:
 
     def with_fields(self, names: Sequence[str]) -> "KVBatchMeta":
         """Return the same rows with `names` as their known columns; a microbatch plan stays."""
-        meta = self.subset(range(self.size))
+        meta = self._bare()
+        meta.sample_ids = list(self.sample_ids)
+        meta.sequence_lengths = None if self.sequence_lengths is None else list(self.sequence_lengths)
+        meta.tags = None if self.tags is None else list(map(dict, self.tags))
         meta.fields, meta.extra_info = list(names_list("fields", names)), dict(self.extra_info)
         return meta
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.distributed.planner import DynamicBatchingArgs, SequencePackingArgs, plan_microbatches
 from headrace.errors import SchemaError
@@ -46,8 +48,8 @@ def shard_meta_for_dp(
         dynamic_batching_args=dynamic_batching_args,
         row_names=meta.sample_ids,
     )
-    inverse = plan.inverse
-    metas = [meta.subset(plan.rank_rows(rank).tolist()) for rank in range(dp_world)]
+    metas = meta.cut(plan.row_order, plan.rank_bounds)
     for rank, shard in enumerate(metas):
         shard.extra_info |= plan.rank_plan(rank)
-    return metas, inverse if planned or inverse != list(range(meta.size)) else None
+    is_in_order = not planned and np.array_equal(plan.row_order, np.arange(meta.size))
+    return metas, None if is_in_order else plan.inverse

@@ -8,6 +8,8 @@ tokens, and every rank has the same number of them by construction; one without 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, NotRequired, TypedDict
 
 import numpy as np
@@ -101,9 +103,14 @@ class MicrobatchPlan:
         order: list[int] = self.row_order.tolist()
         return order
 
+    @cached_property
+    def rank_bounds(self) -> list[int]:
+        """Where the rows of each rank begin in `row_order`, and the number of rows."""
+        bounds: list[int] = np.append(0, np.cumsum(self.rows_per_batch.sum(axis=1))).tolist()
+        return bounds
+
     def rank_rows(self, rank: int) -> IntArray:
-        stops = np.cumsum(self.rows_per_batch.sum(axis=1))
-        return self.row_order[stops[rank] - self.rows_per_batch[rank].sum() : stops[rank]]
+        return self.row_order[self.rank_bounds[rank] : self.rank_bounds[rank + 1]]
 
     def rank_plan(self, rank: int) -> dict[str, Any]:
         """Return a rank's microbatches, by the names that batches and metas have for them; empty for slices.
@@ -113,16 +120,25 @@ class MicrobatchPlan:
         """
         if self.kind == "contiguous":
             return {}
-        pairs = [np.stack([np.append(0, s[:-1]), s], axis=1) for s in self._by_batch(self.stops[rank])]
+        pairs, lengths = self._pairs[rank].tolist(), self.microbatch_lengths[rank].tolist()
         return {
-            "micro_batch_indices": [pair.tolist() for pair in pairs],
-            "micro_batch_lengths": [part.tolist() for part in self._by_batch(self.microbatch_lengths[rank])],
+            "micro_batch_indices": [pairs[start:stop] for start, stop in pairwise(self._batch_bounds)],
+            "micro_batch_lengths": [lengths[start:stop] for start, stop in pairwise(self._batch_bounds)],
             "elem_counts_per_gb": self.rows_per_batch[rank].tolist(),
         }
 
-    def _by_batch(self, row: IntArray) -> list[IntArray]:
-        stops = np.cumsum(self.microbatches_per_batch)
-        return np.split(row, stops[:-1]) if len(stops) else []
+    @cached_property
+    def _batch_bounds(self) -> list[int]:
+        bounds: list[int] = np.append(0, np.cumsum(self.microbatches_per_batch)).tolist()
+        return bounds
+
+    @cached_property
+    def _pairs(self) -> IntArray:
+        """Start and stop of each microbatch, (R, M, 2)."""
+        starts = np.zeros_like(self.stops)
+        starts[:, 1:] = self.stops[:, :-1]
+        starts[:, [first for first in self._batch_bounds[:-1] if first < starts.shape[1]]] = 0
+        return np.stack([starts, self.stops], axis=2)
 
 
 def plan_microbatches(

@@ -75,9 +75,9 @@ class RankActor(RankServer):
         yield self.build(info, settings, partial(ray.get, spec[0]))
 
     def serve(
-        self, arguments: Payload, method: str, streams: bool, keeps: bool, sink: Any
+        self, arguments: bytes | Payload, method: str, streams: bool, keeps: bool, sink: Any
     ) -> Iterator[Answer]:
-        yield from self.answers(Call(method, arguments, streams=streams, keeps=keeps, sink=sink))
+        yield from self.answers(Call(method, whole(arguments), streams=streams, keeps=keeps, sink=sink))
 
     def call(
         self, arguments: bytes | Payload, method: str, keeps: bool
