@@ -3,6 +3,7 @@
 from array import array
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,16 +83,17 @@ class Groups:
 
     def add(self, ids: Sequence[str], first: int, tags: Sequence[Mapping[str, Any]] | None) -> None:
         """Take in samples that `check` has let pass; they have the slots from `first` on."""
-        for slot, uid in enumerate(self._uids(ids, tags), first):
+        for uid, run in groupby(self._uids(ids, tags)):
+            slots = range(first, first := first + len(list(run)))
             if uid is None:
-                self._loose += 1
-                self._of.append(None)
+                self._loose += len(slots)
+                self._of.extend([None] * len(slots))
                 continue
             group = self._by_uid.get(uid)
             if group is None:
                 group = self._by_uid[uid] = _Group(uid, [])
-            self._of.append(group)
-            group.slots.append(slot)
+            self._of.extend([group] * len(slots))
+            group.slots.extend(slots)
             if len(group.slots) == self.size:
                 self.order.extend(group.slots)
 

@@ -38,6 +38,7 @@ from headrace.errors import CapacityExceeded, SampleNotFound, SchemaError
 from headrace.utils.arguments import shown
 
 _FEW_SLOTS = 1024
+_LOOKED_FOR_AGAIN = 32
 _UNKNOWN = -1
 
 
@@ -86,6 +87,9 @@ class Partition(Generic[Block]):
         self._producer_of: Lengths = np.empty(0, np.int32)
         # Ids that have been cleared since the first put that asked for it; see `has_had`.
         self._spent: SpentIds | None = None
+        # Slots of lists of ids that were looked for, until samples go; and how many they are.
+        self._found_before: dict[tuple[str, ...], Rows] = {}
+        self._found_rows = 0
 
     def __len__(self) -> int:
         return len(self._ids if self._slots_by_id is None else self._slots_by_id)
@@ -120,11 +124,34 @@ class Partition(Generic[Block]):
             if self._all_slots is None:
                 self._all_slots = Slots(np.arange(len(ids)), self.version)
             return self._all_slots
-        found = map(self._slot_of.get, ids, repeat(_UNKNOWN))
-        return Slots(np.fromiter(found, np.int64, len(ids)))
+        if len(ids) < _LOOKED_FOR_AGAIN:
+            return Slots(self._found(ids))
+        # Readers come back for the same rows; a look for each in a large table costs much more than to compare lists.
+        key = tuple(ids)
+        if key not in self._found_before:
+            found = self._found(key)
+            if (found < 0).any():
+                return Slots(found)
+            if self._found_rows > 2 * len(self):
+                self._forget_found()
+            found.flags.writeable = False
+            self._found_before[key], self._found_rows = found, self._found_rows + len(key)
+        return Slots(self._found_before[key])
 
-    def check(self, put: Put, columns: Columns[Block], slots: Slots) -> int:
-        """Return how many samples of a put are new; `slots` are what `locate` gives for its ids."""
+    def _found(self, ids: Sequence[str]) -> Rows:
+        return np.fromiter(map(self._slot_of.get, ids, repeat(_UNKNOWN)), np.int64, len(ids))
+
+    def _forget_found(self) -> None:
+        self._found_before.clear()
+        self._found_rows = 0
+
+    def check(
+        self, put: Put, columns: Columns[Block], slots: Slots, *, has_groups_checked: bool = False
+    ) -> int:
+        """Return how many samples of a put are new; `slots` are what `locate` gives for its ids.
+
+        Its groups need no second look while no samples have come or gone.
+        """
         new = 0 if slots.version is not None else int(np.count_nonzero(slots.at < 0))
         if put.claim is not None:
             self.claims.check_in_force(put.claim, slots.at, put.ids)
@@ -137,7 +164,7 @@ class Partition(Generic[Block]):
                 self._check_form(name, blocks[0].form, put.part_of or shown(put.ids), slots.at)
         if put.lengths:
             self._check_lengths(put, columns, slots.at)
-        if self._claims.groups is not None:
+        if self._claims.groups is not None and not has_groups_checked:
             self._claims.groups.check(put.ids, slots.at, put.tags)
         for tag, allowed in (registration.enums if registration else {}).items():
             for row, values in enumerate(put.tags or ()):
@@ -211,6 +238,7 @@ class Partition(Generic[Block]):
 
     def write(self, put: Put, columns: Columns[Block], slots: Slots) -> tuple[Slots, list[Block]]:
         """Write what `check` has let pass; return the slots of all samples, and the blocks that no row is left of."""
+        is_new = slots.version is None and bool((slots.at < 0).all())
         if slots.version is None:
             slots = self._with_new(put, slots.at)
         gone: list[Block] = []
@@ -227,8 +255,11 @@ class Partition(Generic[Block]):
                 if name not in self._columns:
                     self._columns[name] = self._column()
                 gone += self._columns[name].write(slots, blocks)
-        for sample_id, values in zip(put.ids, put.tags or ()):
-            self._tags.setdefault(sample_id, {}).update(values)
+        if put.tags and is_new:
+            self._tags.update(zip(put.ids, map(dict, put.tags)))
+        else:
+            for sample_id, values in zip(put.ids, put.tags or ()):
+                self._tags.setdefault(sample_id, {}).update(values)
         if put.producer is not None:
             self._producer_of = grown(self._producer_of, len(self._ids), _UNKNOWN)
             self._producer_of[slots.at] = self._producers.setdefault(put.producer, len(self._producers))
@@ -265,18 +296,24 @@ class Partition(Generic[Block]):
 
     def clear(self, ids: Sequence[str], claim: str | None = None) -> list[Block]:
         """Remove samples, and return the blocks that no row is left of; ids that it does not have are ignored."""
-        known = [sample_id for sample_id in dict.fromkeys(ids) if sample_id in self._slot_of]
-        slots = np.array([self._slot_of[sample_id] for sample_id in known], dtype=np.int64)
+        slot_of = self._slot_of
+        known = [sample_id for sample_id in dict.fromkeys(ids) if sample_id in slot_of]
+        slots = self._found(known)
         if claim is not None:
             self.claims.check_in_force(claim, slots, known)
-        for sample_id in known:
-            del self._slot_of[sample_id]
+        tables: list[dict[str, Any]] = [slot_of, self._tags]
+        is_all = len(known) == len(slot_of)
+        for table in tables:
+            if is_all:
+                table.clear()
+            else:
+                for sample_id in known:
+                    table.pop(sample_id, None)
         if self._spent is not None:
             self._spent.add(known)
         self.version, self._all_slots = self.version + 1, None
+        self._forget_found()
         self._claims.drop(slots, claim)
-        for sample_id in known:
-            self._tags.pop(sample_id, None)
         gone = [block for column in self._columns.values() for block in column.drop(slots)]
         self._columns = {name: column for name, column in self._columns.items() if column.form is not None}
         if not len(self) or len(self._ids) > max(_FEW_SLOTS, 2 * len(self)):

@@ -114,7 +114,7 @@ class SampleStore(Generic[Block]):
         slots = put.known[2] if is_known else partition.locate(put.ids)
         if put.once and partition.has_had(put, slots):
             return partition, slots, None
-        new = partition.check(put, columns, slots)
+        new = partition.check(put, columns, slots, has_groups_checked=is_known)
         if not put.part_of and self._held + new > self._capacity:
             raise store_full(name, new, self._capacity, self._held)
         return partition, slots, new
