@@ -302,12 +302,12 @@ def test_an_unexpected_error_in_the_index_reaches_the_caller_and_the_index_goes_
 
 
 def test_an_answer_that_cannot_be_sent_is_an_error_of_the_caller_and_the_index_goes_on(client: Any) -> None:
-    # Two blocks that claim 2**63 bytes each: their sum is more than a message can hold.
+    # Three blocks that claim 2**63 - 1 bytes each: their sum is more than a message can hold.
     columns = pack({"x": chunk_of_leaf("x", torch.zeros(2), ["a", "b"], [])}).columns
     (block,) = columns["x"]
-    huge = {name: [block._replace(nbytes=2**63)] for name in "xy"}
+    huge = {name: [block._replace(nbytes=2**63 - 1)] for name in "xyz"}
     ticket = client._ask("begin_put", client._open().index.owner, Put("p", ["a", "b"], None, {}), huge, 60.0)
-    client._ask("commit", ticket, [0, 1], None)
+    client._ask("commit", ticket, [0, 1, 2], None)
     with pytest.raises(DataPlaneError, match="OverflowError") as caught:
         client.stored_bytes()
     assert type(caught.value) is DataPlaneError

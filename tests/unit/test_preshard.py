@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import reference_packing as reference
 from headrace.data_plane.interfaces import KVBatchMeta
-from headrace.data_plane.preshard import shard_meta_for_dp
+from headrace.data_plane.preshard import cut_meta, shard_meta_for_dp
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.bin_packing import ALGORITHMS
 from headrace.distributed.worker_groups.wire import decode, encode
@@ -202,8 +202,8 @@ def test_shards_of_many_rows_have_the_rows_of_small_ones_also_after_a_pickle_and
         lambda part: pickle.loads(pickle.dumps(part)),
         lambda part: decode(encode(part)),
     ):
-        parts = meta.cut(order, bounds)
+        parts = cut_meta(meta, order, bounds)
         assert [carried(part) for part in parts] == [meta.subset(order[a:b]) for a, b in pairwise(bounds)]
-    (part, *_), empty = meta.cut(order, bounds), meta.cut(order, bounds)[1]
+    (part, *_), empty = cut_meta(meta, order, bounds), cut_meta(meta, order, bounds)[1]
     assert empty.subset([]).sample_ids == []
     assert copy(part).subset([1]).sample_ids == [ids[order[1]]]

@@ -10,20 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import update_wrapper
-from itertools import pairwise
 from math import lcm
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from headrace.config import DataPlaneConfig
 from headrace.data_plane.claim_terms import PartitionReport, TagRule
-from headrace.data_plane.packed_ids import packed_parts
+from headrace.data_plane.row_lists import PACKED_IDS, join, pick, union
 from headrace.data_plane.schema import (
     CLAIM,
     ELEM_COUNTS_PER_GB,
@@ -38,7 +35,6 @@ from headrace.utils.rounding import round_up
 
 __all__ = ["DataPlaneClient", "DataPlaneConfig", "KVBatchMeta", "PartitionReport", "TagRule"]
 
-_PACKED_IDS, _MANY_ROWS = "_packed_ids", 4096
 _PLAN_KEYS = (MICRO_BATCH_INDICES, MICRO_BATCH_LENGTHS, ELEM_COUNTS_PER_GB)
 
 
@@ -102,48 +98,27 @@ class KVBatchMeta:
             IndexError: an index outside [-N, N).
             SchemaError: a boolean mask or a fraction in place of an index.
         """
-        rows, part = self._rows_at(indices), self._bare()
-        part.sample_ids = _pick(self.sample_ids, rows)
-        part.sequence_lengths = None if self.sequence_lengths is None else _pick(self.sequence_lengths, rows)
+        rows, part = self._rows_at(indices), self.bare()
+        part.sample_ids = pick(self.sample_ids, rows)
+        part.sequence_lengths = None if self.sequence_lengths is None else pick(self.sequence_lengths, rows)
         part.tags = None if self.tags is None else [dict(self.tags[i]) for i in rows]
         return part
 
-    def _bare(self) -> "KVBatchMeta":
+    def bare(self) -> "KVBatchMeta":
         """Return a meta to which ids, lengths and tags are yet to be given; a microbatch plan is dropped."""
         part = copy(self)
-        part.__dict__.pop(_PACKED_IDS, None)
+        part.__dict__.pop(PACKED_IDS, None)
         part.fields = None if self.fields is None else list(self.fields)
         part.extra_info = {k: v for k, v in self.extra_info.items() if k not in _PLAN_KEYS}
         return part
 
-    def cut(self, order: NDArray[np.int64], bounds: Sequence[int]) -> "list[KVBatchMeta]":
-        """Return what `subset(order[start:stop])` gives between each two neighbours of `bounds`.
-
-        Of many rows, the ids of a part stay the bytes that a message has of them until somebody reads them: picking
-        a million texts in another order than they lie in memory takes longer than planning them.
-        """
-        lengths = None if self.sequence_lengths is None else np.array(self.sequence_lengths, np.int64)[order]
-        packed = packed_parts(self.sample_ids, order, bounds) if len(order) >= _MANY_ROWS else None
-        parts = []
-        for number, (start, stop) in enumerate(pairwise(bounds)):
-            part, rows = self._bare(), order[start:stop].tolist() if packed is None or self.tags else []
-            if packed is None:
-                part.sample_ids = _pick(self.sample_ids, rows)
-            else:
-                del part.sample_ids
-                part.__dict__[_PACKED_IDS] = packed[number]
-            part.sequence_lengths = None if lengths is None else lengths[start:stop].tolist()
-            part.tags = None if self.tags is None else [dict(self.tags[i]) for i in rows]
-            parts.append(part)
-        return parts
-
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return the ids of a part that nobody has read yet; see `cut`."""
-            if name != "sample_ids" or _PACKED_IDS not in self.__dict__:
+            """Return the ids of a part of many rows (`preshard`) that nobody has read yet."""
+            if name != "sample_ids" or PACKED_IDS not in self.__dict__:
                 raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-            self.sample_ids = msgspec.msgpack.decode(self.__dict__.pop(_PACKED_IDS), type=list[str])
+            self.sample_ids = msgspec.msgpack.decode(self.__dict__.pop(PACKED_IDS), type=list[str])
             return self.sample_ids
 
     def slice(self, start: int, stop: int) -> "KVBatchMeta":
@@ -166,7 +141,7 @@ class KVBatchMeta:
 
     def with_fields(self, names: Sequence[str]) -> "KVBatchMeta":
         """Return the same rows with `names` as their known columns; a microbatch plan stays."""
-        meta = self._bare()
+        meta = self.bare()
         meta.sample_ids = list(self.sample_ids)
         meta.sequence_lengths = None if self.sequence_lengths is None else list(self.sequence_lengths)
         meta.tags = None if self.tags is None else list(map(dict, self.tags))
@@ -218,9 +193,9 @@ class KVBatchMeta:
         meta = replace(
             self,
             sample_ids=[i for p in parts for i in p.sample_ids],
-            fields=_union([p.fields for p in parts]),
-            sequence_lengths=_join([p.sequence_lengths for p in parts]),
-            tags=_join([p.tags for p in parts]),
+            fields=union([p.fields for p in parts]),
+            sequence_lengths=join([p.sequence_lengths for p in parts]),
+            tags=join([p.tags for p in parts]),
             extra_info=extra,
         )
         if PAD_TO_MULTIPLE in extra:
@@ -246,20 +221,6 @@ def _row_numbers(indices: Sequence[int] | torch.Tensor) -> list[int]:
     return whole_numbers("row index", "a whole number", rows)
 
 
-def _pick(values: list[Any], rows: list[int]) -> list[Any]:
-    # One call for all rows takes little more than half the time of a loop; of one row it gives no tuple.
-    return list(itemgetter(*rows)(values)) if len(rows) > 1 else [values[i] for i in rows]
-
-
-def _join(parts: list[list[Any] | None]) -> list[Any] | None:
-    joined: list[Any] = []
-    for part in parts:
-        if part is None:
-            return None
-        joined.extend(part)
-    return joined
-
-
 def _common_multiple(parts: Sequence[KVBatchMeta]) -> int:
     return lcm(*(whole_number(PAD_TO_MULTIPLE, p.extra_info.get(PAD_TO_MULTIPLE, 1), 1) for p in parts))
 
@@ -271,11 +232,6 @@ def _pad_target(parts: Sequence[KVBatchMeta]) -> int:
     ]
     longest = [max(p.sequence_lengths or [0]) for p in parts]
     return round_up(max(*targets, *longest), _common_multiple(parts))
-
-
-def _union(parts: list[list[str] | None]) -> list[str] | None:
-    known = [p for p in parts if p is not None]
-    return list(dict.fromkeys(name for p in known for name in p)) if known else None
 
 
 class DataPlaneClient(ABC):

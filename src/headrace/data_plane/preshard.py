@@ -1,13 +1,17 @@
 """From one step's metadata to each data-parallel rank's: which rows, in which microbatches. No I/O."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from headrace.data_plane.interfaces import KVBatchMeta
+from headrace.data_plane.row_lists import PACKED_IDS, Ints, packed_parts
 from headrace.distributed.planner import DynamicBatchingArgs, SequencePackingArgs, plan_microbatches
 from headrace.errors import SchemaError
+
+_MANY_ROWS = 4096
 
 
 def shard_meta_for_dp(
@@ -48,8 +52,28 @@ def shard_meta_for_dp(
         dynamic_batching_args=dynamic_batching_args,
         row_names=meta.sample_ids,
     )
-    metas = meta.cut(plan.row_order, plan.rank_bounds)
+    metas = cut_meta(meta, plan.row_order, plan.rank_bounds)
     for rank, shard in enumerate(metas):
         shard.extra_info |= plan.rank_plan(rank)
     is_in_order = not planned and np.array_equal(plan.row_order, np.arange(meta.size))
     return metas, None if is_in_order else plan.inverse
+
+
+def cut_meta(meta: KVBatchMeta, order: Ints, bounds: Sequence[int]) -> list[KVBatchMeta]:
+    """Return what `subset(order[start:stop])` gives between each two neighbours of `bounds`.
+
+    Of many rows, the ids of a part stay the bytes that a message has of them until somebody reads them: picking a
+    million texts in another order than they lie in memory takes longer than planning them.
+    """
+    if len(order) < _MANY_ROWS:
+        return [meta.subset(order[start:stop].tolist()) for start, stop in pairwise(bounds)]
+    lengths = None if meta.sequence_lengths is None else np.array(meta.sequence_lengths, np.int64)[order]
+    packed, parts = packed_parts(meta.sample_ids, order, bounds), []
+    for ids, (start, stop) in zip(packed, pairwise(bounds)):
+        part = meta.bare()
+        del part.sample_ids
+        part.__dict__[PACKED_IDS] = ids
+        part.sequence_lengths = None if lengths is None else lengths[start:stop].tolist()
+        part.tags = None if meta.tags is None else [dict(meta.tags[i]) for i in order[start:stop].tolist()]
+        parts.append(part)
+    return parts

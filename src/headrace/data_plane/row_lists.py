@@ -1,7 +1,9 @@
-"""Lists of sample ids cut out of one msgpack message, without a look at a single text."""
+"""What a meta has of its rows, one value each: picked, joined, and ids cut into parts without a look at a text."""
 
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import itemgetter
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,6 +13,28 @@ from numpy.typing import NDArray
 from headrace.distributed.ragged import gather_spans
 
 Ints = NDArray[np.int64]
+
+PACKED_IDS = "_packed_ids"
+"""Where a meta has the msgpack list of its ids until somebody reads them."""
+
+
+def pick(values: list[Any], rows: list[int]) -> list[Any]:
+    # One call for all rows takes little more than half the time of a loop; of one row it gives no tuple.
+    return list(itemgetter(*rows)(values)) if len(rows) > 1 else [values[i] for i in rows]
+
+
+def join(parts: list[list[Any] | None]) -> list[Any] | None:
+    joined: list[Any] = []
+    for part in parts:
+        if part is None:
+            return None
+        joined.extend(part)
+    return joined
+
+
+def union(parts: list[list[str] | None]) -> list[str] | None:
+    known = [p for p in parts if p is not None]
+    return list(dict.fromkeys(name for p in known for name in p)) if known else None
 
 
 def packed_parts(ids: Sequence[str], order: Ints, bounds: Sequence[int]) -> list[bytes]:
