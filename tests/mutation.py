@@ -88,7 +88,6 @@ UNITS = {
         (
             "data_plane/store/sample_store.py",
             "data_plane/store/partition.py",
-            "data_plane/store/column.py",
             "data_plane/store/columns.py",
             "data_plane/store/claims.py",
             "data_plane/store/groups.py",

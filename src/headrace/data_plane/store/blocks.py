@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.data_plane.store.column import Column
 from headrace.data_plane.store.columns import (
     Chunk,
+    Column,
     Form,
     Places,
     Rows,

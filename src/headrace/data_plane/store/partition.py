@@ -21,9 +21,9 @@ from headrace.data_plane.store.claims import (
     Ready,
     Registration,
 )
-from headrace.data_plane.store.column import Column
 from headrace.data_plane.store.columns import (
     Block,
+    Column,
     Columns,
     Form,
     Lengths,
