@@ -3,8 +3,9 @@
 Token ids go in and come out. Logprobs are those of the distribution that was sampled, so the trainer scores under the
 same temperature, top-p and top-k. Weights come by the names of a checkpoint.
 
-The prefix cache outlives an update, with the keys and values of old weights. Each answer looks into it under the salt
-of the update that it began with, so a new one finds nothing of before. What nobody looks up is evicted in time.
+The prefix cache is emptied by an update, whose keys and values are those of old weights. It outlives one only while
+answers come in pieces that keep theirs; each answer looks into it under the salt of the update that it began with, so
+that a new one finds nothing of before.
 
 Source: vLLM, docs/training/rlhf.md, docs/features/sleep_mode.md, docs/training/routed_experts_replay.md,
 docs/design/prefix_caching.md (cache salts).
@@ -73,6 +74,7 @@ class VLLMEngine:
         self._seen_s = 0.0
         self._requests = self._updates = 0
         self._salts: dict[int | None, str] = {}  # by weight version
+        self._keeps_cache = False
         try:
             self._llm: Any = self._vllm.LLM(**_engine_args(spec))
         except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
@@ -88,6 +90,7 @@ class VLLMEngine:
         self._wake("weights", "kv_cache")
         engine = self._llm.llm_engine
         places: dict[str, int] = {}
+        self._keeps_cache = request.params.cache_version is not None
         # An engine that has been started again has nothing of before.
         salt = self._salts.get(request.params.cache_version, str(self._updates))
         for place, prompt in zip(request.places, request.prompts):
@@ -133,6 +136,11 @@ class VLLMEngine:
         return found
 
     def _renew(self, version: int) -> None:
+        if not self._keeps_cache and self._llm.reset_prefix_cache() is False:
+            raise GenerationError(
+                "vLLM keeps its prefix cache, whose keys and values are of the old weights; are there requests of "
+                "others in the engine?"
+            )
         self._updates += 1
         self._salts[version] = str(self._updates)
 
