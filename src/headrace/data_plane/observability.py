@@ -14,8 +14,9 @@ from typing import Any, Literal, TypedDict
 import torch
 from tensordict import TensorDict
 
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, PassingClient
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.object_codec import encode_column
+from headrace.data_plane.passing_client import PassingClient
 from headrace.data_plane.wire import read_wire
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.offsets_reader import OffsetsReader

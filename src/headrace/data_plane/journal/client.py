@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from tensordict import TensorDict
 
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta, PassingClient
+from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.journal import segments as files
 from headrace.data_plane.journal.ledger import Ledger
 from headrace.data_plane.journal.records import (
@@ -27,6 +27,7 @@ from headrace.data_plane.journal.records import (
 )
 from headrace.data_plane.journal.segments import Position, Segment, Writer, now
 from headrace.data_plane.object_codec import encode
+from headrace.data_plane.passing_client import PassingClient
 from headrace.data_plane.schema import CLAIM
 from headrace.data_plane.store.columns import checked_put
 from headrace.errors import CapacityExceeded, HeadraceError, TransportError
