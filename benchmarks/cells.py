@@ -14,6 +14,7 @@ Report = dict[str, Any]
 Reports = dict[str, Report]
 
 _COMMANDS = {
+    "scaling": "python benchmarks/scaling.py --gpus 1 2",
     "codec_numpy": "HEADRACE_KERNEL=0 python benchmarks/codec.py --out benchmarks/results/codec_numpy.json",
 }
 
@@ -25,7 +26,7 @@ def load(folder: Path = RESULTS) -> Reports:
 
 def command(name: str) -> str:
     """Return what writes a results file."""
-    if name.startswith("scaling"):
+    if name.startswith("scaling_"):
         return f"python benchmarks/scaling.py --out benchmarks/results/{name}.json"
     return _COMMANDS.get(name, f"headrace bench {name} --save")
 

@@ -75,16 +75,15 @@ def test_two_ranks_train_while_two_collectors_and_the_weights_keeper_die_and_wei
         check_driver(record)
 
 
-class StopWith:
+class StopWith(NeverStop):
     """The user asks to stop when so many steps are done."""
 
     def __init__(self, recorder: Recorder, steps: int) -> None:
+        super().__init__()
         self._recorder, self._steps = recorder, steps
 
     def is_set(self) -> bool:
         return len(self._recorder.steps) >= self._steps
-
-    at_once = NeverStop.at_once
 
 
 def test_a_run_that_goes_on_has_the_rows_of_its_checkpoint_and_trains_on_no_sample_twice(

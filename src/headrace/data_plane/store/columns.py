@@ -41,6 +41,8 @@ Lengths = NDArray[np.int32]
 Known = list[tuple[torch.Tensor, torch.Tensor]]
 """Offsets that a call has met, each with the store's or the caller's own copy."""
 _LONGEST = 2**31 - 1
+_NOWHERE = -1
+_NO_ROWS: Rows = np.empty(0, np.int64)
 
 
 def grown(array: Array, size: int, fill: int) -> Array:
@@ -339,10 +341,6 @@ Columns = Mapping[str, Sequence[Block]]
 
 Selection = tuple[list[Block], Places]
 """Rows of a column, fixed at one moment: the blocks, one at least, and where the rows are in them."""
-
-
-_NOWHERE = -1
-_NO_ROWS: Rows = np.empty(0, np.int64)
 
 
 @dataclass
