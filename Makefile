@@ -53,8 +53,9 @@ test-slow: $(DEV)  ## the tests marked slow
 test-engines: $(DEV) $(VLLM)  ## the contract of generators on vLLM's CPU build, in an environment of its own (.venv-vllm)
 	OMP_NUM_THREADS=1 HEADRACE_GENERATORS=vllm VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=src \
 	  $(ENGINES)/bin/python -m pytest -p no:cacheprovider -W ignore tests/contract/test_generators.py
-	OMP_NUM_THREADS=1 HEADRACE_GENERATORS=vllm@beside HEADRACE_ENGINE_PYTHON=$(abspath $(ENGINES))/bin/python \
-	  $(BIN)/python -m pytest tests/contract/test_generators.py
+	for way in beside apart ranks; do \
+	  OMP_NUM_THREADS=1 HEADRACE_GENERATORS=vllm@$$way HEADRACE_ENGINE_PYTHON=$(abspath $(ENGINES))/bin/python \
+	  $(BIN)/python -m pytest tests/contract/test_generators.py || exit 1; done
 
 # Without dependencies: the lists are whole. In folders that only the tests of these packages put on the path.
 $(EXTRAS): $(DEV) constraints-verifiers.txt constraints-trackio.txt
