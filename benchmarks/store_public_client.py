@@ -50,7 +50,9 @@ class PublicClient(Blocks):
 
     def put(self, partition: str, packed: PackedColumns, deadline: Deadline) -> list[int]:
         """Store blocks."""
-        slots = self._result(self._reserve(partition, [b.key for b in packed.blocks]), "reserve", deadline)
+        slots = self._result(
+            self._reserve(partition, [str(b.number) for b in packed.blocks]), "reserve", deadline
+        )
         meta = batch_meta(partition, slots, [block.flat_bytes for block in packed.blocks])
         self._result(self._open().async_put(one_row_each(packed), meta), "put", deadline)
         return slots
@@ -68,14 +70,14 @@ class KvCalls(PublicClient):
 
     def put(self, partition: str, packed: PackedColumns, deadline: Deadline) -> list[int]:
         """Store blocks, and return numbers that nobody looks at."""
-        tq.kv_batch_put([block.key for block in packed.blocks], partition, one_row_each(packed))
+        tq.kv_batch_put([str(block.number) for block in packed.blocks], partition, one_row_each(packed))
         return list(range(len(packed.blocks)))
 
     def get(
         self, partition: str, blocks: Sequence[BlockInfo], rows: Sequence[Rows | None], deadline: Deadline
     ) -> list[Frames | torch.Tensor]:
         """Return blocks, or the rows asked for of blocks that came as a whole."""
-        whole = as_rows(tq.kv_batch_get([block.key for block in blocks], partition, [FIELD])[FIELD])
+        whole = as_rows(tq.kv_batch_get([str(block.number) for block in blocks], partition, [FIELD])[FIELD])
         return some_of(whole, rows)
 
     def drop(self, partition: str, keys: Sequence[str], deadline: Deadline) -> None:

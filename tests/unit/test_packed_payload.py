@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from headrace import errors
 from headrace.data_plane.codec import nest
-from headrace.data_plane.store.blocks import BlockError, PackedColumns, blocks_of, pack, select_rows, unpack
+from headrace.data_plane.store.blocks import BlockError, BlockRead, PackedColumns, pack, select_rows, unpack
 from headrace.data_plane.store.claims import ClaimRequest, Registration
 from headrace.data_plane.store.columns import Chunk, Put, checked_put, read_rows
 from headrace.data_plane.wire import wire_tensordict
@@ -60,7 +60,7 @@ def numbers(rows: int = 1, **columns: torch.Tensor) -> PackedColumns:
 
 
 def keys(*puts: PackedColumns) -> list[str]:
-    return sorted(block.key for packed in puts for block in packed.blocks)
+    return sorted(str(block.number) for packed in puts for block in packed.blocks)
 
 
 def garbage(index: SampleIndex) -> list[str]:
@@ -73,8 +73,8 @@ def bytes_of(packed: PackedColumns) -> list[torch.Tensor]:
 
 
 def column_of(packed: PackedColumns, name: str) -> Any:
-    data = dict(zip([block.key for block in packed.blocks], bytes_of(packed)))
-    parts = [unpack(block, data[block.key]) for block in packed.columns[name]]
+    data = dict(zip([str(block.number) for block in packed.blocks], bytes_of(packed)))
+    parts = [unpack(block, data[str(block.number)]) for block in packed.columns[name]]
     return plain(read_rows(parts, None))
 
 
@@ -140,7 +140,7 @@ def test_bytes_that_are_not_the_blocks_own_are_refused(fault: str) -> None:
         "padded": data[None],
     }[fault]
     assert plain(unpack(first.blocks[0], data)).tolist() == [1, 2]
-    with pytest.raises(BlockError, match=f"block '{first.blocks[0].key}'"):
+    with pytest.raises(BlockError, match=f"block {first.blocks[0].number} "):
         unpack(first.blocks[0], wrong)
 
 
@@ -163,9 +163,9 @@ def test_blocks_become_garbage_when_their_last_row_goes() -> None:
     assert garbage(index) == keys(first)
     put(index, "p", ["a"], third)
     index.clear("p", ["b"])
-    assert garbage(index) == [second.columns["x"][0].key]
+    assert garbage(index) == [str(second.columns["x"][0].number)]
     index.clear("p", None)
-    assert garbage(index) == sorted([second.columns["y"][0].key, *keys(third)])
+    assert garbage(index) == sorted([str(second.columns["y"][0].number), *keys(third)])
     assert garbage(index) == []
 
 
@@ -246,10 +246,11 @@ def test_a_column_over_several_blocks_is_read_in_any_order() -> None:
     packed = pack(chunks_of(400, x=values))
     index, ids = SampleIndex(1000), [f"s{i}" for i in range(400)]
     put(index, "p", ids, packed)
-    data = dict(zip([block.key for block in packed.blocks], bytes_of(packed)))
+    data = dict(zip([str(block.number) for block in packed.blocks], bytes_of(packed)))
     order = torch.randperm(400, generator=torch.Generator().manual_seed(0))[:77].tolist()
     located = index.locate("p", [ids[i] for i in order], ["x"])["x"]
-    chunks = [unpack(block, data[block.key]) for block in blocks_of(located.blocks, located.form)]
+    whole = BlockRead.of(located.form, located.blocks, None, gives_rows=False)
+    chunks = [unpack(block, data[str(block.number)]) for block in whole.blocks]
     assert located.places is not None
     block_of, row_of = (numbers.astype(np.int64) for numbers in located.places)
     got = plain(read_rows(chunks, (block_of, row_of)))
@@ -318,7 +319,8 @@ def test_what_the_index_is_told_and_says_is_the_same_after_the_way_through_messa
     located = ask(indexes, "locate", "p", ids[::-1], ["input_ids", "x"], store=store)
     for (name, where), slot in zip(located.items(), (4, 7), strict=True):
         (block,) = packed.columns[name]
-        assert blocks_of(where.blocks, where.form) == [block._replace(slot=slot)]
+        whole = BlockRead.of(where.form, where.blocks, None, gives_rows=False)
+        assert whole.blocks == [block._replace(slot=slot)]
         assert [part.tolist() for part in where.places] == [[0, 0], [1, 0]]
     with pytest.raises(SchemaError, match="tag 'n' of sample 'a_g0' is 3"):
         ask(
@@ -377,9 +379,9 @@ def test_some_rows_of_a_block_are_those_rows_of_its_column(dtype: torch.dtype) -
 def test_more_or_fewer_rows_than_asked_for_are_refused() -> None:
     packed = pack(chunks_of(3, x=torch.arange(3)))
     some = select_rows(packed.frames[0], np.array([0, 2]))
-    with pytest.raises(BlockError, match=f"block '{packed.blocks[0].key}'"):
+    with pytest.raises(BlockError, match=f"block {packed.blocks[0].number} "):
         unpack(packed.blocks[0], some)
-    with pytest.raises(BlockError, match=f"block '{packed.blocks[0].key}'"):
+    with pytest.raises(BlockError, match=f"block {packed.blocks[0].number} "):
         unpack(packed.blocks[0], some, 1)
 
 

@@ -35,7 +35,7 @@ from headrace.data_plane.adapters.transfer_queue_socket import (
     wire_tags,
 )
 from headrace.data_plane.interfaces import KVBatchMeta
-from headrace.data_plane.store.blocks import BlockError, BlockRead, blocks_of, pack
+from headrace.data_plane.store.blocks import BlockError, BlockRead, pack
 from headrace.data_plane.store.client import StoreClient
 from headrace.data_plane.store.columns import Chunk, Known, Put, RowFacts, checked_put
 from headrace.data_plane.store.merge import Located
@@ -317,7 +317,7 @@ class TransferQueueDataPlaneClient(StoreClient):
             if is_stored and isinstance(error, TransportError):
                 # Nobody knows whether the index has the rows. If not, it frees the blocks when the lease runs out.
                 raise TransportError(f"{error}. The rows may have been written") from error
-            self._drop(0, "commit", Garbage(ticket, [block.key for block in packed.blocks]), deadline)
+            self._drop(0, "commit", Garbage(ticket, [str(block.number) for block in packed.blocks]), deadline)
             raise
 
     def write_samples(
@@ -339,7 +339,7 @@ class TransferQueueDataPlaneClient(StoreClient):
         for attempt in range(_FETCH_ATTEMPTS):
             located: dict[str, Located] = self._ask("locate", partition_id, ids, names, deadline=deadline)
             reads = [
-                BlockRead.of(form, blocks_of(table, form), places, gives_rows=link.blocks.gives_rows)
+                BlockRead.of(form, table, places, gives_rows=link.blocks.gives_rows)
                 for form, table, places in located.values()
             ]
             blocks = [block for read in reads for block in read.blocks]

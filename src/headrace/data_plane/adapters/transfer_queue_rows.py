@@ -73,7 +73,7 @@ class SampleIndex(SampleStore[BlockInfo]):
 
     def _discarded(self, blocks: Sequence[BlockInfo]) -> list[BlockInfo]:
         """Let blocks be garbage, so that none is left for the caller."""
-        self._garbage += [block.key for block in blocks]
+        self._garbage += [str(block.number) for block in blocks]
         return []
 
     def begin_put(self, owner: bytes, put: Put, columns: BlockColumns, limit_s: float) -> int | None:
@@ -84,7 +84,7 @@ class SampleIndex(SampleStore[BlockInfo]):
         put, new = self.check_put(put, columns)
         if new is None:
             return None
-        keys = [block.key for blocks in columns.values() for block in blocks]
+        keys = [str(block.number) for blocks in columns.values() for block in blocks]
         return self._lease(owner, keys, limit_s, (put, columns), new)
 
     def commit(self, ticket: int, slots: Sequence[int], order: Rows | None = None) -> RowFacts | None:

@@ -384,7 +384,9 @@ class Blocks:
         """Store all blocks, and return their slots, in the order of `packed.blocks`."""
         blocks, sizes = packed.blocks, [block.nbytes for block in packed.blocks]
         what = f"putting {len(blocks)} blocks ({sum(sizes)} bytes) into TransferQueue"
-        slots = self._result(self._reserve(partition, [block.key for block in blocks]), what, deadline)
+        slots = self._result(
+            self._reserve(partition, [str(block.number) for block in blocks]), what, deadline
+        )
         if self._units is None:
             self._result(mooncake.put_blocks(self._client, partition, slots, packed), what, deadline)
             return slots

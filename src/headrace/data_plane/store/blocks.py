@@ -65,10 +65,6 @@ class BlockInfo(NamedTuple):
     slot: int = -1
 
     @property
-    def key(self) -> str:
-        return f"{self.number:016x}"
-
-    @property
     def flat_bytes(self) -> int:
         return _padded(self.nbytes)
 
@@ -79,11 +75,6 @@ class BlockInfo(NamedTuple):
 BLOCK_FACTS = np.dtype([("number", "<u8"), ("rows", "<i8"), ("nbytes", "<i8"), ("slot", "<i8")])
 BlockTable = NDArray[np.void]
 """Blocks of one form as an array of `BLOCK_FACTS`, which costs nothing per block to pick from and to send."""
-
-
-def blocks_of(table: BlockTable, form: Form) -> list[BlockInfo]:
-    """Return the blocks that a table tells of."""
-    return [BlockInfo(number, form, rows, nbytes, slot) for number, rows, nbytes, slot in table.tolist()]
 
 
 class BlockColumn(Column[BlockInfo]):
@@ -160,13 +151,14 @@ def pack(chunks: Mapping[str, Chunk], *, gives_rows: bool = False) -> PackedColu
     columns: dict[str, list[BlockInfo]] = {name: [] for name in chunks}
     blocks: list[BlockInfo] = []
     frames: list[Frames] = []
+    smallest = MAX_BLOCK_BYTES if gives_rows else MIN_BLOCK_BYTES
     for name, chunk in chunks.items():
         data, unit, offsets = chunk.flat_bytes(), chunk.unit, chunk.offsets
         rows = np.arange(chunk.rows + 1, dtype=np.int64) if offsets is None else offsets.numpy()
         ends = rows * unit
-        for start, stop in pairwise(
-            _cuts(ends - ends[0], MAX_BLOCK_BYTES if gives_rows else MIN_BLOCK_BYTES)
-        ):
+        size = min(max(int(ends[-1] - ends[0]) // _BLOCKS_PER_COLUMN, smallest), MAX_BLOCK_BYTES)
+        inner = np.searchsorted(ends, np.arange(ends[0] + size, ends[-1], size))
+        for start, stop in pairwise(np.unique([0, *inner, len(ends) - 1]).tolist()):
             number, values = secrets.randbits(64), data[int(ends[start]) : int(ends[stop])]
             own = None if offsets is None else offsets[start : stop + 1] - offsets[start]
             head = torch.from_numpy(_head(stop - start, len(values), number, unit, own))
@@ -196,16 +188,16 @@ def unpack(block: BlockInfo, data: torch.Tensor | Frames, rows: int | None = Non
     if isinstance(data, torch.Tensor):
         if data.dtype != torch.uint8 or data.dim() != 1 or len(data) != block.flat_bytes:
             raise BlockError(
-                f"block '{block.key}' came back as {data.dtype} of shape {tuple(data.shape)}; expected "
+                f"block {block.number} came back as {data.dtype} of shape {tuple(data.shape)}; expected "
                 f"{block.flat_bytes} bytes"
             )
         data = Frames.split(data)
     head = _Head.read(data.head)
     if (head.number, head.rows) != (block.number, block.rows if rows is None else rows):
-        raise BlockError(f"block '{block.key}' came back with the bytes of another block")
+        raise BlockError(f"block {block.number} came back with the bytes of another block")
     if len(data.values) < head.value_bytes or len(data.head) != head.size:
         raise BlockError(
-            f"block '{block.key}' came back with {len(data.values)} bytes of values; expected {head.value_bytes}"
+            f"block {block.number} came back with {len(data.values)} bytes of values; expected {head.value_bytes}"
         )
     return chunk_of_bytes(block.form, head.rows, data.values[: head.value_bytes], head.offsets)
 
@@ -222,8 +214,12 @@ class BlockRead(NamedTuple):
     places: Places
 
     @classmethod
-    def of(cls, form: Form, blocks: list[BlockInfo], places: Places, *, gives_rows: bool) -> Self:
-        """Ask for single rows of a block if they are at most half of it, and the transport `gives_rows`."""
+    def of(cls, form: Form, table: BlockTable, places: Places, *, gives_rows: bool) -> Self:
+        """Read from the blocks of a table.
+
+        Single rows of a block are asked for if they are at most half of it, and the transport `gives_rows`.
+        """
+        blocks = [BlockInfo(number, form, *facts) for number, *facts in table.tolist()]
         rows: list[Rows | None] = [None] * len(blocks)
         if places is None:
             return cls(form, blocks, rows, None)
@@ -310,15 +306,6 @@ def _head(rows: int, value_bytes: int, number: int, unit: int, offsets: torch.Te
     if offsets is not None:
         head[start : start + 8 * (rows + 1)] = offsets.numpy().view(np.uint8)
     return head
-
-
-def _cuts(ends: Ints, min_bytes: int) -> Sequence[int]:
-    """Return the rows at which blocks start, and the number of rows."""
-    rows, total = len(ends) - 1, int(ends[-1])
-    size = min(max(total // _BLOCKS_PER_COLUMN, min_bytes), MAX_BLOCK_BYTES)
-    inner = np.searchsorted(ends, np.arange(size, total, size), side="left")
-    cuts: list[int] = np.unique(np.concatenate([[0], inner, [rows]])).tolist()
-    return cuts
 
 
 def _padded(size: int) -> int:
