@@ -50,9 +50,7 @@ class PublicClient(Blocks):
 
     def put(self, partition: str, packed: PackedColumns, deadline: Deadline) -> list[int]:
         """Store blocks."""
-        slots = self._result(
-            self._reserve(partition, [str(b.number) for b in packed.blocks]), "reserve", deadline
-        )
+        slots = self._result(self._reserve(partition, [b.number for b in packed.blocks]), "reserve", deadline)
         meta = batch_meta(partition, slots, [block.flat_bytes for block in packed.blocks])
         self._result(self._open().async_put(one_row_each(packed), meta), "put", deadline)
         return slots

@@ -59,13 +59,13 @@ def numbers(rows: int = 1, **columns: torch.Tensor) -> PackedColumns:
     return pack(chunks_of(rows, **(columns or {"x": torch.zeros(rows)})))
 
 
-def keys(*puts: PackedColumns) -> list[str]:
-    return sorted(str(block.number) for packed in puts for block in packed.blocks)
+def block_numbers(*puts: PackedColumns) -> list[int]:
+    return sorted(block.number for packed in puts for block in packed.blocks)
 
 
-def garbage(index: SampleIndex) -> list[str]:
+def garbage(index: SampleIndex) -> list[int]:
     handed = index.hand_out(b"me")
-    return sorted(handed.keys) if handed else []
+    return sorted(handed.numbers) if handed else []
 
 
 def bytes_of(packed: PackedColumns) -> list[torch.Tensor]:
@@ -73,8 +73,8 @@ def bytes_of(packed: PackedColumns) -> list[torch.Tensor]:
 
 
 def column_of(packed: PackedColumns, name: str) -> Any:
-    data = dict(zip([str(block.number) for block in packed.blocks], bytes_of(packed)))
-    parts = [unpack(block, data[str(block.number)]) for block in packed.columns[name]]
+    data = dict(zip([block.number for block in packed.blocks], bytes_of(packed)))
+    parts = [unpack(block, data[block.number]) for block in packed.columns[name]]
     return plain(read_rows(parts, None))
 
 
@@ -160,12 +160,12 @@ def test_blocks_become_garbage_when_their_last_row_goes() -> None:
     third = numbers(x=torch.tensor([1]))
     put(index, "p", ids, first)
     put(index, "p", ids, second)
-    assert garbage(index) == keys(first)
+    assert garbage(index) == block_numbers(first)
     put(index, "p", ["a"], third)
     index.clear("p", ["b"])
-    assert garbage(index) == [str(second.columns["x"][0].number)]
+    assert garbage(index) == [second.columns["x"][0].number]
     index.clear("p", None)
-    assert garbage(index) == sorted([str(second.columns["y"][0].number), *keys(third)])
+    assert garbage(index) == sorted([second.columns["y"][0].number, *block_numbers(third)])
     assert garbage(index) == []
 
 
@@ -173,7 +173,7 @@ def test_blocks_of_a_registered_again_partition_are_garbage() -> None:
     index = SampleIndex(16)
     put(index, "p", ["a"], packed := numbers())
     index.register(Registration("p", 1, ()))
-    assert garbage(index) == keys(packed)
+    assert garbage(index) == block_numbers(packed)
 
 
 def test_a_put_that_cannot_be_committed_is_refused_before_its_blocks_are_stored() -> None:
@@ -203,7 +203,7 @@ def test_blocks_of_a_put_that_its_process_did_not_live_to_commit_are_garbage() -
     alive.remove(b"it")
     handed = index.hand_out(b"me", at_once=True)
     assert handed is not None
-    assert handed.keys == keys(packed)
+    assert handed.numbers == block_numbers(packed)
     with pytest.raises(TransportError, match="put again"):
         index.commit(its, [0])
     index.commit(mine, [7])
@@ -214,7 +214,7 @@ def test_blocks_of_a_put_that_its_process_did_not_live_to_commit_are_garbage() -
 def test_blocks_of_a_put_whose_time_is_over_are_garbage_and_it_is_not_committed() -> None:
     index = SampleIndex(16)
     late = begin(index, b"me", "k", packed := numbers(), limit_s=0)
-    assert garbage(index) == keys(packed)
+    assert garbage(index) == block_numbers(packed)
     with pytest.raises(TransportError, match="took so long"):
         index.commit(late, [0])
     assert index.sample_ids() == {}
@@ -232,7 +232,7 @@ def test_garbage_that_a_process_did_not_come_to_drop_goes_to_another() -> None:
     index.give_back([first.ticket])
     second = index.hand_out(b"it")
     assert second is not None
-    assert sorted(first.keys) == sorted(second.keys) == keys(*puts.values())
+    assert sorted(first.numbers) == sorted(second.numbers) == block_numbers(*puts.values())
     alive.remove(b"it")
     third = index.hand_out(b"me", at_once=True)
     assert third is not None
@@ -246,11 +246,11 @@ def test_a_column_over_several_blocks_is_read_in_any_order() -> None:
     packed = pack(chunks_of(400, x=values))
     index, ids = SampleIndex(1000), [f"s{i}" for i in range(400)]
     put(index, "p", ids, packed)
-    data = dict(zip([str(block.number) for block in packed.blocks], bytes_of(packed)))
+    data = dict(zip([block.number for block in packed.blocks], bytes_of(packed)))
     order = torch.randperm(400, generator=torch.Generator().manual_seed(0))[:77].tolist()
     located = index.locate("p", [ids[i] for i in order], ["x"])["x"]
     whole = BlockRead.of(located.form, located.blocks, None, gives_rows=False)
-    chunks = [unpack(block, data[str(block.number)]) for block in whole.blocks]
+    chunks = [unpack(block, data[block.number]) for block in whole.blocks]
     assert located.places is not None
     block_of, row_of = (numbers.astype(np.int64) for numbers in located.places)
     got = plain(read_rows(chunks, (block_of, row_of)))

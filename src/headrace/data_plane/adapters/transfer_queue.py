@@ -317,7 +317,7 @@ class TransferQueueDataPlaneClient(StoreClient):
             if is_stored and isinstance(error, TransportError):
                 # Nobody knows whether the index has the rows. If not, it frees the blocks when the lease runs out.
                 raise TransportError(f"{error}. The rows may have been written") from error
-            self._drop(0, "commit", Garbage(ticket, [str(block.number) for block in packed.blocks]), deadline)
+            self._drop(0, "commit", Garbage(ticket, [block.number for block in packed.blocks]), deadline)
             raise
 
     def write_samples(
@@ -419,11 +419,11 @@ class TransferQueueDataPlaneClient(StoreClient):
         blocks, ticket = self._open().blocks, (index, garbage.ticket)
         self._in_hand.add(ticket)
         if operation.startswith("clear"):
-            blocks.drop(self._partition, garbage.keys, deadline)
+            blocks.drop(self._partition, garbage.numbers, deadline)
             self._note_drop(ticket)
         else:
             note = partial(self._note_drop, ticket)
-            blocks.drop_later(self._partition, garbage.keys, self._config.timeout_s, note)
+            blocks.drop_later(self._partition, garbage.numbers, self._config.timeout_s, note)
 
     def _note_drop(self, ticket: tuple[int, int]) -> None:
         self._in_hand.discard(ticket)

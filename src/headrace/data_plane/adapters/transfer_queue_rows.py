@@ -43,7 +43,7 @@ class Begun(NamedTuple):
 class _Lease(NamedTuple):
     owner: bytes
     ends: float
-    keys: list[str]
+    numbers: list[int]
     put: tuple[Put, BlockColumns] | None
     new: int = 0
 
@@ -58,7 +58,7 @@ class SampleIndex(SampleStore[BlockInfo]):
     def __init__(self, capacity: int, is_alive: Callable[[bytes], bool] = is_always_alive) -> None:
         super().__init__(capacity)
         self._is_alive = is_alive
-        self._garbage: list[str] = []
+        self._garbage: list[int] = []
         self._leases: dict[int, _Lease] = {}
         self._tickets = itertools.count()
         self._next_look = 0.0
@@ -73,7 +73,7 @@ class SampleIndex(SampleStore[BlockInfo]):
 
     def _discarded(self, blocks: Sequence[BlockInfo]) -> list[BlockInfo]:
         """Let blocks be garbage, so that none is left for the caller."""
-        self._garbage += [str(block.number) for block in blocks]
+        self._garbage += [block.number for block in blocks]
         return []
 
     def begin_put(self, owner: bytes, put: Put, columns: BlockColumns, limit_s: float) -> int | None:
@@ -84,8 +84,8 @@ class SampleIndex(SampleStore[BlockInfo]):
         put, new = self.check_put(put, columns)
         if new is None:
             return None
-        keys = [str(block.number) for blocks in columns.values() for block in blocks]
-        return self._lease(owner, keys, limit_s, (put, columns), new)
+        numbers = [block.number for blocks in columns.values() for block in blocks]
+        return self._lease(owner, numbers, limit_s, (put, columns), new)
 
     def commit(self, ticket: int, slots: Sequence[int], order: Rows | None = None) -> RowFacts | None:
         """Commit a put whose blocks are stored in these slots; a refusal leaves blocks and ticket to the client.
@@ -145,10 +145,10 @@ class SampleIndex(SampleStore[BlockInfo]):
         """Take garbage back from a client that has not dropped it."""
         self._garbage += self.end(tickets)
 
-    def end(self, tickets: Sequence[int]) -> list[str]:
-        """End leases, and return their keys; a ticket that is not open is ignored."""
+    def end(self, tickets: Sequence[int]) -> list[int]:
+        """End leases, and return the numbers of their blocks; a ticket that is not open is ignored."""
         ended = [self._leases.pop(ticket, None) for ticket in tickets]
-        return [key for lease in ended if lease is not None for key in lease.keys]
+        return [number for lease in ended if lease is not None for number in lease.numbers]
 
     def hand_out(self, owner: bytes, *, at_once: bool = False) -> Garbage | None:
         """Lease garbage to a client that drops it, if there is some, with what lost leases have left.
@@ -160,19 +160,19 @@ class SampleIndex(SampleStore[BlockInfo]):
             self._next_look = now + LOOK_S
             gone = {o for o in {lease.owner for lease in self._leases.values()} if not self._is_alive(o)}
         self.give_back([t for t, lease in self._leases.items() if lease.ends <= now or lease.owner in gone])
-        keys, self._garbage = self._garbage, []
-        return Garbage(self._lease(owner, keys, _DROP_S), keys) if keys else None
+        numbers, self._garbage = self._garbage, []
+        return Garbage(self._lease(owner, numbers, _DROP_S), numbers) if numbers else None
 
     def _lease(
         self,
         owner: bytes,
-        keys: list[str],
+        numbers: list[int],
         limit_s: float,
         put: tuple[Put, BlockColumns] | None = None,
         new: int = 0,
     ) -> int:
         ticket = next(self._tickets)
-        self._leases[ticket] = _Lease(owner, time.monotonic() + limit_s, keys, put, new)
+        self._leases[ticket] = _Lease(owner, time.monotonic() + limit_s, numbers, put, new)
         return ticket
 
 

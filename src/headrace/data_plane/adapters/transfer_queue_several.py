@@ -211,8 +211,8 @@ class Several:
             if is_ready and isinstance(error, TransportError):
                 raise TransportError(f"{error}. The rows may have been written") from error
             for index, part in parts.items():
-                keys = [str(block.number) for block in part.packed.blocks]
-                self._asker.drop(index, "commit", Garbage(tickets[index], keys), deadline)
+                numbers = [block.number for block in part.packed.blocks]
+                self._asker.drop(index, "commit", Garbage(tickets[index], numbers), deadline)
             raise
         return [(part.rows, one) for part, one in zip(parts.values(), facts)]
 

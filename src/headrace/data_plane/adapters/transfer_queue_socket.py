@@ -69,7 +69,7 @@ class Garbage(NamedTuple):
     """Blocks for the caller to drop from TransferQueue, and the ticket that says so."""
 
     ticket: int
-    keys: list[str]
+    numbers: list[int]
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -384,9 +384,7 @@ class Blocks:
         """Store all blocks, and return their slots, in the order of `packed.blocks`."""
         blocks, sizes = packed.blocks, [block.nbytes for block in packed.blocks]
         what = f"putting {len(blocks)} blocks ({sum(sizes)} bytes) into TransferQueue"
-        slots = self._result(
-            self._reserve(partition, [str(block.number) for block in blocks]), what, deadline
-        )
+        slots = self._result(self._reserve(partition, [block.number for block in blocks]), what, deadline)
         if self._units is None:
             self._result(mooncake.put_blocks(self._client, partition, slots, packed), what, deadline)
             return slots
@@ -394,10 +392,11 @@ class Blocks:
             self._units.put(slots[first:last], packed.frames[first:last], what, deadline)
         return slots
 
-    async def _reserve(self, partition: str, keys: list[str]) -> list[int]:
+    async def _reserve(self, partition: str, numbers: list[int]) -> list[int]:
         slots: list[int] = []
-        for first, last in call_bounds([0] * len(keys)):
-            meta = await self._open().async_kv_retrieve_meta(keys[first:last], partition, create=True)
+        for first, last in call_bounds([0] * len(numbers)):
+            keys = list(map(str, numbers[first:last]))
+            meta = await self._open().async_kv_retrieve_meta(keys, partition, create=True)
             if meta.size != last - first:
                 raise BlockError(f"TransferQueue made room for {meta.size} of {last - first} blocks")
             slots.extend(meta.global_indexes)
@@ -416,32 +415,35 @@ class Blocks:
             frames += self._units.get(blocks[first:last], rows[first:last], what, deadline)
         return frames
 
-    def drop(self, partition: str, keys: list[str], deadline: Deadline) -> None:
-        """Remove blocks; those that are not there are ignored.
+    def drop(self, partition: str, numbers: list[int], deadline: Deadline) -> None:
+        """Remove blocks by number; those that are not there are ignored.
 
         Once a process is known to be lost, nothing is done: that error has been told, and the blocks end with the
         store.
         """
         if not self._has_lost:
-            what = f"dropping {len(keys)} blocks from TransferQueue"
-            self._result(self._drop(partition, keys), what, deadline)
+            what = f"dropping {len(numbers)} blocks from TransferQueue"
+            self._result(self._drop(partition, numbers), what, deadline)
 
-    def drop_later(self, partition: str, keys: list[str], limit_s: float, then: Callable[[], None]) -> None:
-        """Try to remove blocks, without waiting and without an error; `then` is called if that succeeds."""
+    def drop_later(
+        self, partition: str, numbers: list[int], limit_s: float, then: Callable[[], None]
+    ) -> None:
+        """Try to remove blocks by number, without waiting and without an error; `then` is called if that succeeds."""
 
         async def attempt() -> None:
             try:
-                await asyncio.wait_for(self._drop(partition, keys), limit_s)
+                await asyncio.wait_for(self._drop(partition, numbers), limit_s)
                 then()
             except (TransportError, *_FAULTS) as error:
-                _log.warning("%d blocks of %s are left in TransferQueue: %s", len(keys), partition, error)
+                _log.warning("%d blocks of %s are left in TransferQueue: %s", len(numbers), partition, error)
 
         if self._client is not None and not self._has_lost:
             asyncio.run_coroutine_threadsafe(attempt(), self._loop)
 
-    async def _drop(self, partition: str, keys: list[str]) -> None:
-        for first, last in call_bounds([0] * len(keys)):
-            known = await self._open().async_kv_retrieve_meta(keys[first:last], partition, create=False)
+    async def _drop(self, partition: str, numbers: list[int]) -> None:
+        for first, last in call_bounds([0] * len(numbers)):
+            keys = list(map(str, numbers[first:last]))
+            known = await self._open().async_kv_retrieve_meta(keys, partition, create=False)
             if known.size:
                 # Of our own making, since TransferQueue's lists no field of which a notice was lost.
                 meta = mooncake.batch_meta(partition, list(known.global_indexes), [0] * known.size)
