@@ -69,7 +69,7 @@ def serve(pipe: Any) -> None:
     """Be an index until the pipe closes."""
     server = IndexServer("127.0.0.1", b"secret")
     indexes = Indexes(server.is_alive)
-    server.start(indexes.run, indexes.next_end_s)
+    server.start(indexes)
     pipe.send((server.endpoint.address, server.endpoint.port))
     pipe.recv()
 

@@ -55,7 +55,7 @@ class Client:
 def server() -> IndexServer:
     server = IndexServer("127.0.0.1", b"secret")
     indexes = Indexes(server.is_alive)
-    server.start(indexes.run, indexes.next_end_s)
+    server.start(indexes)
     return server
 
 
@@ -68,13 +68,15 @@ def client(server: IndexServer) -> Iterator[Client]:
     client.connection.close()
 
 
-def waiting(client: Client, rows: int, wait_s: float) -> "tuple[threading.Thread, list[Any]]":
+def waiting(
+    client: Client, rows: int, wait_s: float, lease_s: float | None = None
+) -> "tuple[threading.Thread, list[Any]]":
     """Return a thread whose claim the index holds, and what it will have got."""
     got: list[Any] = []
 
     def work() -> None:
         try:
-            got.append(client.claim(rows, wait_s))
+            got.append(client.claim(rows, wait_s, lease_s))
         except (DataPlaneError, zmq.ZMQError) as error:
             got.append(str(error))
 
@@ -144,6 +146,24 @@ def test_a_client_that_is_gone_takes_nothing(
     assert thread.is_alive()
     gone.connection.close()
     thread.join(5)
+
+
+@pytest.mark.parametrize("lease_s", [None, 60.0])
+def test_rows_that_a_claim_hands_to_a_client_that_has_just_gone_are_not_lost(
+    server: IndexServer, client: Client, monkeypatch: pytest.MonkeyPatch, lease_s: float | None
+) -> None:
+    monkeypatch.setattr(transfer_queue_index, "LOOK_S", 60.0)
+    client.put("a")
+    gone, other = Client(server, client.store), Client(server, client.store)
+    thread, _ = waiting(gone, 2, 30, lease_s)
+    other_thread, got = waiting(other, 2, 30)
+    gone.connection.close()
+    thread.join(5)
+    time.sleep(0.1)
+    client.put("b")
+    other_thread.join(5)
+    assert got == [["a", "b"]]
+    other.connection.close()
 
 
 def test_a_producer_is_held_until_rows_are_cleared(server: IndexServer, client: Client) -> None:

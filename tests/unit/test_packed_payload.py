@@ -399,11 +399,14 @@ def test_a_message_without_the_secret_is_not_read_and_a_failed_request_holds_not
 
     held: list[weakref.ref[torch.Tensor]] = []
 
-    def divide(call: Call) -> Done[list[str]]:
-        number = len(call.dropped)
-        block = torch.ones(number + 1)
-        held.append(weakref.ref(block))
-        return Done([str(10 // number)])
+    class Dividing(Indexes):
+        def run(self, call: Call) -> Done[Any]:
+            if call.operation == "hello":
+                return Done(None)
+            number = len(call.dropped)
+            block = torch.ones(number + 1)
+            held.append(weakref.ref(block))
+            return Done([str(10 // number)])
 
     def asked(number: int) -> Any:
         what, dropped = "asking", list(range(number))
@@ -413,7 +416,7 @@ def test_a_message_without_the_secret_is_not_read_and_a_failed_request_holds_not
 
     server = IndexServer("127.0.0.1", b"secret")
     endpoint = server.endpoint
-    server.start(lambda call: Done(None) if call.operation == "hello" else divide(call))
+    server.start(Dividing())
     good = IndexClient(endpoint, [], within(10), operation_of)
     with pytest.raises(TransportError, match="no answer within"):
         IndexClient(Endpoint("127.0.0.1", endpoint.port, b"x"), [], within(0.2), operation_of)

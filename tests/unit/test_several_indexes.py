@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ def servers(request: pytest.FixtureRequest) -> list[IndexServer]:
     for _ in range(request.param):
         server = IndexServer("127.0.0.1", b"secret")
         indexes = Indexes(server.is_alive)
-        server.start(indexes.run, indexes.next_end_s)
+        server.start(indexes)
         made.append(server)
     return made
 
@@ -105,6 +106,15 @@ STEPS = st.lists(
         st.tuples(
             st.just("claim"), st.integers(1, 3), st.sampled_from(["oldest", "freshest", "partial", "rule"])
         ),
+        st.tuples(
+            st.just("lease"), st.integers(1, 3), st.sampled_from(["oldest", "freshest", "partial", "rule"])
+        ),
+        st.tuples(st.just("end"), st.integers(0, 5), st.sampled_from(["finish", "release", "renew"])),
+        st.tuples(
+            st.just("under"),
+            st.integers(0, 5),
+            st.tuples(st.sampled_from(["put", "clear"]), st.lists(st.integers(0, 8), max_size=2)),
+        ),
         st.tuples(st.just("clear"), st.lists(st.integers(0, 8), max_size=2), st.just(0)),
         st.tuples(st.just("report"), st.just(0), st.just(0)),
     ),
@@ -112,34 +122,80 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+class Both:
+    """One store and several indexes that are asked for the same; claims are named by their places."""
+
+    def __init__(self, process: Process) -> None:
+        self.process, self.several = process, process.store_client
+        self.one: SampleStore[BlockInfo] = SampleStore(ROWS)
+        self.claims: list[tuple[str, str]] = []
+        for store in (self.one, self.several):
+            store.register(Registration("p", ROWS, ("train",), SIZE))
+
+    def put(self, ids: list[str], tag: int, claims: tuple[str | None, str | None] = (None, None)) -> None:
+        got = outcome(self.process.put, *ids, tag=tag, claim=claims[0])
+        put = Put("p", ids, [{"v": tag}] * len(ids), {}, claims[1])
+        expected = outcome(self.one.put, put, {})
+        if isinstance(expected[0], RowFacts):
+            expected = expected[0]._replace(sample_ids=[])
+        self.check(got, expected)
+
+    def claim(self, rows: int, how: str, lease_s: float | None) -> None:
+        where = [TagRule("v", at_least=1)] if how == "rule" else []
+        order = how if how == "freshest" else "oldest"
+        request = ClaimRequest("p", "train", [], rows, how == "partial", lease_s, "me", where, order)
+        got, expected = self.several.claim(request, 0.0), self.one.claim(request)
+        if got is not None and expected is not None and got.claim and expected.claim:
+            self.claims.append((got.claim, expected.claim))
+        self.check(got, expected)
+        # Of several groups that are not whole, either may be the one that is named.
+        texts = (self.several.claim_timeout_text(request), self.one.claim_timeout_text(request))
+        assert len({re.sub(r"whole: '[^']*' has 1|another [\d.]+ s", "", text) for text in texts}) == 1
+
+    def check(self, got: Any, expected: Any) -> None:
+        assert self.named(got, 0) == self.named(expected, 1)
+
+    def named(self, answer: Any, which: int) -> str:
+        """Return an answer as text, with the places of claims in place of their ids."""
+        text = repr(answer)
+        for place, ids in enumerate(self.claims):
+            text = text.replace(ids[which], f"claim {place}")
+        return re.sub(r"seconds_left=[\d.]+", "", text)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(STEPS)
 def test_several_indexes_hand_out_report_and_refuse_what_one_does(process: Process, steps: Any) -> None:
-    one: SampleStore[BlockInfo] = SampleStore(ROWS)
-    several = process.store_client
-    for store in (one, several):
-        store.register(Registration("p", ROWS, ("train",), SIZE))
+    both = Both(process)
+    one, several = both.one, both.several
     for doing, what, how in steps:
-        if doing in ("put", "half"):
-            ids = [name for uid in what for name in group(uid)] if doing == "put" else [f"{what}_g{how}"]
-            put = Put("p", ids, [{"v": how}] * len(ids), {})
-            got, expected = outcome(process.put, *ids, tag=how), outcome(one.put, put, {})
-            if isinstance(expected[0], RowFacts):
-                expected = expected[0]._replace(sample_ids=[])
-        elif doing == "claim":
-            where = [TagRule("v", at_least=1)] if how == "rule" else []
-            order = how if how == "freshest" else "oldest"
-            request = ClaimRequest("p", "train", [], SIZE * what, how == "partial", where=where, order=order)
-            got, expected = several.claim(request, 0.0), one.claim(request)
-            # Of several groups that are not whole, either may be the one that is named.
-            texts = (several.claim_timeout_text(request), one.claim_timeout_text(request))
-            assert len({re.sub("whole: '[^']*' has 1", "", text) for text in texts}) == 1
+        if doing == "put":
+            both.put([name for uid in what for name in group(uid)], how)
+        elif doing == "half":
+            both.put([f"{what}_g{how}"], how)
+        elif doing in ("claim", "lease"):
+            both.claim(SIZE * what, how, None if doing == "claim" else 60.0)
         elif doing == "clear":
             ids = [name for uid in what for name in group(uid)]
-            got, expected = several.clear("p", ids), one.clear("p", ids) or None
-        else:
-            got, expected = several.report("p", 100), one.report("p", 100)
-        assert got == expected
+            both.check(several.clear("p", ids), one.clear("p", ids) or None)
+        elif doing == "report":
+            both.check(several.report("p", 100), one.report("p", 100))
+        elif what < len(both.claims):
+            mine, its = both.claims[what]
+            if doing == "under":
+                ids = [name for uid in how[1] for name in group(uid)]
+                if how[0] == "put":
+                    both.put(ids, 1, (mine, its))
+                else:
+                    both.check(
+                        outcome(several.clear, "p", ids, mine), outcome(one.clear, "p", ids, its) or None
+                    )
+            else:
+                more = (60.0,) if how == "renew" else ()
+                both.check(
+                    outcome(getattr(several, how), "p", mine, *more),
+                    outcome(getattr(one, how), "p", its, *more),
+                )
         assert several.sample_ids() == one.sample_ids()
         assert several.room("p") == one.room("p")
         assert several.is_consumed("p", ["train"]) == one.is_consumed("p", ["train"])
@@ -220,8 +276,23 @@ def test_a_claim_is_done_when_its_rows_are_cleared_in_all_indexes(process: Proce
     assert [lease.rows for lease in several.report("p", 0).leases] == [2]
     several.clear("p", facts.sample_ids[-2:], facts.claim)
     assert several.report("p", 0).leases == []
+    for client in process.clients:
+        with pytest.raises(ClaimExpired):
+            client.ask("hold", "p", facts.claim, 0.0, what="hold", deadline=within(), store=process.store)
     with pytest.raises(ClaimExpired):
         several.finish("p", facts.claim)
+
+
+def test_what_indexes_ask_of_a_process_does_not_pile_up_there(process: Process) -> None:
+    first, *_ = process.clients
+    begin = ("begin_part", first.owner, Put("p", group(2), None, {}), {}, 60.0, False)
+    first.ask(*begin, what="begin", deadline=within(), store=process.store)
+    for _ in range(3):
+        # A clear asks after all whose blocks are on their way.
+        process.store_client.clear("p", None)
+    time.sleep(0.2)
+    process.store_client.sample_ids()
+    assert not first._lifeline.poll(200)
 
 
 def test_a_put_that_one_index_refuses_is_refused_by_all(process: Process) -> None:

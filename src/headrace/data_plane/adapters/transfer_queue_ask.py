@@ -66,6 +66,7 @@ class IndexAsker:
         """
         index, operation, arguments = call
         client = self.clients[index]
+        client.hear()
         socket = leases.enter_context(client.pool.lease(client.server))
         message = Raw(encoder.encode(arguments))
         told = Call(client.owner, self._store, operation, message, self._take_dropped(index), wait_s)

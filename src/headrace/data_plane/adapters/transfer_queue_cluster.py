@@ -50,7 +50,7 @@ class IndexActor:
     def serve(self) -> Endpoint:
         self._server = IndexServer(ray.util.get_node_ip_address(), secrets.token_bytes(32))
         indexes = Indexes(self._server.is_alive)
-        self._server.start(indexes.run, indexes.next_end_s)
+        self._server.start(indexes)
         return self._server.endpoint
 
     def set_connection(self, connection: Connection) -> None:

@@ -31,6 +31,8 @@ from headrace.data_plane.adapters.transfer_queue_socket import (
     poll,
     sealed,
 )
+from headrace.data_plane.store.columns import RowFacts
+from headrace.data_plane.store.merge import Taken
 from headrace.errors import DataPlaneError, HeadraceError
 
 _log = logging.getLogger(__name__)
@@ -86,6 +88,13 @@ class Indexes:
         if call.operation == "give_back":
             return Done(answer)
         return Done(answer, index.hand_out(call.owner, at_once=call.operation.startswith("clear")))
+
+    def undo(self, call: Call, done: Done[Any]) -> None:
+        """Give back the rows that a call has claimed of which the caller, who is gone, will not know."""
+        facts = done.answer.facts if isinstance(done.answer, Taken) else done.answer
+        if isinstance(facts, RowFacts) and call.operation in ("claim", "take"):
+            request = operation_of(call.operation, call.store).arguments.decode(call.arguments)[0]
+            self._open[call.store].rows.take_back(request, facts)
 
     def next_end_s(self) -> float:
         """Return how long it is until the next lease of rows ends, in any store."""
@@ -220,8 +229,8 @@ class IndexServer:
     """Answers calls one after the other, in a thread of its own.
 
     A call that may wait, and whose answer is not there yet, is held without keeping others waiting: it is run again
-    when another call has changed something, when a lease ends, and at the end of its time. A client that is gone waits
-    no longer, so it takes nothing.
+    when another call has changed something, when a lease ends, and at the end of its time. A client that is gone, or
+    has given up, waits no longer, and takes nothing.
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
@@ -235,34 +244,32 @@ class IndexServer:
         port = self._socket.bind_to_random_port(format_zmq_address(address, 0).rpartition(":")[0])
         self.endpoint = Endpoint(address, port, secret)
 
-    def start(
-        self, run: Callable[[Call], Done[Any]], next_end_s: Callable[[], float] = lambda: math.inf
-    ) -> None:
-        """Begin to answer calls by what `run` returns; `next_end_s` is how long it is until the next lease ends."""
-        threading.Thread(
-            target=self._serve, args=(run, next_end_s), daemon=True, name="headrace-index"
-        ).start()
+    def start(self, indexes: Indexes) -> None:
+        """Begin to answer calls."""
+        threading.Thread(target=self._serve, args=(indexes,), daemon=True, name="headrace-index").start()
 
-    def _serve(self, run: Callable[[Call], Done[Any]], next_end_s: Callable[[], float]) -> None:
+    def _serve(self, indexes: Indexes) -> None:
         held: list[_Held] = []
         next_look = 0.0
         while True:
             patience_s = (
-                min(LOOK_S, next_end_s(), *(call.until - time.monotonic() for call in held)) if held else None
+                min(LOOK_S, indexes.next_end_s(), *(call.until - time.monotonic() for call in held))
+                if held
+                else None
             )
             has_changed = True
             if patience_s is None or poll(self._socket, max(patience_s, 0.0)):
                 new = self._received()
                 if new is None:
                     continue
-                if not self._is_answered(new, run):
+                if not self._is_answered(new, indexes):
                     held.append(new)
                 has_changed = new.call.operation not in READS
             if held and time.monotonic() >= next_look:
                 next_look = time.monotonic() + LOOK_S
                 held = [waiting for waiting in held if self.is_alive(waiting.call.owner)]
             if has_changed:
-                held = [waiting for waiting in held if not self._is_answered(waiting, run)]
+                held = [waiting for waiting in held if not self._is_answered(waiting, indexes)]
 
     def _received(self) -> "_Held | None":
         identity, *frames = self._socket.recv_multipart()
@@ -277,17 +284,18 @@ class IndexServer:
             return None
         return _Held(identity, call, time.monotonic() + call.wait_s)
 
-    def _is_answered(self, waiting: "_Held", run: Callable[[Call], Done[Any]]) -> bool:
-        frames, done = reply_to(self.endpoint.secret, waiting.call, run)
+    def _is_answered(self, waiting: "_Held", indexes: Indexes) -> bool:
+        frames, done = reply_to(self.endpoint.secret, waiting.call, indexes.run)
         is_early = time.monotonic() < waiting.until
         # Garbage has to reach the client, which asks again.
         if is_early and done is not None and not done.answer and done.garbage is None:
             return False
-        self._send([waiting.identity, *frames])
+        if not self._send([waiting.identity, *frames]) and done is not None:
+            indexes.undo(waiting.call, done)
         return True
 
     def is_alive(self, owner: bytes) -> bool:
-        """Return whether a client's lifeline stands; for what `start` is given, since it sends something."""
+        """Return whether a client's lifeline stands; for the `Indexes`, since it sends something."""
         return self._send([owner, _ARE_YOU_THERE])
 
     def _send(self, frames: list[bytes]) -> bool:

@@ -31,6 +31,7 @@ from headrace.data_plane.store.merge import (
     Located,
     Standing,
     Taken,
+    check_room,
     in_order,
     merged_facts,
     merged_places,
@@ -41,9 +42,10 @@ from headrace.data_plane.store.merge import (
     part_of,
     room_of,
     shares_of,
+    summed,
 )
-from headrace.data_plane.store.partition import Faults, had_before, no_room
-from headrace.data_plane.store.sample_store import claim_timeout, never_room, store_full, unknown_partition
+from headrace.data_plane.store.partition import Faults, had_before
+from headrace.data_plane.store.sample_store import claim_timeout, never_room, unknown_partition
 from headrace.distributed.ray_connection import Deadline
 from headrace.errors import ClaimExpired, HeadraceError, SampleNotFound, TransportError
 from headrace.utils.arguments import shown
@@ -121,12 +123,13 @@ class Several:
 
         def begin() -> tuple[dict[int, _Part], list[Begun], list[Standing]]:
             parts: dict[int, _Part] = {}
-            for index, rows in (self._shares(put.partition_id, put.ids) or {0: np.arange(0)}).items():
+            for index, rows in (self._shares(put.partition_id, put.ids) or nowhere).items():
                 own = {name: chunk.picked(rows) for name, chunk in chunks.items()} if put.ids else {}
                 packed = pack(own, gives_rows=gives_rows)
                 parts[index] = _Part(rows, part_of(put, rows), packed)
             return parts, *self._begin(put, parts, chunks, deadline)
 
+        nowhere = {self._holders(put.claim)[0] if put.claim else 0: np.arange(0)}
         self._check_owners(put)
         parts, begun, standings = self._routed(put.partition_id, begin)
         tickets = {index: part.ticket for index, part in zip(parts, begun) if part.ticket is not None}
@@ -169,13 +172,7 @@ class Several:
         had = [part for part, one in zip(parts.values(), begun) if one.ticket is None]
         if had:
             raise had_before(put.partition_id, len(put.ids), [name for part in had for name in part.put.ids])
-        new, rows = sum(one.new for one in begun), sum(one.rows for one in standings)
-        held, capacity = sum(one.held for one in standings), standings[0].capacity
-        most = next((one.most for one in standings if one.most is not None), None)
-        if new and most is not None and rows > most:
-            raise no_room(put.partition_id, new, most, rows - new)
-        if new and held > capacity:
-            raise store_full(put.partition_id, new, capacity, held - new)
+        check_room(put.partition_id, sum(one.new for one in begun), standings)
 
     def _commit(
         self,
@@ -330,6 +327,14 @@ class Several:
             )
 
         self._routed(partition_id, attempt)
+        if claim is not None:
+            self._end_done(partition_id, claim)
+
+    def _end_done(self, partition_id: str, claim: str) -> None:
+        """End a claim all of whose rows are cleared; else each index would keep its part until the lease is over."""
+        calls: list[IndexCall] = [(i, "hold", (partition_id, claim, 0.0)) for i in self._holders(claim)]
+        if all(has_rows is False for has_rows in self._asker.attempt(calls)):
+            self.release(partition_id, claim)
 
     def _checked_clear(
         self, partition_id: str, mine: Mapping[int, list[str]], claim: str, by_tag: bool
@@ -490,8 +495,4 @@ class Several:
         return {name: [sample_id for _, sample_id in sorted(rows)] for name, rows in found.items()}
 
     def stored_bytes(self) -> dict[str, int]:
-        total: dict[str, int] = {}
-        for part in self._asker.all("stored_bytes"):
-            for name, size in part.items():
-                total[name] = total.get(name, 0) + size
-        return total
+        return summed(self._asker.all("stored_bytes"))

@@ -247,10 +247,7 @@ class IndexClient:
 
         For up to `wait_s` the index waits until the answer is neither None nor false.
         """
-        with self._lifeline_lock:
-            # What the server has asked, so that it does not pile up; that it came was the answer.
-            while self._lifeline.poll(0):
-                self._lifeline.recv_multipart()
+        self.hear()
         call = Call(
             self.owner, store, operation, msgspec.Raw(encoder.encode(arguments)), list(dropped), wait_s
         )
@@ -259,6 +256,12 @@ class IndexClient:
         if isinstance(reply, Failed):
             raise reply.error()
         return reply
+
+    def hear(self) -> None:
+        """Take in what the server has asked, so that it does not pile up; that it came was the answer."""
+        with self._lifeline_lock:
+            while self._lifeline.poll(0):
+                self._lifeline.recv_multipart()
 
     def _reply(self, socket: Any, call: Call, what: str, deadline: Deadline) -> Done[Any] | Failed:
         socket.send_multipart(sealed(self.secret, call))

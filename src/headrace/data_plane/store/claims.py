@@ -252,10 +252,20 @@ class Claims:
         """Give the rows of a lease back to its task, in their old place; a lease that is not in force is ignored."""
         lease = self._leases.pop(claim, None)
         if lease is not None:
-            rest, cursor = self._rest(lease), self._cursors[lease.task]
-            cursor.taken[rest] = False
-            cursor.count -= len(rest)
-            cursor.start = min(cursor.start, lease.place)
+            self._give_back(lease.task, self._rest(lease), lease.place)
+
+    def take_back(self, task: str, slots: Rows, claim: str | None) -> None:
+        """Undo the claim that was made last."""
+        if claim is not None:
+            self.release(claim)
+        else:
+            self._give_back(task, slots, 0)
+
+    def _give_back(self, task: str, slots: Rows, place: int) -> None:
+        cursor = self._cursors[task]
+        cursor.taken[slots] = False
+        cursor.count -= len(slots)
+        cursor.start = min(cursor.start, place)
 
     def catch_up(self, slots: int) -> None:
         """Take in samples up to that number of slots, and release the leases that have run out."""
@@ -277,7 +287,8 @@ class Claims:
         return lease.slots[~self._gone[lease.slots]]
 
     def _leased(self, task: str) -> int:
-        return sum(len(self._rest(lease)) for lease in self._leases.values() if lease.task == task)
+        leases = (lease for lease in self._leases.values() if lease.task == task and not lease.is_done)
+        return sum(len(self._rest(lease)) for lease in leases)
 
     # Which samples are left.
 

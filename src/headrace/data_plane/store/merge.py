@@ -14,6 +14,8 @@ from headrace.data_plane.store.blocks import BlockTable
 from headrace.data_plane.store.claims import ClaimRequest, Ready, is_rest
 from headrace.data_plane.store.columns import Form, Places, Put, RowFacts, Rows
 from headrace.data_plane.store.groups import MARK
+from headrace.data_plane.store.partition import no_room
+from headrace.data_plane.store.sample_store import store_full
 from headrace.errors import DataPlaneError
 from headrace.utils.arguments import shown
 
@@ -149,6 +151,17 @@ def most_of(standings: Sequence[Standing]) -> int:
     return standings[0].capacity if most is None else most
 
 
+def check_room(partition: str, new: int, standings: Sequence[Standing]) -> None:
+    """Raise CapacityExceeded if rows do not fit of which so many are new, all of them counted in the standings."""
+    rows, held = sum(one.rows for one in standings), sum(one.held for one in standings)
+    most = next((one.most for one in standings if one.most is not None), None)
+    capacity = standings[0].capacity
+    if new and most is not None and rows > most:
+        raise no_room(partition, new, most, rows - new)
+    if new and held > capacity:
+        raise store_full(partition, new, capacity, held - new)
+
+
 def room_of(standings: Sequence[Standing]) -> int:
     """Return how many rows more fit into a partition, by what all indexes say."""
     left = standings[0].capacity - sum(one.held for one in standings)
@@ -181,7 +194,7 @@ def merged_waits(parts: Sequence[WaitState]) -> WaitState:
         had=sum(part.had for part in parts),
         expected=first.expected,
         passing=None if first.passing is None else sum(part.passing or 0 for part in parts),
-        written=_summed(part.written for part in parts),
+        written=summed(part.written for part in parts),
         broken=broken,
         leases=merged_leases([part.leases for part in parts]),
     )
@@ -197,9 +210,9 @@ def merged_reports(parts: Sequence[PartitionReport], oldest: Sequence[RowReport]
     }
     return PartitionReport(
         rows=sum(part.rows for part in parts),
-        bytes_by_column=_summed(part.bytes_by_column for part in parts),
-        rows_by_column=_summed(part.rows_by_column for part in parts),
-        rows_by_producer=_summed(part.rows_by_producer for part in parts),
+        bytes_by_column=summed(part.bytes_by_column for part in parts),
+        rows_by_column=summed(part.rows_by_column for part in parts),
+        rows_by_producer=summed(part.rows_by_producer for part in parts),
         tasks=tasks,
         leases=merged_leases([part.leases for part in parts]),
         unconsumed_rows=sum(part.unconsumed_rows for part in parts),
@@ -209,7 +222,8 @@ def merged_reports(parts: Sequence[PartitionReport], oldest: Sequence[RowReport]
     )
 
 
-def _summed(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def summed(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the sums of what parts count under the same names."""
     total: Counter[str] = Counter()
     for part in parts:
         total.update(part)

@@ -172,6 +172,13 @@ class SampleStore(Generic[Block]):
 
         return self._waited(attempt, timeout_s)
 
+    def take_back(self, request: ClaimRequest, facts: RowFacts) -> None:
+        """Undo the claim that was made last, with nothing since, of which nobody will know."""
+        with self._changed:
+            partition = self._registered(request.partition_id)
+            partition.claims.take_back(request.task, partition.locate(facts.sample_ids).at, facts.claim)
+            self._changed.notify_all()
+
     def has_room(self, partition_id: str, rows: int, timeout_s: float = 0.0) -> bool:
         """Return whether so many rows more fit in, waiting up to `timeout_s` for it.
 
