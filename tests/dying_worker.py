@@ -1,4 +1,4 @@
-"""A policy worker that is killed amid its work, where and when a test says."""
+"""A policy worker that is killed, or stopped, amid its work, where and when a test says."""
 
 import os
 import signal
@@ -9,15 +9,18 @@ from typing import Any
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 
-FETCH, WRITE_BACK = "fetch", "write_back"
+FETCH, WRITE_BACK, PID = "fetch", "write_back", "pid"
 
 
 class DyingWorker(AutomodelPolicyWorker):
-    """The first rank to come to a place of which there is a file in the folder dies there, with the file."""
+    """The first rank to come to a place of which there is a file in the folder sends itself a signal there.
 
-    def __init__(self, folder: Path, *args: Any, **kwargs: Any) -> None:
+    It removes the file, and writes its pid beside it.
+    """
+
+    def __init__(self, folder: Path, *args: Any, sends: int = signal.SIGKILL, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._folder = folder
+        self._folder, self._sends = folder, sends
 
     def _read_wire(self, meta: KVBatchMeta) -> Any:
         found = super()._read_wire(meta)
@@ -34,4 +37,5 @@ class DyingWorker(AutomodelPolicyWorker):
             (self._folder / where).unlink()
         except FileNotFoundError:
             return
-        os.kill(os.getpid(), signal.SIGKILL)
+        (self._folder / PID).write_text(str(os.getpid()))
+        os.kill(os.getpid(), self._sends)

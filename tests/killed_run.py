@@ -57,6 +57,11 @@ def live(path: Path, output: Path, *told: Any) -> None:
             sys.exit(f"{type(error).__name__}: {error}")
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process has stopped by SIGSTOP."""
+    return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 class Life:
     """A process that does one life of a run. It is forked from one that has loaded what a run needs."""
 
@@ -73,9 +78,8 @@ class Life:
         return self._process.pid
 
     def is_stopped(self) -> bool:
-        """Return whether the process has stopped by SIGSTOP."""
         assert self._process.is_alive(), self.end()
-        return (Path("/proc") / str(self.pid) / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return is_stopped(self.pid)
 
     def end(self, within_s: float = 300.0) -> tuple[int | None, str]:
         """Wait for the end, and return the exit code, below 0 for a signal, and what it has said."""

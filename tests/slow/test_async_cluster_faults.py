@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -21,15 +22,16 @@ from typing import Any
 import pytest
 from test_async_faults import samples_of
 
-from dying_worker import FETCH, WRITE_BACK, DyingWorker
+from dying_worker import FETCH, PID, WRITE_BACK, DyingWorker
 from headrace.algorithms.run import train
 from headrace.config import RecipeConfig
-from headrace.errors import HeadraceError
+from headrace.errors import ClaimExpired, HeadraceError
 from headrace.models.policy import launch
 from headrace.progress import CompositeObserver, FileObserver
 from headrace.report import read_metrics
 from headrace.utils.recipe import dump_recipe
 from headrace.utils.run_directory import RunDirectory
+from killed_run import is_stopped
 from ray_session import SIMPLE, fresh_store
 from recorder import NeverStop, Recorder
 from run_processes import survivors
@@ -41,6 +43,9 @@ STEPS = 6
 TESTS = Path(__file__).parent.parent
 # From the death of a process to the end of the run; on a busy machine most of it goes to ending the others.
 END_S = 90.0
+LEASE_S, STALL_S = 8.0, 10.0
+# An index takes a process for dead that has not answered it for 40 s.
+SILENT_S = 45.0
 
 
 def recipe_in(
@@ -157,6 +162,46 @@ def test_a_worker_killed_while_it_fetches_and_while_it_writes_back_ends_the_run_
     check_ledger(recipe, books)
 
 
+def wake_later(folder: Path) -> threading.Thread:
+    """Let the worker go on that stops itself, when its lease is over."""
+
+    def wake() -> None:
+        while not (folder / PID).exists():
+            time.sleep(0.05)
+        time.sleep(STALL_S)
+        os.kill(int((folder / PID).read_text()), signal.SIGCONT)
+        (folder / PID).unlink()
+
+    thread = threading.Thread(target=wake, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_worker_that_stalls_longer_than_the_lease_writes_nothing_and_what_it_trained_on_is_not_cleared(
+    tmp_path: Path, journal: bool, transfer_queue_engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = whole_run(tmp_path, max_lag=1)
+    monkeypatch.setattr(launch, "AutomodelPolicyWorker", partial(DyingWorker, tmp_path, sends=signal.SIGSTOP))
+    recipe = on_ray(tmp_path / "stalled", workers=2, journal=journal, max_lag=1, lease_s=LEASE_S)
+    books = Books(recipe, Path(recipe.run_dir))
+    for stage, where, refused in (
+        ("prev_logprobs_3", WRITE_BACK, "in get_logprobs"),
+        ("train_4", FETCH, "no longer in force"),
+    ):
+        waking = wake_later(tmp_path)
+        error = one_life(recipe, Killing(**{stage: (tmp_path / where).touch}))
+        waking.join(1)
+        assert isinstance(error, ClaimExpired), error
+        assert refused in str(error)
+        assert str(error).endswith(f"raise async.lease_s={LEASE_S:g}")
+        assert max(schedule(Path(recipe.run_dir))) == int(stage[-1]) - 1
+        books.read_journal()
+    assert one_life(recipe, Recorder()) is None
+    assert schedule(Path(recipe.run_dir)) == schedule(whole)
+    check_ledger(recipe, books)
+
+
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_the_keeper_of_the_weights_killed_while_a_step_waits_and_while_it_trains_is_started_again(
     tmp_path: Path, max_lag: int, transfer_queue_engine: None, caplog: pytest.LogCaptureFixture
@@ -199,17 +244,22 @@ def test_an_engine_and_a_rollout_actor_that_are_killed_are_started_again(
 # In processes of their own.
 
 
-def life(folder: Path, address: str, *told: str) -> tuple[int, str]:
-    """Do one life of a run on a cluster that stays, and return the exit code and what it said."""
-    output = folder / "output.txt"
+def begin(folder: Path, address: str, *told: str) -> "subprocess.Popen[bytes]":
+    """Begin one life of a run on a cluster that stays; what it says is output.txt."""
     environment = {
         **os.environ,
         "RAY_ADDRESS": address,
         "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)]),
     }
-    command = [sys.executable, str(TESTS / "killed_run.py"), str(folder / "recipe.yaml"), str(output), *told]
-    code = subprocess.run(command, env=environment, check=False, timeout=300).returncode
-    return code, output.read_text()
+    files = [str(folder / name) for name in ("recipe.yaml", "output.txt")]
+    command = [sys.executable, str(TESTS / "killed_run.py"), *files, *told]
+    return subprocess.Popen(command, env=environment)
+
+
+def life(folder: Path, address: str, *told: str) -> tuple[int, str]:
+    """Do one life of a run, and return the exit code and what it said."""
+    code = begin(folder, address, *told).wait(300)
+    return code, (folder / "output.txt").read_text()
 
 
 @pytest.mark.parametrize("journal", [True, False])
@@ -225,6 +275,32 @@ def test_a_driver_killed_between_and_inside_of_steps_is_resumed_on_the_same_grou
         assert code == -signal.SIGKILL, (death, output)
         books.read_journal()
     code, output = life(tmp_path / "killed", ray_cluster)
+    assert code == 0, output
+    assert samples_of(Path(recipe.run_dir)) == samples_of(whole)
+    check_ledger(recipe, books)
+
+
+@pytest.mark.parametrize(("stage", "stall_s"), [("advantages", STALL_S), ("train", SILENT_S)])
+def test_a_driver_that_stalls_longer_than_the_lease_trains_on_nothing_and_is_resumed(
+    tmp_path: Path, stage: str, stall_s: float, ray_cluster: str, transfer_queue_engine: None
+) -> None:
+    """The second stall is so long that the store takes the process for dead."""
+    own = {"max_lag": 0, "collectors": 1, "prompts_per_call": 4}
+    whole = whole_run(tmp_path, **own)
+    recipe = on_ray(tmp_path / "stalled", lease_s=LEASE_S, **own)
+    books = Books(recipe, Path(recipe.run_dir))
+    driver = begin(tmp_path / "stalled", ray_cluster, "SIGSTOP", "3", stage, "0")
+    while not is_stopped(driver.pid):
+        assert driver.poll() is None
+        time.sleep(0.05)
+    time.sleep(stall_s)
+    os.kill(driver.pid, signal.SIGCONT)
+    code, output = driver.wait(END_S), (tmp_path / "stalled" / "output.txt").read_text()
+    assert code == 1, output
+    assert re.search(rf"ClaimExpired: .* no longer in force: .*raise async.lease_s={LEASE_S:g}", output)
+    assert set(schedule(Path(recipe.run_dir))) == {1, 2}
+    books.read_journal()
+    code, output = life(tmp_path / "stalled", ray_cluster)
     assert code == 0, output
     assert samples_of(Path(recipe.run_dir)) == samples_of(whole)
     check_ledger(recipe, books)
@@ -246,12 +322,13 @@ def start(folder: Path, mark: str) -> "subprocess.Popen[str]":
 
 PROCESSES = {
     "SimpleStorageUnit": r"storage unit \d of 2 at [\d.]+ has died",
+    "TransferQueueController": r"TransferQueue's controller has died",
     "IndexActor": r"(the index of the store|index 1 of 2) has died",
 }
 
 
 @pytest.mark.parametrize("journal", [True, False])
-def test_a_run_that_loses_a_storage_unit_or_an_index_ends_with_one_line_and_is_resumed(
+def test_a_run_that_loses_a_storage_unit_the_controller_or_an_index_ends_with_one_line_and_is_resumed(
     tmp_path: Path, journal: bool
 ) -> None:
     whole = whole_run(tmp_path, max_lag=1)
@@ -259,7 +336,7 @@ def test_a_run_that_loses_a_storage_unit_or_an_index_ends_with_one_line_and_is_r
     recipe = on_ray(tmp_path / "killed", journal=journal, max_lag=1, store=store)
     run_dir = Path(recipe.run_dir)
     books = Books(recipe, run_dir)
-    for steps, victim in ((3, "SimpleStorageUnit"), (4, "IndexActor")):
+    for steps, victim in enumerate(PROCESSES, 3):
         mark = uuid.uuid4().hex
         driver = start(tmp_path / "killed", mark)
         while not (run_dir / "metrics.jsonl").exists() or len(read_metrics(run_dir)) < steps:

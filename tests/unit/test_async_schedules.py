@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from headrace.algorithms.async_utils.replay_buffer import TRAINS
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.config import RecipeConfig
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
+from headrace.data_plane.column_io import write_columns
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.schema import CLAIM
 from headrace.distributed.worker_groups import LocalWorkerGroup
@@ -312,14 +314,20 @@ def test_what_is_too_old_is_dropped_and_counted() -> None:
 
 
 def test_a_lease_that_ran_out_is_told_with_its_key_and_its_groups_are_taken_anew() -> None:
-    with producing(recipe_of(max_lag=0, lease_s=0.05), [BigramGenerator(TOKENIZER)]) as (producers, _):
+    with producing(recipe_of(max_lag=0, lease_s=0.05), [BigramGenerator(TOKENIZER)]) as (producers, store):
         producers.publish(0)
         rows = producers.take(1, GROUPS)
         assert rows is not None
         producers.buffer.renew(rows)
         time.sleep(0.1)
-        with pytest.raises(ClaimExpired, match=r"raise async\.lease_s=0\.05"):
-            producers.buffer.renew(rows)
+        for late in (
+            lambda: producers.buffer.renew(rows),
+            lambda: write_columns(store, rows, {"advantages": torch.zeros(rows.size)}),
+            lambda: store.clear_samples(rows.sample_ids, "train", claim=rows.extra_info["claim"]),
+        ):
+            words = r"raise async\.lease_s=0\.05"
+            with pytest.raises(ClaimExpired, match=words), producers.buffer.leased([rows]):
+                late()
         again = producers.take(1, GROUPS)
         assert again is not None
         assert again.sample_ids == rows.sample_ids

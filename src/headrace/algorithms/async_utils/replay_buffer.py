@@ -144,22 +144,22 @@ class ReplayBuffer:
         return flat
 
     def renew(self, rows: KVBatchMeta) -> None:
-        """Count the lease anew.
-
-        Raises:
-            ClaimExpired: it has run out.
-        """
-        try:
-            self._client.renew_claim(rows, self._lease_s)
-        except ClaimExpired as error:
-            raise ClaimExpired(f"{error}; raise async.lease_s={self._lease_s:g}") from error
+        """Count the lease anew; raises ClaimExpired: it has run out."""
+        self._client.renew_claim(rows, self._lease_s)
 
     @contextmanager
     def leased(self, taken: Sequence[KVBatchMeta]) -> Iterator[None]:
-        """Return a context in which a step works on rows; if it fails, those taken by then are given back."""
+        """Return a context in which a step works on rows; if it fails, those taken by then are given back.
+
+        Raises:
+            ClaimExpired: a lease has run out, as whoever renewed it, wrote or cleared under it was told.
+        """
         with ExitStack() as undo:
             undo.callback(self._give_back, taken)
-            yield
+            try:
+                yield
+            except ClaimExpired as error:
+                raise ClaimExpired(f"{error}; raise async.lease_s={self._lease_s:g}") from error
             undo.pop_all()
 
     def _give_back(self, taken: Sequence[KVBatchMeta]) -> None:
