@@ -65,6 +65,7 @@ class JournalDataPlaneClient(PassingClient):
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
         self._syncs = fsync == "groups"
+        files.set_clock(folder)
         name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._writer = Writer(folder, name, segment_bytes=segment_bytes, syncs=self._syncs)
         self._janitor = Janitor(folder, name)
@@ -228,6 +229,7 @@ class JournalDataPlaneClient(PassingClient):
 
     def _begin_file(self) -> None:
         """Begin the next file, with what there is of earlier ones, and remove those that nothing needs."""
+        files.set_clock(self.folder)
         self._writer.begin()
         for opened in self._opened.values():
             first = opened.at if opened.first is None else opened.first

@@ -77,6 +77,7 @@ def restore(
     if position is not None and not later:
         report.cut_bytes += files.cut(folder, position)
     found = _whole_records(folder, report)
+    files.go_on_after(folder, found[-1].head.at if found else 0)
     before, everything = _ledgers(found, position)
     begins = _first_puts(found, before, keep, report) if later else {}
     journal = journal_of(client)

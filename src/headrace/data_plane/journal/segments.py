@@ -30,7 +30,7 @@ Position = Mapping[str, Sequence[int]]
 
 _SUFFIX = ".journal"
 _MAGIC = b"HRJOURN1"
-_KEEP = "keep.json"
+_KEEP, _CLOCK = "keep.json", "clock.json"
 _MOST_BUFFERS = 512
 """The system takes 1,024 in one call."""
 
@@ -194,15 +194,35 @@ def _record(file: BinaryIO, segment: Segment, start: int, stop: int) -> Record |
 
 
 _clock_lock = threading.Lock()
-_last = 0
+_last = _ahead = 0
 
 
 def now() -> int:
     """Return the time in ns, no two of a process alike, and none before an earlier one."""
     global _last
     with _clock_lock:
-        _last = max(_last + 1, time.time_ns())
+        _last = max(_last + 1, time.time_ns() + _ahead)
         return _last
+
+
+def go_on_after(folder: Path, newest: int) -> None:
+    """Let a journal's new records be of later times than its newest one, though the clock was set back since.
+
+    The clocks of all its writers are put forward alike, for as long as the folder is there.
+    """
+    behind = newest - time.time_ns()
+    if behind > 0:
+        atomic.write_text(folder / _CLOCK, json.dumps({"ahead_ns": behind}))
+        set_clock(folder)
+
+
+def set_clock(folder: Path) -> None:
+    """Put this process's clock forward as `go_on_after` says."""
+    global _ahead
+    with suppress(FileNotFoundError):
+        told = json.loads((folder / _CLOCK).read_text(encoding="utf-8"))["ahead_ns"]
+        with _clock_lock:
+            _ahead = max(_ahead, told)
 
 
 class Writer:
