@@ -14,14 +14,14 @@ import pytest
 from contract_batches import claim, numbers, put_numbers, register
 
 from headrace.data_plane import build_data_plane_client
-from ray_session import SIMPLE, fresh_store
+from ray_session import SEVERAL, SIMPLE, fresh_store
 
 pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
 import ray
 
 from headrace.data_plane.adapters.transfer_queue_cluster import find_index
 
-# Leases two rows, stalls until a line comes in, and tries what a holder does; then waits for rows, and for room.
+# Leases four rows, stalls until a line comes in, and tries what a holder does; then waits for rows, and for room.
 PROCESS = """
 import json, sys, threading
 import torch
@@ -30,7 +30,7 @@ from headrace.data_plane import build_data_plane_client, write_columns
 from headrace.errors import DataPlaneError
 
 client = build_data_plane_client(json.loads(sys.argv[1]), bootstrap=False)
-meta = client.claim_meta("p", "train", ["x"], 2, lease_s=1.0, holder="stalled")
+meta = client.claim_meta("p", "train", ["x"], 4, lease_s=1.0, holder="stalled")
 print(json.dumps(meta.sample_ids), flush=True)
 sys.stdin.readline()
 
@@ -41,7 +41,7 @@ def outcome(call):
         return type(error).__name__
     return "done"
 
-late = torch.full((2,), 9.0)
+late = torch.full((4,), 9.0)
 print(json.dumps({
     "write": outcome(lambda: write_columns(client, meta, {"x": late})),
     "clear": outcome(lambda: client.clear_samples(meta.sample_ids, "p", claim=meta.extra_info["claim"])),
@@ -60,9 +60,11 @@ threading.Event().wait()
 """
 
 
-@pytest.fixture(scope="module")
-def store(transfer_queue_engine: None, ray_cluster: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    config = {**fresh_store(SIMPLE), "ray_address": ray_cluster}
+@pytest.fixture(scope="module", params=[SIMPLE, SEVERAL], ids=["one index", "two indexes"])
+def store(
+    request: pytest.FixtureRequest, transfer_queue_engine: None, ray_cluster: str
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    config = {**fresh_store(request.param), "ray_address": ray_cluster}
     client = build_data_plane_client(config, bootstrap=True)
     register(client, "train", rows=8)
     put_numbers(client, list("abcd"), x=0)
@@ -72,7 +74,7 @@ def store(transfer_queue_engine: None, ray_cluster: str) -> Iterator[tuple[Any, 
 
 @pytest.fixture(scope="module")
 def other(store: tuple[Any, dict[str, Any]]) -> Iterator["subprocess.Popen[str]"]:
-    """A process that has leased two of four rows."""
+    """A process that has leased four rows."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     process = subprocess.Popen(
         [sys.executable, "-c", PROCESS, json.dumps(store[1])],
@@ -108,7 +110,7 @@ def test_a_holder_that_stalls_longer_than_its_lease_changes_nothing_any_more(
     store: tuple[Any, dict[str, Any]], other: "subprocess.Popen[str]"
 ) -> None:
     client, _ = store
-    assert json.loads(told(other)) == ["a", "b"]
+    assert json.loads(told(other)) == list("abcd")
     os.kill(other.pid, signal.SIGSTOP)
     mine = client.claim_meta("p", "train", ["x"], 4, timeout_s=20, lease_s=60)
     assert mine.sample_ids == list("abcd"), "the end of the lease gives the rows to whoever waits"
