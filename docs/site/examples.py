@@ -18,10 +18,20 @@ def fenced(text: str) -> str:
     parts = []
     for has_text, group in groupby(text.splitlines(), key=lambda line: bool(line.strip())):
         lines = list(group)
-        start = next((i for i, line in enumerate(lines) if line.lstrip().startswith(">>>")), None) if has_text else None
+        start = (
+            next((i for i, line in enumerate(lines) if line.lstrip().startswith(">>>")), None)
+            if has_text
+            else None
+        )
         if start is None:
             parts += lines
             continue
         indent = lines[start][: len(lines[start]) - len(lines[start].lstrip())]
-        parts += [*lines[:start], *([""] if start else []), f"{indent}```pycon", *lines[start:], f"{indent}```"]
+        parts += [
+            *lines[:start],
+            *([""] if start else []),
+            f"{indent}```pycon",
+            *lines[start:],
+            f"{indent}```",
+        ]
     return "\n".join(parts)
