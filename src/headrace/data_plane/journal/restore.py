@@ -77,7 +77,6 @@ def restore(
     if position is not None and not later:
         report.cut_bytes += files.cut(folder, position)
     found = _whole_records(folder, report)
-    files.go_on_after(folder, found[-1].head.at if found else 0)
     before, everything = _ledgers(found, position)
     begins = _first_puts(found, before, keep, report) if later else {}
     journal = journal_of(client)
@@ -137,7 +136,10 @@ def _open_partitions(
 
 
 def _whole_records(folder: Path, report: RestoreReport) -> list[Record]:
-    """Return all records in the order of their times, and cut off what a crash has left of the last ones."""
+    """Return all records in the order of their times, and cut off what a crash has left of the last ones.
+
+    What is journaled from now on is of later times.
+    """
     there = files.segments(folder)
     last = {segment.writer: segment for segment in there}
     found: list[Record] = []
@@ -153,7 +155,9 @@ def _whole_records(folder: Path, report: RestoreReport) -> list[Record]:
         if end < size:
             report.cut_bytes += files.shorten(folder, segment, end)
         found += mine
-    return sorted(found, key=lambda record: record.head.at)
+    found.sort(key=lambda record: record.head.at)
+    files.go_on_after(folder, found[-1].head.at if found else 0)
+    return found
 
 
 def _ledgers(found: Sequence[Record], position: Position | None) -> tuple[Ledger, Ledger]:
