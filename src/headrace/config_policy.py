@@ -151,6 +151,9 @@ class ParallelConfig(Section):
     cpu_offload: bool = False
     """Keep float32 weights and optimizer state in host memory. One worker has weights in the compute precision and
     gradients on its device; several, with FSDP2, have only the layer that runs there."""
+    gathered_gib: NonNegativeFloat = 4.0
+    """Up to so many GiB of weights, in the precision that computes, stay whole on every rank from the first microbatch
+    of a step, or of scoring, to the last. A larger model is gathered layer by layer in every microbatch; 0: each is."""
     launcher: Literal["auto", "spawn", "ray"] = "auto"
     """How several workers are started; auto: Ray with the transfer_queue data plane, else plain processes."""
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config import RecipeConfig
 from headrace.models.memory_plan import STAGES, MemoryPlan, plan_memory
@@ -113,6 +114,16 @@ def test_other_families_and_ways_to_cut_batches_can_be_planned(name: str) -> Non
 
 
 def test_ranks_that_share_experts_gather_only_their_own() -> None:
-    plans = [plan_memory(recipe(CONFIGS["qwen3_moe"], workers=2, parallel={"expert": n})) for n in (1, 2)]
+    layouts = [{"expert": n, "gathered_gib": 0} for n in (1, 2)]
+    plans = [plan_memory(recipe(CONFIGS["qwen3_moe"], workers=2, parallel=layout)) for layout in layouts]
     gathered = 2 * 8 * 3 * 24 * 32 * 2  # two layers of 8 experts with three matrices in bfloat16
     assert part(plans[0], "weights") - part(plans[1], "weights") == gathered // 2
+
+
+def test_a_small_sharded_model_is_whole_on_every_rank_while_it_runs() -> None:
+    by_layer, whole = (
+        part(plan_memory(recipe(workers=2, parallel={"gathered_gib": gib})), "weights") for gib in (0.0, 4.0)
+    )
+    with torch.device("meta"):
+        layer = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).model.layers[0]
+    assert whole - by_layer == 2 * 2 * sum(weight.numel() for weight in layer.parameters())

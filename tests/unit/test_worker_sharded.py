@@ -1,5 +1,6 @@
 """Several gloo processes train, score, save and load as one process does: FSDP, tensor, context and expert parallel."""
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from headrace.algorithms.sample_stats import MismatchLoss, split_mismatch
@@ -46,7 +49,7 @@ Case = tuple[str, str, dict[str, Any], dict[str, Any]]
 CASES: dict[int, list[Case]] = {
     2: [
         ("data", "qwen3_moe", {}, {}),
-        ("data", "llama", {}, PACKED),
+        ("data", "llama", {"gathered_gib": 0}, PACKED),
         ("tensor", "qwen3_moe", {"tensor": 2}, {}),
         ("tensor", "llama", {"tensor": 2}, PACKED),
         ("tensor", "gemma3", {"tensor": 2}, {}),
@@ -58,6 +61,7 @@ CASES: dict[int, list[Case]] = {
         ("sequence", "llama", {"tensor": 2, "sequence_parallel": True}, {"max_grad_norm": 0.05}),
         ("context", "qwen3_moe", {"context": 2}, {}),
         ("context", "llama", {"context": 2}, {**PACKED, "activation_checkpointing": True}),
+        ("recompute", "llama", {"gathered_gib": 0}, {**PACKED, "activation_checkpointing": True}),
         ("context", "mistral_window", {"context": 2}, {}),
         ("generic", "granite", {"tensor": 2}, {}),
         ("experts", "qwen3_moe", {"expert": 2}, {"activation_checkpointing": True}),
@@ -129,6 +133,9 @@ def _run_rank(rank: int, world: int, folder: str) -> None:
         results["checkpoint"] = _save(Path(folder)) if world == 2 else _load(Path(folder), {"tensor": 2})
         results["counts"] = [_train_uneven_counts(parallel) for parallel in PLANS[world]]
         results["store"] = [_stages_from_store(parallel) for parallel in STORED[world]]
+        if world == 2:
+            results["gathered"] = {gib: _gathers(gib) for gib in (4.0, 0.0)}
+            results["failed"] = _train_after_a_failure()
         if world == 4:
             results["uneven"] = _save_uneven(Path(folder))
     finally:
@@ -151,6 +158,64 @@ def _train_uneven_counts(parallel: dict[str, Any]) -> dict[str, Any]:
     planned, _ = data.shard_by_batch_size(1, batch_size=5, dynamic_batching_args=args)
     result = worker.train(planned[0], PolicyGradient())
     return {"replica": own, "microbatches": result["num_microbatches"], "norm": float(result["grad_norm"][0])}
+
+
+class Gathers(TorchDispatchMode):
+    """Counts FSDP2's all-gathers."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.c10d._allgather_base_.default
+        return func(*args, **(kwargs or {}))
+
+
+def _gathers(gib: float) -> dict[str, int]:
+    """Return how often weights were gathered for 2 and 4 microbatches of training, and of scoring."""
+    worker = _worker("llama", {"gathered_gib": gib}, {})
+    own, _ = _shards(2, packed=False)
+    shard = own[dist.get_rank()]
+    calls: dict[str, Callable[[], Any]] = {
+        "train 2": lambda: worker.train(copy.copy(shard), PolicyGradient(), mbs=2),
+        "train 4": lambda: worker.train(copy.copy(shard), PolicyGradient(), mbs=1),
+        "score 2": lambda: worker.get_logprobs(copy.copy(shard), micro_batch_size=2),
+        "score 4": lambda: worker.get_logprobs(copy.copy(shard), micro_batch_size=1),
+    }
+    found = {}
+    for name, call in calls.items():
+        with Gathers() as gathers:
+            call()
+        found[name] = gathers.count
+    return found
+
+
+class FailsLate(PolicyGradient):
+    """Fails in a step's second microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen += 1
+        if self.seen == 2:
+            raise RuntimeError("out of memory")
+        return super().__call__(*args, **kwargs)
+
+
+def _train_after_a_failure() -> dict[str, Any]:
+    """Train after a step that failed with weights gathered, beside a worker that never failed."""
+    losses = []
+    for fails in (True, False):
+        worker = _worker("llama", {}, {})
+        shard = _shards(2, packed=False)[0][dist.get_rank()]
+        if fails:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                worker.train(copy.copy(shard), FailsLate(), mbs=2)
+            split = all(isinstance(weight, DTensor) for weight in worker.model.parameters())
+            worker.abort_train_step()
+        losses += [worker.train(copy.copy(shard), PolicyGradient(), mbs=2)["loss"] for _ in range(2)]
+    return {"losses": losses, "split": split}
 
 
 def _stages_from_store(parallel: dict[str, Any]) -> dict[str, Any]:
@@ -291,6 +356,22 @@ def test_ranks_take_the_steps_of_one_process(world: int, index: int, ranks: Any)
     for key, weight in alone["weights"].items():
         torch.testing.assert_close(weights[key], weight, rtol=0, atol=2e-4)
     assert not any(r["weights"] for r in results[1:])
+
+
+def test_a_small_model_is_gathered_once_for_all_microbatches_and_any_other_for_each(ranks: Any) -> None:
+    parts = 3  # two layers, and what is outside of them
+    for rank in ranks[2]:
+        small, large = rank["gathered"][4.0], rank["gathered"][0.0]
+        assert set(small.values()) == {parts}
+        assert large["score 4"] == 2 * large["score 2"] == 4 * parts
+        assert large["train 4"] == 2 * large["train 2"] > 4 * parts
+
+
+def test_a_step_that_fails_with_weights_gathered_leaves_them_split_and_as_they_were(ranks: Any) -> None:
+    for rank in ranks[2]:
+        assert rank["failed"]["split"]
+        after, never = rank["failed"]["losses"][:2], rank["failed"]["losses"][2:]
+        assert torch.equal(torch.stack(after), torch.stack(never))
 
 
 @pytest.mark.parametrize("world", [2, 4])

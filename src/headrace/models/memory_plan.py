@@ -81,7 +81,7 @@ def plan_memory(recipe: RecipeConfig, tokenizer: Any = None) -> MemoryPlan:
         resident["weights"] = gathered + (0 if offloads else resident["weights"])
         gradients = 0 if offloads else gradients
         plan.notes.append(
-            f"of {ranks} workers: an estimate, with the weights of one layer gathered at a time"
+            f"of {ranks} workers: an estimate; weights are gathered as policy.parallel.gathered_gib says"
         )
     # One matrix at a time is whole, and a copy of it on the way.
     made = 2 * max((w.nbytes for w in below), default=0)
@@ -160,7 +160,10 @@ def _generator(recipe: RecipeConfig, tokenizer: Any) -> Any:
 
 
 def _gathered(policy: Any, cfg: PolicyConfig) -> int:
-    """Return the bytes of whole weights while a sharded model runs: two layers, and all that is outside of layers."""
+    """Return the bytes of whole weights while a sharded model runs: all of a small one's.
+
+    Of a larger one (`policy.parallel.gathered_gib`) two layers, and all that is outside of layers.
+    """
     layers: list[int] = []
     inside: set[int] = set()
     for name, module in policy.named_modules():
@@ -172,7 +175,9 @@ def _gathered(policy: Any, cfg: PolicyConfig) -> int:
             layers.append(held * COMPUTE_DTYPES[cfg.precision].itemsize)
             inside |= {id(p) for p in weights}
     outside = sum(4 * p.numel() for p in policy.parameters() if id(p) not in inside)
-    return 2 * max(layers, default=0) + int(outside)
+    size = COMPUTE_DTYPES[cfg.precision].itemsize
+    is_small = sum(layers) + outside * size // 4 <= cfg.parallel.gathered_gib * 2**30
+    return int((sum(layers) if is_small else 2 * max(layers, default=0)) + outside)
 
 
 # One microbatch.

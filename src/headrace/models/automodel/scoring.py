@@ -8,6 +8,7 @@ keeps every token, goes through `fused_head`, which needs a fraction of the memo
 import copy
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -155,6 +156,10 @@ class TokenScorer:
                 "policy.parallel.tensor=1 and policy.parallel.context=1"
             )
         self.sharded, self.replica = sharded, replica
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Return a context for the microbatches of one call, in which a small sharded model's weights stay whole."""
+        return nullcontext() if self.sharded is None else self.sharded.gathered()
 
     def __call__(
         self, data: BatchedDataDict, *, with_entropy: bool = False, with_unfiltered: bool = False

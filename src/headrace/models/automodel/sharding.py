@@ -5,16 +5,21 @@ context ranks (FSDP2), those of an expert over the ranks that hold it. Layers co
 embeddings, the output head, all reductions and the weights themselves are float32. Gradients are summed, never
 averaged: losses are shares of the global batch.
 
+Weights of a small model stay whole from a step's first microbatch to its last, and its layers are gathered in few
+groups: what FSDP2 does around each layer takes the host longer than such a layer's kernels take the GPU.
+
 Source: PyTorch FSDP2, torch.distributed.fsdp.fully_shard.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -33,27 +38,61 @@ from headrace.models.automodel.expert_parallel import prefetch_experts, share_ex
 from headrace.models.automodel.setup import COMPUTE_DTYPES
 from headrace.models.automodel.tensor_parallel import split_matrices
 
+_FEW = 4
+"""Groups of a small model's layers: so many that the first gathering and the last reduction overlap the rest."""
+
 
 class ShardedModel:
     """A model that `fully_shard` has split, with what has to be done on all ranks together.
 
-    Every method but `run` is a collective unless it says otherwise: all ranks call it, in the same order.
+    Every method but `run` is a collective unless it says otherwise: all ranks call it, in the same order. `is_small`:
+    its whole weights fit beside everything else (`policy.parallel.gathered_gib`).
     """
 
-    def __init__(self, model: Any, topology: Topology, partial: set[str], device: torch.device) -> None:
+    def __init__(
+        self, model: Any, topology: Topology, partial: set[str], device: torch.device, *, is_small: bool
+    ) -> None:
         self.model = model
         self.topology = topology
         self._partial = partial
         self._device = device
+        self._is_small = is_small
+        self._stays_gathered = False
         model.run_inside = MethodType(lambda _model, call: call(), model)
         register_fsdp_forward_method(model, "run_inside")
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Return what `call`, which uses the model and its head, returns: tensors that the caller may use."""
         out = self.model.run_inside(call)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self._stays_gathered:
             self.model.reshard()
         return out
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Return a context in which the weights of a small model, once gathered, stay whole; no collective.
+
+        Nothing but forwards and backwards may happen in it: weights do not change there.
+        """
+        if not self._is_small:
+            yield
+            return
+        parts = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        self._stays_gathered = True
+        for module in parts:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+        try:
+            yield
+        finally:
+            self._stays_gathered = False
+            for module in parts:
+                module.set_reshard_after_backward(True, recurse=False)
+                # A forward that failed is under way still, and frees nothing without this.
+                module.set_reshard_after_forward(True, recurse=False)
+                module.reshard()
+            # The root holds what the head needs after the model's own forward.
+            self.model.set_reshard_after_forward(False, recurse=False)
 
     # Gradients.
 
@@ -160,11 +199,13 @@ def shard_model(model: Any, topology: Topology, cfg: PolicyConfig, device: torch
     dtypes: dict[str, Any] = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
     compute = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[cfg.precision], **dtypes)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    is_small = _whole_bytes(model, COMPUTE_DTYPES[cfg.precision]) <= cfg.parallel.gathered_gib * 2**30
     if topology.experts is not None:
         for experts in share_experts(model, topology.experts[EXPERT]):
             fully_shard(experts, mp_policy=compute, **{**options, "mesh": topology.experts["weights"]})
-    for layer in layers:
-        fully_shard(layer, mp_policy=compute, **options)
+    # Experts are gathered in between, in each layer by itself.
+    for group in _groups(model, few=is_small and topology.experts is None):
+        fully_shard(group, mp_policy=compute, **options)
     outside = MixedPrecisionPolicy(param_dtype=torch.float32, **dtypes)
     fully_shard(model, mp_policy=outside, reshard_after_forward=False, **options)
     for module in model.modules():
@@ -176,7 +217,20 @@ def shard_model(model: Any, topology: Topology, cfg: PolicyConfig, device: torch
     # As `Module.to_empty` does; buffers, which have values already, stay.
     target = torch.device("cpu") if offload else device
     model._apply(lambda tensor: torch.empty_like(tensor, device=target) if tensor.is_meta else tensor)
-    return ShardedModel(model, topology, partial, device)
+    return ShardedModel(model, topology, partial, device, is_small=is_small)
+
+
+def _whole_bytes(model: Any, compute: torch.dtype) -> int:
+    """Return the bytes of the weights that this rank computes with, when they are whole."""
+    return sum(local_part(weight).numel() for weight in model.parameters()) * compute.itemsize
+
+
+def _groups(model: Any, *, few: bool) -> Iterator[list[nn.Module]]:
+    """Yield the layers that are gathered together: each by itself, or in `few` groups of neighbours."""
+    for stack in model.modules():
+        layers = [child for child in stack.children() if isinstance(child, GradientCheckpointingLayer)]
+        size = math.ceil(len(layers) / _FEW) if few else 1
+        yield from (layers[start : start + size] for start in range(0, len(layers), max(size, 1)))
 
 
 def whole_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

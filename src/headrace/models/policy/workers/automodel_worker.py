@@ -195,7 +195,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         data = data.to(self.device, on_host=(INPUT_LENGTHS,))
         microbatches = data.microbatches(self._cut, size, partial(most_of_ranks, self.dp_group))
         drops = backward and self._adapter is not None and self.cfg.lora.dropout > 0
-        with self._adapter.dropping() if drops and self._adapter else nullcontext():
+        with self._adapter.dropping() if drops and self._adapter else nullcontext(), self._scorer.gathered():
             run_microbatches(self._scorer, microbatches, loss_fn, step, backward=backward)
 
     def finish_train_step(
@@ -288,25 +288,27 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             )
         return columns, None if replayer is None else replayer.take().get(PREV_LOGPROBS)
 
-    @torch.no_grad()
     def _score(
         self, scorer: TokenScorer, data: Batch, micro_batch_size: int | None, *, unfiltered: bool = False
     ) -> list[torch.Tensor]:
         """Return the logprobs and, with `unfiltered`, those without filters."""
-        out = [torch.zeros(data[INPUT_IDS].shape, dtype=torch.float32) for _ in range(1 + unfiltered)]
-        for offset, rows, plan in _portions(data, micro_batch_size or self.cfg.logprob_batch_size):
-            mbs = max((stop - start for start, stop in plan), default=1)
-            rows = rows.to(self.device, on_host=(INPUT_LENGTHS,))
-            microbatches = rows.microbatches(self._cut, mbs, partial(most_of_ranks, self.dp_group))
-            for index, microbatch in enumerate(microbatches):
-                # Dummies beyond the plan run too: other ranks wait for them in collectives.
-                start, stop = plan[index] if index < len(plan) else (0, 0)
-                scores = scorer(microbatch, with_unfiltered=unfiltered)
-                for column, values in zip(out, (scores.logprobs, scores.unfiltered)):
-                    assert values is not None
-                    kept = values[: stop - start]
-                    column[offset + start : offset + stop, : kept.shape[1]] = kept.cpu()
-        return out
+        # On the device until the end: a copy to the host would wait for each microbatch.
+        shape = data[INPUT_IDS].shape
+        out = [torch.zeros(shape, dtype=torch.float32, device=self.device) for _ in range(1 + unfiltered)]
+        with torch.no_grad(), scorer.gathered():
+            for offset, rows, plan in _portions(data, micro_batch_size or self.cfg.logprob_batch_size):
+                mbs = max((stop - start for start, stop in plan), default=1)
+                rows = rows.to(self.device, on_host=(INPUT_LENGTHS,))
+                microbatches = rows.microbatches(self._cut, mbs, partial(most_of_ranks, self.dp_group))
+                for index, microbatch in enumerate(microbatches):
+                    # Dummies beyond the plan run too: other ranks wait for them in collectives.
+                    start, stop = plan[index] if index < len(plan) else (0, 0)
+                    scores = scorer(microbatch, with_unfiltered=unfiltered)
+                    for column, values in zip(out, (scores.logprobs, scores.unfiltered)):
+                        assert values is not None
+                        kept = values[: stop - start]
+                        column[offset + start : offset + stop, : kept.shape[1]] = kept
+        return [column.cpu() for column in out]
 
     # The reference.
 
