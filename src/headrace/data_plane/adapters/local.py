@@ -103,7 +103,9 @@ class LocalDataPlaneClient(StoreClient):
         names = list(dict.fromkeys(texts("select_fields", select_fields)))
         known: Known = []
         selected = self._open().select(partition_id, ids, names)
-        columns = {name: read_rows(*selection).leaf(known) for name, selection in selected.items()}
+        # Copy all first: a copy drives out of the caches what a jagged tensor is made with, 15 to 20 us a column.
+        chunks = {name: read_rows(*selection) for name, selection in selected.items()}
+        columns = {name: chunk.leaf(known) for name, chunk in chunks.items()}
         return wire_tensordict(columns, len(ids))
 
     def close(self) -> None:
