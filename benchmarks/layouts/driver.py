@@ -1,6 +1,7 @@
 """The processes of a machine's ranks: they start once, take case after case, and start anew after one that fails."""
 
 import multiprocessing
+import signal
 import sys
 import time
 import uuid
@@ -92,11 +93,19 @@ class Ranks:
                 try:
                     word, answer = self._pipes[rank].recv()
                 except (EOFError, ConnectionError):
-                    return self._fail(f"rank {rank} has ended without an answer")
+                    return self._fail(f"rank {rank} has ended without an answer{self._end_of(rank)}")
                 if word != "ok":
                     return self._fail(f"rank {rank}: {answer}")
                 found[rank] = answer
         return [found[rank] for rank in range(count)]
+
+    def _end_of(self, rank: int) -> str:
+        """Return how a rank's process has ended."""
+        self._processes[rank].join(_END_S)
+        code = self._processes[rank].exitcode
+        if code == -signal.SIGKILL:
+            return ": it was killed, as a host that is short of memory does"
+        return "" if code is None else f": exit code {code}"
 
     def _fail(self, why: str) -> str:
         print(why, file=sys.stderr, flush=True)
