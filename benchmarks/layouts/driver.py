@@ -76,7 +76,9 @@ class Ranks:
 
     def _ask(self, count: int, job: Job, limit_s: float) -> Answers:
         for pipe in self._pipes[:count]:
-            pipe.send(job)
+            # A rank that has ended is told of where its answer is waited for.
+            with suppress(OSError):
+                pipe.send(job)
         return self._answers(count, limit_s)
 
     def _answers(self, count: int, limit_s: float) -> Answers:
