@@ -43,7 +43,7 @@ TINY_SHARE = 32
 _COMMON: dict[str, Any] = {
     "vocab_size": 32_000,
     "hidden_size": 1024,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 6,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "head_dim": 64,
@@ -67,7 +67,7 @@ TINY: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 6,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 8,

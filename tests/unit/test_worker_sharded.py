@@ -62,6 +62,13 @@ CASES: dict[int, list[Case]] = {
         ("context", "qwen3_moe", {"context": 2}, {}),
         ("context", "llama", {"context": 2}, {**PACKED, "activation_checkpointing": True}),
         ("recompute", "llama", {"gathered_gib": 0}, {**PACKED, "activation_checkpointing": True}),
+        ("groups", "qwen2", {}, _like("qwen2", num_hidden_layers=6)),
+        (
+            "groups",
+            "llama",
+            {},
+            {**_like("llama", num_hidden_layers=7), **PACKED, "activation_checkpointing": True},
+        ),
         ("context", "mistral_window", {"context": 2}, {}),
         ("generic", "granite", {"tensor": 2}, {}),
         ("experts", "qwen3_moe", {"expert": 2}, {"activation_checkpointing": True}),
