@@ -181,6 +181,7 @@ LOCAL_IMPORTS = {
     ("models/generation/engine_process.py", "headrace.models.generation.hf_engine"),
     ("models/generation/engine_process.py", "headrace.models.generation.vllm"),
     ("models/generation/vllm.py", "vllm"),
+    ("models/generation/vllm.py", "vllm.model_executor.model_loader.reload"),
     ("models/generation/vllm.py", "vllm.v1.sample.logits_processor"),
     ("models/policy/launch.py", "headrace.distributed.worker_groups.ray_group"),
 }

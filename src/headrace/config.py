@@ -100,8 +100,9 @@ class VLLMConfig(Section):
     """Engine arguments as vLLM names them, such as `gpu_memory_utilization` (0.4 unless set) and `max_model_len`."""
     tensor_parallel: PositiveInt = 1
     """Devices of each engine, which hold a part of every matrix; `generation.placement=apart` if there are several."""
-    sleep_level: Literal[0, 1] = 0
-    """1: between rollouts, keep the weights in the host's memory and free the cache. 0: keep both on the device."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """1: between rollouts, keep the weights in the host's memory and free the cache. 2: the same, and for training keep
+    no weights at all, since new ones follow. 0: keep both on the device."""
 
 
 class GenerationConfig(Section):

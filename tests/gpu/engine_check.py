@@ -3,6 +3,7 @@
 
 Checks that greedy logprobs are those of a bfloat16 transformers forward before and after updates of the weights, and
 that answers survive sleep. Measures updates, sleep, memory, and tokens per second.
+--sleep-level 2: also that two updates bring back weights that were discarded, and nothing is answered before.
 
 --placement beside (one GPU): updates through CUDA's IPC, against a plain copy on the device.
 --placement in_place (one GPU): the same without a process, for comparison.
@@ -32,6 +33,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src"), str(ROOT / "benchmarks")
 from run import where
 
 from headrace.config import GenerationConfig
+from headrace.errors import GenerationError
 from headrace.models.generation.build import build_generator
 from headrace.models.generation.interfaces import SamplingParams
 from headrace.models.router_replay import Routes, install
@@ -189,9 +191,9 @@ def used_gib() -> float:
     return (total - free) / GIB
 
 
-def timed(call: Any, *args: Any) -> float:
+def timed(call: Any, *args: Any, **kwargs: Any) -> float:
     start = time.perf_counter()
-    call(*args)
+    call(*args, **kwargs)
     synchronize()
     return time.perf_counter() - start
 
@@ -256,6 +258,9 @@ def check(name: str, args: argparse.Namespace) -> dict[str, Any]:
     report["copy_share"] = report["updates"].get("gb_per_s", 0.0) / plain
     if not apart:
         report["speed"] = speed(generator, name)
+        if args.sleep_level == 2:  # first: torch keeps the host's memory that a sleep at level 1 takes
+            report["discarded"] = discarded(generator, name, few, greedy)
+            report["ok"] = bool(report["ok"] and report["discarded"]["ok"])
         report["sleep"] = sleep(generator, few, greedy, args.sleep_level)
         report["ok"] = bool(report["ok"] and report["sleep"]["answers_as_before"])
     generator.shutdown()
@@ -329,6 +334,48 @@ def sleep(generator: Any, prompts: list[list[int]], greedy: SamplingParams, leve
     return found
 
 
+def discarded(generator: Any, name: str, prompts: list[list[int]], greedy: SamplingParams) -> dict[str, Any]:
+    """Twice let the engine discard its weights, as for training, and bring back others by an update.
+
+    It has to refuse to generate before the update; answers after it are held to a forward pass with the new weights.
+    `freed_gib` is of the device's memory, `host_gib` what the host has less of.
+    """
+    cycles, weights_gib = [], 0.0
+    for seed in (3, 4):
+        policy = model_of(name, seed)
+        weights_gib = 2 * sum(parameter.numel() for parameter in policy.parameters()) / GIB
+        used, free = used_gib(), host_free_gib()
+        found: dict[str, Any] = {"release_s": timed(generator.release, weights_follow=True)}
+        found |= {"freed_gib": used - used_gib(), "host_gib": free - host_free_gib()}
+        try:
+            generator.generate(prompts, greedy, seed=0)
+            found["refusal"] = ""
+        except GenerationError as error:
+            found["refusal"] = str(error)
+        found["update_s"] = timed(generator.update_weights, policy.state_dict().items(), 100 + seed)
+        start = time.perf_counter()
+        output = generator.generate(prompts, greedy, seed=0)
+        found["wake_and_generate_s"] = time.perf_counter() - start
+        found["rounding"] = rounding(policy, prompts, output)
+        if output.routes is not None:
+            install(policy)
+        found["gap"] = gaps(policy, prompts, output, replay=output.routes is not None)
+        agrees = found["gap"]["mean"] < max(LARGEST_MEAN_GAP, LARGEST_ROUNDING * found["rounding"])
+        frees = DEVICE == "cpu" or found["freed_gib"] > weights_gib
+        found["ok"] = agrees and frees and "generation.vllm.sleep_level" in found["refusal"]
+        cycles.append(found)
+        print(name, "discarded", found, flush=True)
+        del policy
+        torch.cuda.empty_cache()
+    return {"cycles": cycles, "weights_gib": weights_gib, "ok": all(cycle["ok"] for cycle in cycles)}
+
+
+def host_free_gib() -> float:
+    """Return the memory that the host can still give, pinned memory left out."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024 / GIB
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["0.6b"])
@@ -340,7 +387,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks of an engine apart")
     parser.add_argument("--python", help="interpreter of the engines")
     parser.add_argument("--memory", type=float, default=0.4, help="gpu_memory_utilization of an engine")
-    parser.add_argument("--sleep-level", type=int, choices=[0, 1], default=1)
+    parser.add_argument("--sleep-level", type=int, choices=[0, 1, 2], default=1)
     parser.add_argument("--vllm-args", default="{}", help="more engine arguments, as JSON")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

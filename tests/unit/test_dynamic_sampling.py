@@ -140,6 +140,7 @@ def test_a_refill_draws_what_the_share_of_useful_groups_asks_for(tmp_path: Path)
 def test_without_a_useful_group_a_whole_round_is_drawn_again(tmp_path: Path) -> None:
     _, step, _, generator = collected(tmp_path, [EQUAL], max_refills=3)
     assert [len(call) // GROUP for call in generator.calls] == [4, 4, 4]
+    assert generator.releases == 0  # one that sleeps would have to be woken for each round
     assert not step.weights.any()
     assert step.metrics["dynamic_sampling/varied_fraction"] == 0.0
 

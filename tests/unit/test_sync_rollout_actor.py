@@ -194,8 +194,14 @@ def test_the_generator_is_released_when_generation_is_finished(store: CountingSt
     actor = make_actor(store, generator=generator)
     actor.rollout_to_tq(prompts(), partition_id=PARTITION, finish_generation=False)
     assert generator.releases == 0
+    actor.rollout_in_memory({"prompts": prompts()}, group_size=1, finish_generation=False)
+    assert generator.releases == 0
     actor.rollout_to_tq(prompts(), partition_id=PARTITION, first_iter=False)
     assert generator.releases == 1
+    actor.rollout_in_memory({"prompts": prompts()}, group_size=1)
+    assert generator.releases == 2
+    actor.make_way_for_training()
+    assert generator.releases == 3
 
 
 class HardGame(GuessingGame):

@@ -125,6 +125,8 @@ class Session:
 def run_step(session: Session, step: int, timer: Timer) -> StepResult:
     """Run step number `step` (from 1) and return its report; the weights have changed when it returns.
 
+    The generator has to get them before it generates again: for training it may have discarded those it had.
+
     Raises:
         StepInterrupted: `should_stop` turned true before training began; the prompt position is as before.
         RewardError: a reward or advantage that is not finite, or beyond float32, with its sample.
@@ -138,6 +140,7 @@ def run_step(session: Session, step: int, timer: Timer) -> StepResult:
     with policy.step_rows(most, recipe.grpo.num_generations_per_prompt):
         with stage("rollout"):
             collected = collect(session, step)
+            session.rollouts.run_all("make_way_for_training")
         return learn(session, step, collected, stage)
 
 
@@ -287,7 +290,7 @@ def _round(
         "tag": f"{step}.{number}",
     }
     group_size = session.recipe.grpo.num_generations_per_prompt
-    arguments = {**arguments, "group_size": group_size, "carry_keys": RolloutTable.sources()}
+    arguments |= {"group_size": group_size, "carry_keys": RolloutTable.sources(), "finish_generation": False}
     made = session.rollouts.run_all(method, request, **arguments)
     rows, values, _, calls = made[0]
     table = RolloutTable.from_values(values)

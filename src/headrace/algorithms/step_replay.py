@@ -52,7 +52,7 @@ class ReplayedRollouts(WorkerGroup):
         self._rounds = iter(rounds)
 
     def run_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        if method == "moved_bytes":
+        if method in ("moved_bytes", "make_way_for_training"):
             return [{}]
         one = next(self._rounds, None)
         if one is None:

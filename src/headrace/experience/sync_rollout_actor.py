@@ -220,18 +220,31 @@ class SyncRolloutActor:
         )
 
     def rollout_in_memory(
-        self, input_batch: Mapping[str, Any], *, group_size: int, carry_keys: Sequence[str] | None = None
+        self,
+        input_batch: Mapping[str, Any],
+        *,
+        group_size: int,
+        finish_generation: bool = True,
+        carry_keys: Sequence[str] | None = None,
     ) -> tuple[BatchedDataDict, DriverCarry, dict[str, float], dict[str, float]]:
         """Do the same without a store: the rows themselves come back, with their ids, tokens jagged."""
-        try:
+        with ExitStack() as release:
+            release.callback(self.generator.release)
             rollouts, calls = self._roll_out(input_batch, group_size, None)
-        finally:
-            self.generator.release()
+            if not finish_generation:
+                release.pop_all()
         values = per_sample_values(rollouts)
         columns = flatten(rollouts, route_shape=self.generator.route_shape, asked=self.settings.columns)
         rows: BatchedDataDict = BatchedDataDict(columns)
         rows[SAMPLE_ID] = object_array([rollout.sample_id for rollout in rollouts])
         return rows, _carried(values, carry_keys), rollout_metrics(values), calls
+
+    def make_way_for_training(self) -> None:
+        """Let the generator free what an update brings back, which has to come before it generates again."""
+        if isinstance(self.generator, EngineGenerator):
+            self.generator.release(weights_follow=True)
+        else:
+            self.generator.release()
 
     def validate(self, seed: int) -> dict[str, float]:
         """Return accuracy and mean reward of greedy completions and, if configured, of sampled ones, by metric name.

@@ -139,8 +139,8 @@ class Engine(Protocol):
         """
         ...
 
-    def release(self) -> None:
-        """Free what is not needed until the next call."""
+    def release(self, *, weights_follow: bool = False) -> None:
+        """Free what is not needed until the next call, which is an update of the weights if these follow."""
         ...
 
     def take_metrics(self) -> dict[str, float]:

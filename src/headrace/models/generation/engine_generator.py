@@ -160,10 +160,14 @@ class EngineGenerator:
         engine = self._open()
         return engine.weight_route() if isinstance(engine, EnginePool) else None
 
-    def release(self) -> None:
-        """Give memory back until the next call, as far as the engine does."""
+    def release(self, *, weights_follow: bool = False) -> None:
+        """Give memory back until the next call, as far as the engine does.
+
+        With `weights_follow` that call has to be an update: an engine may have discarded the weights, and then refuses
+        to generate.
+        """
         if self._engine is not None:
-            self._engine.release()
+            self._engine.release(weights_follow=weights_follow)
 
     def shutdown(self) -> None:
         if self._engine is not None:
@@ -225,7 +229,7 @@ class VLLMGenerator(EngineGenerator):
         if self._cfg.placement == "in_place":
             import_vllm()
         if self._device == "cpu" and self._cfg.vllm.sleep_level:
-            _log.warning("generation.vllm.sleep_level=%s has no effect on a CPU", self._cfg.vllm.sleep_level)
+            _log.warning("generation.vllm.sleep_level=%s frees nothing on a CPU", self._cfg.vllm.sleep_level)
         text_config = model.config.get_text_config()
         if self._device == "cpu" and any(getattr(text_config, name, None) for name in _EXPERTS):
             raise ConfigError(

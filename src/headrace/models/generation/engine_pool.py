@@ -177,8 +177,8 @@ class EnginePool:
         self._is_whole = True
         return metrics
 
-    def release(self) -> None:
-        self._call("release")
+    def release(self, *, weights_follow: bool = False) -> None:
+        self._call("release", weights_follow)
 
     def take_metrics(self) -> dict[str, float]:
         metrics = sum_metrics(self._call("take_metrics"))

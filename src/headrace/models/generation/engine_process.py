@@ -162,8 +162,8 @@ class EngineServer:
     def receive_weights(self, route: WeightRoute, rank: int, version: int) -> list[list[float]]:
         return self._engine.receive_weights(route, rank, version)
 
-    def release(self) -> None:
-        self._engine.release()
+    def release(self, weights_follow: bool) -> None:
+        self._engine.release(weights_follow=weights_follow)
 
     def take_metrics(self) -> dict[str, float]:
         return self._engine.take_metrics()

@@ -54,7 +54,7 @@ class HFEngine:
             self.update_weights(weights, version)
         return [self._weights.seconds]
 
-    def release(self) -> None:
+    def release(self, *, weights_follow: bool = False) -> None:
         self._generator.release()
 
     def take_metrics(self) -> dict[str, float]:

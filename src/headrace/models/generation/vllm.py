@@ -16,6 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,13 @@ _GAUGES = {
 _GAUGE_PERIOD_S = 0.25
 _PART_S = 0.05
 """Completions that finish within this time come together."""
+_ALL = frozenset({"weights", "kv_cache"})
+_NO_WEIGHTS = "the engine has had no weights yet; update them before it generates"
+_DISCARDED = (
+    "the engine's weights were discarded for training (generation.vllm.sleep_level=2), and no new ones have come; "
+    "update them before it generates, or set generation.vllm.sleep_level=1, which keeps them in the host's memory"
+)
+_BROKEN = "the last update of the engine's weights broke off; update them again before it generates"
 OWN_ARGS = {
     "model": "policy.model",
     "tokenizer": "policy.tokenizer",
@@ -70,6 +78,7 @@ class VLLMEngine:
         self._vllm = import_vllm()
         self._spec = spec
         self._asleep: set[str] = set()
+        self._lacks_weights: str | None = _NO_WEIGHTS
         self._peaks: dict[str, float] = {}
         self._seen_s = 0.0
         self._requests = self._updates = 0
@@ -87,7 +96,9 @@ class VLLMEngine:
         self._counted = self._counters()
 
     def answer(self, request: Request) -> Iterator[Completions]:
-        self._wake("weights", "kv_cache")
+        if self._lacks_weights is not None:
+            raise GenerationError(self._lacks_weights)
+        self._wake(*_ALL)
         engine = self._llm.llm_engine
         places: dict[str, int] = {}
         self._keeps_cache = request.params.cache_version is not None
@@ -117,25 +128,27 @@ class VLLMEngine:
             yield self._completions(finished, places, request.params)
 
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        self._wake("weights")
-        weights = _under_all_names(named_tensors, self._spec.tied)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        self._renew(version)
+        with self._replacing(version):
+            self._llm.collective_rpc(_load, args=(named_tensors, self._spec.tied))
 
     def receive_weights(self, route: WeightRoute, rank: int, version: int) -> list[list[float]]:
-        self._wake("weights")
-        try:
-            found: list[list[float]] = self._llm.collective_rpc(
-                _receive_weights, args=(route, rank, self._spec.tied)
-            )
-        except (RuntimeError, TimeoutError) as error:  # of a rank in another process
-            raise GenerationError(
-                f"vLLM could not load weights: {' '.join(str(error).split())[:500]}"
-            ) from error
-        self._renew(version)
+        with self._replacing(version):
+            try:
+                found: list[list[float]] = self._llm.collective_rpc(
+                    _receive_weights, args=(route, rank, self._spec.tied)
+                )
+            except (RuntimeError, TimeoutError) as error:  # of a rank in another process
+                raise GenerationError(
+                    f"vLLM could not load weights: {' '.join(str(error).split())[:500]}"
+                ) from error
         return found
 
-    def _renew(self, version: int) -> None:
+    @contextmanager
+    def _replacing(self, version: int) -> Iterator[None]:
+        """Return a context in which all weights are replaced; if it breaks off, nothing is answered."""
+        self._wake("weights")
+        self._lacks_weights = _BROKEN
+        yield
         if not self._keeps_cache and self._llm.reset_prefix_cache() is False:
             raise GenerationError(
                 "vLLM keeps its prefix cache, whose keys and values are of the old weights; are there requests of "
@@ -143,14 +156,20 @@ class VLLMEngine:
             )
         self._updates += 1
         self._salts[version] = str(self._updates)
+        self._lacks_weights = None
 
-    def release(self) -> None:
-        """Give memory back until the next call, with `generation.vllm.sleep_level`; else do nothing."""
-        level = _sleep_level(self._spec)
-        if level and self._asleep != {"weights", "kv_cache"}:
+    def release(self, *, weights_follow: bool = False) -> None:
+        """Give memory back until the next call, with `generation.vllm.sleep_level`; else do nothing.
+
+        At level 2, if new weights follow, those that the engine has are discarded. On a CPU vLLM frees nothing.
+        """
+        level = self._spec.cfg.vllm.sleep_level
+        if level and self._asleep != _ALL:
             self._wake("kv_cache")  # an update woke the weights alone
-            self._llm.sleep(level=level)
-            self._asleep = {"weights", "kv_cache"}
+            if discards := weights_follow and level == 2:
+                self._lacks_weights = _DISCARDED
+            self._llm.sleep(level=2 if discards else 1)
+            self._asleep = set(_ALL)
 
     def take_metrics(self) -> dict[str, float]:
         counted = self._counters()
@@ -233,8 +252,23 @@ def _receive_weights(
     # The worker keeps its place in the group for the next update.
     group: WeightGroup = worker.__dict__.setdefault("headrace_weights", WeightGroup())
     with group.receiving(route, first + worker.rank) as weights:
-        worker.reload_weights(weights_iterator=_under_all_names(weights, tied))
+        _load(worker, weights, tied)
     return group.seconds
+
+
+def _load(worker: Any, named_tensors: NamedTensors, tied: Mapping[str, list[str]]) -> None:
+    """Load all weights into one of vLLM's workers."""
+    with ExitStack() as undo:
+        undo.callback(_end_load, worker)
+        worker.reload_weights(weights_iterator=_under_all_names(named_tensors, tied))
+        undo.pop_all()
+
+
+def _end_load(worker: Any) -> None:
+    """End a load that broke off: a layer that got a part of its weights takes the next load for the rest of them."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # noqa: PLC0415  (vLLM is loaded)
+
+    finalize_layerwise_reload(worker.get_model(), worker.model_config)
 
 
 def _under_all_names(
@@ -257,7 +291,7 @@ def _engine_args(spec: EngineSpec) -> dict[str, Any]:
         "dtype": cfg.precision,
         "load_format": "dummy",
         "logprobs_mode": "processed_logprobs",
-        "enable_sleep_mode": _sleep_level(spec) > 0,
+        "enable_sleep_mode": cfg.vllm.sleep_level > 0 and spec.device == "cuda",
         **({"enable_return_routed_experts": True} if spec.record_routes else {}),
         **({"tensor_parallel_size": spec.ranks} if spec.ranks > 1 else {}),
     }
@@ -297,10 +331,6 @@ def _without(ids: list[int]) -> type:
             return logits.index_fill_(-1, self._ids, -torch.inf)
 
     return Without
-
-
-def _sleep_level(spec: EngineSpec) -> int:
-    return spec.cfg.vllm.sleep_level if spec.device == "cuda" else 0
 
 
 def import_vllm() -> Any:
