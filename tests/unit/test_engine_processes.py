@@ -22,6 +22,7 @@ from headrace.models.generation.engine_pool import EnginePool
 from headrace.models.generation.interfaces import SamplingParams
 from headrace.models.generation.weight_buckets import bucket_capacity, checksum, pack
 from headrace.models.generation.weight_memory import HostMemory, Receiver
+from headrace.models.generation.weights import WeightStream
 from tiny_models import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -279,3 +280,25 @@ def test_when_the_last_engine_dies_new_weights_start_those_again_that_may_be_and
     served.shutdown()
     with pytest.raises(GenerationError, match="after shutdown"):
         ask()
+
+
+def test_an_update_whose_sender_breaks_off_leaves_engines_that_the_next_one_starts_again() -> None:
+    generator, weights = build(placement="beside"), dict(tiny_model("qwen3_moe", seed=1).named_parameters())
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(weights.items())[:3]
+        raise GenerationError("the sender is gone")
+
+    try:
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        with pytest.raises(GenerationError, match="the sender is gone"):
+            generator.update_weights(WeightStream(shapes, broken()), 1)
+        with pytest.raises(GenerationError, match="an earlier call was broken off"):
+            generator.generate(PROMPTS, SamplingParams(6), seed=0)
+        generator.update_weights(weights.items(), 2)
+        in_place = build()
+        in_place.update_weights(weights.items(), 2)
+        ours, truth = (each.generate(PROMPTS, SamplingParams(6), seed=0) for each in (generator, in_place))
+        assert ours.token_ids == truth.token_ids
+    finally:
+        generator.shutdown()

@@ -53,6 +53,13 @@ class MemoryWay:
         self.file = self._memory.file
 
     def update(self, pool: Engines, named_tensors: NamedTensors, version: int) -> dict[str, float]:
+        with ExitStack() as undo:
+            undo.callback(self._end, pool)
+            found = self._send(pool, named_tensors, version)
+            undo.pop_all()
+        return found
+
+    def _send(self, pool: Engines, named_tensors: NamedTensors, version: int) -> dict[str, float]:
         sent, pack_s = 0, 0.0
         memories = self._memories(pool)
         for index, engine in pool.engines.items():
@@ -87,6 +94,11 @@ class MemoryWay:
 
     def close(self) -> None:
         self._memory.close()
+
+    def _end(self, pool: Engines) -> None:
+        """End engines that wait for the rest of an update; the next one starts them again."""
+        while pool.engines:
+            pool.engines.popitem()[1].end()
 
     def _memories(self, pool: Engines) -> dict[int, HostMemory | DeviceMemory]:
         """Return the memory of the host, or one on each device that engines have."""
