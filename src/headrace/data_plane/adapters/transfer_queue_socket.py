@@ -229,8 +229,7 @@ class IndexClient:
         self._lifeline.connect(format_zmq_address(endpoint.address, endpoint.port))
         with ExitStack() as undo:
             undo.callback(self.close)
-            hello = Call(self.owner, "", "hello", msgspec.Raw(encoder.encode(())))
-            self._reply(self._lifeline, hello, "connecting to the index", deadline)
+            self.ask("hello", what="connecting to the index", deadline=deadline, socket=self._lifeline)
             undo.pop_all()
 
     def ask(
@@ -242,17 +241,22 @@ class IndexClient:
         store: str = "",
         dropped: Sequence[int] = (),
         wait_s: float = 0.0,
+        socket: Any = None,
     ) -> Done[Any]:
         """Return what an operation of a store, or of the engine, returns, and blocks to drop.
 
-        For up to `wait_s` the index waits until the answer is neither None nor false.
+        For up to `wait_s` the index waits until the answer is neither None nor false. `socket` None: one of the pool's.
         """
         self.hear()
         call = Call(
             self.owner, store, operation, msgspec.Raw(encoder.encode(arguments)), list(dropped), wait_s
         )
-        with self.pool.lease(self.server) as socket:
-            reply = self._reply(socket, call, what, deadline)
+        with ExitStack() as lease:
+            socket = socket or lease.enter_context(self.pool.lease(self.server))
+            socket.send_multipart(sealed(self.secret, call))
+            wait_for(partial(poll, socket), self.parts, what, deadline)
+            reader = self.operation_of(operation, store).reply
+            reply: Done[Any] | Failed = opened(self.secret, socket.recv_multipart(), reader)
         if isinstance(reply, Failed):
             raise reply.error()
         return reply
@@ -262,13 +266,6 @@ class IndexClient:
         with self._lifeline_lock:
             while self._lifeline.poll(0):
                 self._lifeline.recv_multipart()
-
-    def _reply(self, socket: Any, call: Call, what: str, deadline: Deadline) -> Done[Any] | Failed:
-        socket.send_multipart(sealed(self.secret, call))
-        wait_for(partial(poll, socket), self.parts, what, deadline)
-        reply = self.operation_of(call.operation, call.store).reply
-        received: Done[Any] | Failed = opened(self.secret, socket.recv_multipart(), reply)
-        return received
 
     def close(self) -> None:
         self._lifeline.close(linger=0)
