@@ -158,6 +158,12 @@ class ParallelConfig(Section):
     """How several workers are started; auto: Ray with the transfer_queue data plane, else plain processes."""
 
     @property
+    def splits_layers(self) -> str:
+        """What makes several ranks run one layer together, as `tensor=2, context=2`; empty: nothing does."""
+        sizes = {"tensor": self.tensor, "context": self.context, "expert": self.expert}
+        return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+
+    @property
     def expert_over_data(self) -> int:
         """How many data and context ranks share experts; 1: none do."""
         return self.expert if self.tensor == 1 else 1
@@ -221,7 +227,8 @@ class PolicyConfig(Section):
     """Keep only the inputs of each layer, and compute the rest again in the backward pass: less memory, more time."""
     compile: bool = False
     """Compile the decoder layers for scoring and training, so that norms, rotary embeddings and casts are no kernels of
-    their own. One worker; the first microbatches take a minute more. Log-probabilities change in their last digits."""
+    their own. Data-parallel workers only; the first microbatches take a minute more. Log-probabilities change in their
+    last digits."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose [tokens, vocabulary] float32 scores are in memory at once.
 
@@ -275,8 +282,8 @@ class PolicyConfig(Section):
                 f"parallel.cpu_offload=true and lora.rank={self.lora.rank}: one worker offloads weights that "
                 "train, and an adapter has few; switch it off"
             )
-        if self.compile and self.workers > 1:
-            yield f"compile=true with workers={self.workers}: split layers are not compiled; set one of them back"
+        if self.compile and (names := self.parallel.splits_layers):
+            yield f"compile=true with parallel.{names}: layers that ranks share are not compiled; set one of them back"
         yield from self._low_bit_faults()
         if self.train_global_batch_size % self.replicas:
             yield (

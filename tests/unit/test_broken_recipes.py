@@ -127,6 +127,11 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "tensor=2",
         "set tensor=4, or tensor=1, or expert=1",
     ),
+    "policy.compile=true policy.parallel.tensor=2 policy.workers=2": (
+        "compile=true",
+        "parallel.tensor=2",
+        "set one of them back",
+    ),
     "policy.parallel.sequence_parallel=true": ("sequence_parallel=true", "tensor=1", "raise tensor"),
     "policy.parallel.cpu_offload=true policy.lora.rank=8": (
         "cpu_offload=true",

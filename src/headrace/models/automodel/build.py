@@ -149,6 +149,8 @@ class ModelBuilder:
         scorer = self._scorer(model, scoring, has_head=facts.has_head)
         sequence = self._cfg.parallel.sequence_parallel
         replica = Replica(topology, sequence) if self._layout.replica_size > 1 else None
+        if self._cfg.compile:
+            compile_layers(model)
         sharded = shard_model(model, topology, self._cfg, self._device)
         scorer.shard(sharded, replica)
         return scorer, sharded

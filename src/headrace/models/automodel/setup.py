@@ -278,10 +278,13 @@ def enable_activation_checkpointing(model: Any) -> None:
 
 
 def compile_layers(model: Any) -> None:
-    """Have the decoder layers run compiled. They share their code; lengths may vary."""
+    """Have the decoder layers run compiled. They share their code; lengths may vary.
+
+    Hooks on a layer, as FSDP2's, stay outside of what is compiled.
+    """
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.compile(dynamic=True)
+            module.forward = torch.compile(module.forward, dynamic=True)
 
 
 def _read_config(cfg: ModelConfig, directory: Path) -> Any:
