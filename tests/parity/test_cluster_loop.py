@@ -166,8 +166,8 @@ def test_the_drivers_bytes_per_row_are_constant_and_their_share_falls_with_the_l
         assert len(steps[length]) == 2
         for step, own in zip(steps[length], rest[length]):
             # So few rows share what each message says of itself, 100 bytes a row of it names of columns and classes.
-            # Tags of the weights' version and the time of a put are part of the rest.
-            assert own / ROWS < 690
+            # Tags of the weights' version, the time of a put, and the call that makes way for training are of the rest.
+            assert own / ROWS < 700
             assert own == pytest.approx(rest[64][0], rel=0.03)
             assert step.store / step.tokens == pytest.approx(54, rel=0.03)
             assert low < step.driver / step.store < high

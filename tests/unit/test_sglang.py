@@ -4,6 +4,7 @@ import http.client
 import json
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headrace.algorithms.run import build_session, start_loop
 from headrace.config import GenerationConfig, SGLangConfig
 from headrace.errors import ConfigError, GenerationError
+from headrace.models.generation import sglang_server
 from headrace.models.generation.build import build_generator
 from headrace.models.generation.hf import HFGenerator
 from headrace.models.generation.interfaces import SamplingParams
@@ -284,6 +286,23 @@ def test_a_server_of_our_own_that_dies_is_told_apart_and_one_that_lives_ends_wit
     generator.shutdown()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_port_that_somebody_takes_before_the_server_does_is_left_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_of(0).config.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    server = SGLangServer(SGLangConfig())
+    with socket.socket() as other, sglang_on_path():
+        other.bind(("127.0.0.1", 0))
+        ports = iter([other.getsockname()[1], sglang_server._free_port()])
+        monkeypatch.setattr(sglang_server, "_free_port", lambda: next(ports))
+        server.start({"model_path": str(tmp_path)}, tmp_path)
+    try:
+        assert server.get("/get_server_info")
+    finally:
+        server.close()
 
 
 def test_a_server_of_the_user_stays(url: str) -> None:

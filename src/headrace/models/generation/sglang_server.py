@@ -28,6 +28,7 @@ _RECONNECT_S = 0.5
 _POLL_S = 0.2
 _HEALTH_S = 20.0
 _END_S = 10.0
+_PORTS = 3
 _MOST_TEXT = 300
 _BROKEN = (OSError, http.client.HTTPException)
 
@@ -60,9 +61,25 @@ class SGLangServer:
 
     def start(self, arguments: Mapping[str, Any], folder: Path) -> None:
         """Start a server on a free port of this host; its output goes to a file in `folder`."""
+        python = self._cfg.python or sys.executable
+        for left in reversed(range(_PORTS)):
+            self._launch(python, arguments, folder)
+            try:
+                return self._wait()
+            except GenerationError as error:
+                self.close()
+                # Somebody else may take a port while the server imports what it needs.
+                if left and "address already in use" in str(error).lower():
+                    continue
+                raise ConfigError(
+                    f"generation.backend=sglang: {error}; it was started with {python} -m sglang.launch_server: see "
+                    "generation.sglang.python and generation.sglang.args, or name one that runs "
+                    "(generation.sglang.url)"
+                ) from error
+
+    def _launch(self, python: str, arguments: Mapping[str, Any], folder: Path) -> None:
         port = _free_port()
         self.url, self._log = f"http://127.0.0.1:{port}", folder / "server.log"
-        python = self._cfg.python or sys.executable
         own = {**self._cfg.args, **arguments, "host": "127.0.0.1", "port": port}
         command = [python, "-m", "sglang.launch_server", *command_line(own)]
         try:
@@ -77,14 +94,6 @@ class SGLangServer:
         except OSError as error:
             raise ConfigError(
                 f"generation.sglang.python={python}: {error.strerror}; name an interpreter"
-            ) from error
-        try:
-            self._wait()
-        except GenerationError as error:
-            self.close()
-            raise ConfigError(
-                f"generation.backend=sglang: {error}; it was started with {python} -m sglang.launch_server: see "
-                "generation.sglang.python and generation.sglang.args, or name one that runs (generation.sglang.url)"
             ) from error
 
     def get(self, path: str) -> Any:
