@@ -157,6 +157,10 @@ class ParallelConfig(Section):
     launcher: Literal["auto", "spawn", "ray"] = "auto"
     """How several workers are started; auto: Ray with the transfer_queue data plane, else plain processes."""
 
+    def keeps_gathered(self, nbytes: int) -> bool:
+        """Whether so many bytes of whole weights, in the precision that computes, stay gathered."""
+        return nbytes <= self.gathered_gib * 2**30
+
     @property
     def splits_layers(self) -> str:
         """What makes several ranks run one layer together, as `tensor=2, context=2`; empty: nothing does."""

@@ -225,7 +225,6 @@ def test_a_run_discards_weights_for_training_alone_and_checks_the_first_ones_tha
     both, cache, kept = "wake_up kv_cache weights", "wake_up kv_cache", ["generate", "sleep 1"]
     trained = ["generate", "sleep 2", *UPDATED]
     told = look(tmp_path / "verbs")
-    print(told)
     assert told == [
         *["load", *kept, *UPDATED, cache, *kept],  # the guard, around the first weights
         *[

@@ -164,6 +164,7 @@ def _gathered(policy: Any, cfg: PolicyConfig) -> int:
 
     Of a larger one (`policy.parallel.gathered_gib`) two layers, and all that is outside of layers.
     """
+    size = COMPUTE_DTYPES[cfg.precision].itemsize
     layers: list[int] = []
     inside: set[int] = set()
     for name, module in policy.named_modules():
@@ -172,12 +173,11 @@ def _gathered(policy: Any, cfg: PolicyConfig) -> int:
             # Of experts that data ranks share out, a rank gathers its own.
             shares = {id(p): cfg.parallel.expert_over_data if p.dim() == 3 else 1 for p in weights}
             held = sum(p.numel() // shares[id(p)] for p in weights)
-            layers.append(held * COMPUTE_DTYPES[cfg.precision].itemsize)
+            layers.append(held * size)
             inside |= {id(p) for p in weights}
-    outside = sum(4 * p.numel() for p in policy.parameters() if id(p) not in inside)
-    size = COMPUTE_DTYPES[cfg.precision].itemsize
-    is_small = sum(layers) + outside * size // 4 <= cfg.parallel.gathered_gib * 2**30
-    return int((sum(layers) if is_small else 2 * max(layers, default=0)) + outside)
+    outside = sum(p.numel() for p in policy.parameters() if id(p) not in inside)
+    is_small = cfg.parallel.keeps_gathered(sum(layers) + size * outside)
+    return int((sum(layers) if is_small else 2 * max(layers, default=0)) + 4 * outside)
 
 
 # One microbatch.

@@ -77,20 +77,19 @@ class ShardedModel:
         if not self._is_small:
             yield
             return
-        parts = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         self._stays_gathered = True
-        for module in parts:
-            module.set_reshard_after_forward(False, recurse=False)
-            module.set_reshard_after_backward(False, recurse=False)
+        self.model.set_reshard_after_forward(False)
+        self.model.set_reshard_after_backward(False)
         try:
             yield
         finally:
             self._stays_gathered = False
-            for module in parts:
-                module.set_reshard_after_backward(True, recurse=False)
-                # A forward that failed is under way still, and frees nothing without this.
-                module.set_reshard_after_forward(True, recurse=False)
-                module.reshard()
+            self.model.set_reshard_after_backward(True)
+            # A forward that failed is under way still, and frees nothing without this.
+            self.model.set_reshard_after_forward(True)
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
             # The root holds what the head needs after the model's own forward.
             self.model.set_reshard_after_forward(False, recurse=False)
 
@@ -199,7 +198,7 @@ def shard_model(model: Any, topology: Topology, cfg: PolicyConfig, device: torch
     dtypes: dict[str, Any] = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
     compute = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[cfg.precision], **dtypes)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    is_small = _whole_bytes(model, COMPUTE_DTYPES[cfg.precision]) <= cfg.parallel.gathered_gib * 2**30
+    is_small = cfg.parallel.keeps_gathered(_whole_bytes(model, COMPUTE_DTYPES[cfg.precision]))
     if topology.experts is not None:
         for experts in share_experts(model, topology.experts[EXPERT]):
             fully_shard(experts, mp_policy=compute, **{**options, "mesh": topology.experts["weights"]})
