@@ -77,7 +77,8 @@ def run(job: Job, rank: int, device: torch.device) -> Result:
         _free(device)
         return {}
     case = job.case
-    # One GPU of headrace's needs no group, as a run with one worker has none.
+    # One GPU of headrace's needs no group, as a run with one worker has none. No device is named: torch would split the
+    # default group for every mesh, and torch 2.11 breaks there (a segmentation fault) in a process that had another.
     if case.gpus > 1 or case.way != HEADRACE:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -85,7 +86,6 @@ def run(job: Job, rank: int, device: torch.device) -> Result:
             rank=rank,
             world_size=case.gpus,
             timeout=timedelta(seconds=300),
-            device_id=device if device.type == "cuda" else None,
         )
     try:
         return (_spread if case.kind == "spread" else _speed)(job, case, device)
