@@ -15,7 +15,7 @@ from headrace.models.automodel import flops
 
 MIDDLE, SPREAD = 1000, 1.0
 """Median of the lengths, and the standard deviation of their logarithm."""
-HEADRACE, TRANSFORMERS = "headrace", "transformers"
+HEADRACE, COMPILED, TRANSFORMERS = "headrace", "headrace compiled", "transformers"
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,7 @@ def cases(gpus: Sequence[int]) -> Iterator[Case]:
     if 1 in counts:
         yield Case("8b-6", 1)
     yield from (Case("8b-36", count) for count in several)
+    yield from (Case("0.6b", count, COMPILED) for count in counts)
 
 
 def model_config(name: str, scale: Scale) -> dict[str, Any]:

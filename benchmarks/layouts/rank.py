@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from layouts.cases import (
-    HEADRACE,
+    TRANSFORMERS,
     Case,
     Scale,
     attention_ratio,
@@ -79,7 +79,7 @@ def run(job: Job, rank: int, device: torch.device) -> Result:
     case = job.case
     # One GPU of headrace's needs no group, as a run with one worker has none. No device is named: torch would split the
     # default group for every mesh, and torch 2.11 breaks there (a segmentation fault) in a process that had another.
-    if case.gpus > 1 or case.way != HEADRACE:
+    if case.gpus > 1 or case.way == TRANSFORMERS:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{job.rendezvous}",
@@ -146,7 +146,7 @@ def _step_on(way: Way, rows: BatchedDataDict) -> Callable[[], Any]:
 
 
 def _build(job: Job, case: Case, device: torch.device, count: int) -> Way:
-    make = Headrace if case.way == HEADRACE else Plain
+    make = Plain if case.way == TRANSFORMERS else Headrace
     return make(case, job.scale, job.directory, device, count)
 
 

@@ -21,7 +21,7 @@ from headrace.models.automodel.attention import PACKED_ATTENTION
 from headrace.models.automodel.data import Packing, pack
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from headrace.models.tokenizers import SPECIAL_TOKENS, build_character_tokenizer
-from layouts.cases import MODELS, Case, Scale, model_config
+from layouts.cases import COMPILED, MODELS, Case, Scale, model_config
 
 LEARNING_RATE, BETAS, WEIGHT_DECAY, MAX_NORM = 1e-6, (0.9, 0.95), 0.01, 1.0
 
@@ -149,6 +149,7 @@ def _policy(case: Case, scale: Scale, directory: Path, device: torch.device, row
         "device": device.type,
         "workers": case.gpus,
         "parallel": case.parallel,
+        "compile": case.way == COMPILED,
         "max_total_sequence_length": scale.longest,
         "train_global_batch_size": rows,
         "activation_checkpointing": MODELS[case.model].recompute,

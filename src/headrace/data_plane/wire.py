@@ -138,7 +138,9 @@ def check_declared(name: str, leaf: Leaf, per_token: Collection[str] = ()) -> No
         )
     if ragged_dim > 1:
         raise SchemaError(f"column '{name}' is ragged in dimension {ragged_dim}; tokens are dimension 1")
-    token = () if spec is None else tuple(values.shape[values.dim() - spec.trailing_dims :])
+    if spec is None or not spec.trailing_dims:
+        return
+    token = tuple(values.shape[-spec.trailing_dims :])
     if 0 in token and len(values):
         raise SchemaError(f"column '{name}' has {token} values per token; expected 1 or more along each axis")
 
