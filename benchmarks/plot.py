@@ -238,14 +238,28 @@ def draw_scaling(reports: Reports) -> Figure:
         for case in report["notes"]["cases"].values()
         if case["kind"] == "speed" and "failed" not in case
     ]
-    models = [m for m in dict.fromkeys(case["model"] for _, case in speeds) if _one_gpu(speeds, m)]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models):
+    models = [m for m in dict.fromkeys(case["model"] for _, case in speeds) if _can_grow(speeds, m)]
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    panels = figure.subplots(1, len(models), squeeze=False)[0]
+    for axes, model in zip(panels, models):
         scaling_panel(axes, model, speeds)
+    drawn = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(drawn.values(), drawn.keys(), fontsize=7, loc="outside lower center", ncols=4)
+    figure.supylabel("tokens per second of a step", fontsize=8)
     return figure
 
 
 Speeds = Sequence[tuple[str, dict[str, Any]]]
+_SCALING_LINES = {
+    ("headrace", "data"): (BLUE, "o-"),
+    ("headrace compiled", "data"): (GREY, "o-"),
+    ("headrace", "tensor"): (GREEN, "s--"),
+    ("headrace", "context"): (SKY, "^--"),
+    ("headrace", "tensor and context"): (RED, "D--"),
+    ("headrace", "experts of 2"): (GREEN, "v--"),
+    ("headrace", "experts of 4"): (RED, "v--"),
+    ("transformers", "data"): (ORANGE, "x-"),
+}
 
 
 def _one_gpu(speeds: Speeds, model: str) -> float | None:
@@ -253,34 +267,33 @@ def _one_gpu(speeds: Speeds, model: str) -> float | None:
     return next((case["step_tokens_per_s"] for case in ones), None)
 
 
+def _can_grow(speeds: Speeds, model: str) -> bool:
+    return _one_gpu(speeds, model) is not None and any(
+        c["model"] == model and c["gpus"] > 1 for _, c in speeds
+    )
+
+
 def scaling_panel(axes: Axes, model: str, speeds: Speeds) -> None:
     """Draw one model: each layout's line from one GPU on, and each other way's."""
-    own = [(machine, case) for machine, case in speeds if case["model"] == model]
-    counts = sorted({case["gpus"] for _, case in own})
+    own = [case for _, case in speeds if case["model"] == model]
+    counts = sorted({case["gpus"] for case in own})
     one = _one_gpu(speeds, model) or 0.0
     axes.plot(counts, [one * n for n in counts], ":", color="black", linewidth=1, label="ideal")
-    drawn = ((("data", "headrace"), BLUE, "o-"), (("tensor", "headrace"), GREEN, "s--"))
-    drawn += ((("context", "headrace"), SKY, "^--"), (("tensor and context", "headrace"), RED, "D--"))
-    drawn += ((("experts of 2", "headrace"), GREY, "v--"), (("data", "transformers"), ORANGE, "x-"))
-    for (layout, way), colour, style in drawn:
-        points = {
-            c["gpus"]: c["step_tokens_per_s"] for _, c in own if (c["layout"], c["way"]) == (layout, way)
-        }
-        if points and way == "headrace":
+    for (way, layout), (colour, style) in _SCALING_LINES.items():
+        points = {c["gpus"]: c["step_tokens_per_s"] for c in own if (c["way"], c["layout"]) == (way, layout)}
+        if not points:
+            continue
+        if way == "headrace":
             points.setdefault(1, one)
-        if points:
-            at = sorted(points)
-            label = f"{way}, {layout}"
-            axes.plot(
-                at, [points[n] for n in at], style, color=colour, markersize=4, linewidth=1.3, label=label
-            )
+        at = sorted(points)
+        speed, label = [points[n] for n in at], f"{way}, {layout}"
+        axes.plot(at, speed, style, color=colour, markersize=4, linewidth=1.3, label=label)
     axes.set_xticks(counts)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.tick_params(labelsize=8)
     axes.set_xlabel("GPUs", fontsize=8)
-    axes.set_title(f"{model}: tokens per second of a step", fontsize=9)
-    axes.legend(fontsize=7, loc="upper left")
+    axes.set_title(model, fontsize=9)
 
 
 PLOTS: dict[str, tuple[Callable[[Reports], Figure], str]] = {

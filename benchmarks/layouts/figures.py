@@ -109,7 +109,7 @@ def _record_speed(bench: Bench, case: Found, good: Sequence[Found]) -> None:
             share = case[key] / case["gpus"] / one[key]
             bench.figure(f"{kind}.efficiency.{where}", share, "", at_least=goal if kind == "step" else None)
     plain = _like(good, case, way=TRANSFORMERS)
-    if plain is not None and case["way"] == HEADRACE and case["layout"] == "data":
+    if plain is not None and case["way"] != TRANSFORMERS and case["layout"] == "data":
         _hold_equal(bench, where, case, plain)
 
 
