@@ -139,6 +139,8 @@ def test_of_tokens_the_first_that_differs_is_told(folder: Path, tmp_path: Path) 
     column = changed.samples.columns["prev_logprobs"]
     assert column.offsets is not None
     start = int(column.offsets[5])
+    for values in (recorded.samples.columns["prev_logprobs"].values, column.values):
+        values[start + 2 : start + 4] = -1.0
     column.values[start + 2] += 0.25
     column.values[start + 3] -= 0.5
     gaps = {gap.name: gap for gap in compare_columns(recorded.samples, changed.samples)}
