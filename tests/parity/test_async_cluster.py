@@ -27,22 +27,21 @@ def check_driver(record: StepRecord) -> None:
     assert ROWS * 100 < record.metrics["data_plane/driver_bytes"] < ROWS * 3000 < record.metrics[UPDATE_BYTES]
 
 
-def test_without_a_lag_actors_take_the_steps_of_the_synchronous_loop_over_one_index_and_two(
+def test_without_a_lag_actors_take_the_steps_of_the_synchronous_loop_over_two_indexes(
     tmp_path: Path, transfer_queue_engine: None
 ) -> None:
     want = run_steps(recipe_for(tmp_path, 1))
     assert numbers(want["steps"])[:, 0].abs().max() > 1e-3, "a loss of zero proves nothing"
-    for indexes in (1, 2):
-        values = recipe_for(tmp_path, 1, **{"async": {"enabled": True, "max_lag": 0}}).model_dump()
-        values["data_plane"]["indexes"] = indexes
-        got = run_steps(RecipeConfig.model_validate(values))
-        assert torch.equal(numbers(got["steps"]), numbers(want["steps"]))
-        assert got["recorder"].samples == want["recorder"].samples
-        assert got["recorder"].validations == want["recorder"].validations
-        for name, weight in want["weights"].items():
-            assert torch.equal(got["weights"][name], weight), name
-        for record in got["steps"]:
-            check_driver(record)
+    values = recipe_for(tmp_path, 1, **{"async": {"enabled": True, "max_lag": 0}}).model_dump()
+    values["data_plane"]["indexes"] = 2
+    got = run_steps(RecipeConfig.model_validate(values))
+    assert torch.equal(numbers(got["steps"]), numbers(want["steps"]))
+    assert got["recorder"].samples == want["recorder"].samples
+    assert got["recorder"].validations == want["recorder"].validations
+    for name, weight in want["weights"].items():
+        assert torch.equal(got["weights"][name], weight), name
+    for record in got["steps"]:
+        check_driver(record)
 
 
 def test_two_ranks_train_while_two_collectors_and_the_weights_keeper_die_and_weights_change_inside_answers(
