@@ -45,13 +45,11 @@ def test_torch_says_nothing_of_tracing_where_the_data_plane_is_loaded() -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_importing_the_data_plane_loads_no_heavy_package_and_takes_under_four_seconds() -> None:
+def test_importing_the_data_plane_loads_no_heavy_package_and_adds_a_quarter_to_torch_at_most() -> None:
     # Processor time, and the best of three where the first is slow: other processes may share the machine.
-    whole, own = [], []
-    while not whole or (len(whole) < 3 and not (min(whole) < 4 and min(own) < 0.5)):
+    shares: list[float] = []
+    while not shares or (len(shares) < 3 and min(shares) >= 0.25):
         result = probe()
         assert result["heavy"] == []
-        whole.append(result["base_s"] + result["own_s"])
-        own.append(result["own_s"])
-    assert min(whole) < 4
-    assert min(own) < 0.5
+        shares.append(result["own_s"] / result["base_s"])
+    assert min(shares) < 0.25
