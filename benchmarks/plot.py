@@ -233,12 +233,12 @@ def draw_scaling(reports: Reports) -> Figure:
     """Draw tokens per second of a step over the GPUs, model by model, beside the ideal line."""
     found = tables.scaling_reports(reports)
     speeds = [
-        (name.removeprefix("scaling_"), case)
-        for name, report in found.items()
+        case
+        for report in found.values()
         for case in report["notes"]["cases"].values()
         if case["kind"] == "speed" and "failed" not in case
     ]
-    models = [m for m in dict.fromkeys(case["model"] for _, case in speeds) if _can_grow(speeds, m)]
+    models = [m for m in dict.fromkeys(case["model"] for case in speeds) if _can_grow(speeds, m)]
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     panels = figure.subplots(1, len(models), squeeze=False)[0]
     for axes, model in zip(panels, models):
@@ -249,7 +249,7 @@ def draw_scaling(reports: Reports) -> Figure:
     return figure
 
 
-Speeds = Sequence[tuple[str, dict[str, Any]]]
+Speeds = Sequence[dict[str, Any]]
 _SCALING_LINES = {
     ("headrace", "data"): (BLUE, "o-"),
     ("headrace compiled", "data"): (GREY, "o-"),
@@ -263,19 +263,17 @@ _SCALING_LINES = {
 
 
 def _one_gpu(speeds: Speeds, model: str) -> float | None:
-    ones = (c for _, c in speeds if (c["model"], c["gpus"], c["way"]) == (model, 1, "headrace"))
+    ones = (c for c in speeds if (c["model"], c["gpus"], c["way"]) == (model, 1, "headrace"))
     return next((case["step_tokens_per_s"] for case in ones), None)
 
 
 def _can_grow(speeds: Speeds, model: str) -> bool:
-    return _one_gpu(speeds, model) is not None and any(
-        c["model"] == model and c["gpus"] > 1 for _, c in speeds
-    )
+    return _one_gpu(speeds, model) is not None and any(c["model"] == model and c["gpus"] > 1 for c in speeds)
 
 
 def scaling_panel(axes: Axes, model: str, speeds: Speeds) -> None:
     """Draw one model: each layout's line from one GPU on, and each other way's."""
-    own = [case for _, case in speeds if case["model"] == model]
+    own = [case for case in speeds if case["model"] == model]
     counts = sorted({case["gpus"] for case in own})
     one = _one_gpu(speeds, model) or 0.0
     axes.plot(counts, [one * n for n in counts], ":", color="black", linewidth=1, label="ideal")

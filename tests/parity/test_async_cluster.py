@@ -27,13 +27,14 @@ def check_driver(record: StepRecord) -> None:
     assert ROWS * 100 < record.metrics["data_plane/driver_bytes"] < ROWS * 3000 < record.metrics[UPDATE_BYTES]
 
 
-def test_without_a_lag_actors_take_the_steps_of_the_synchronous_loop_over_two_indexes(
-    tmp_path: Path, transfer_queue_engine: None
+@pytest.mark.parametrize("indexes", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_without_a_lag_actors_take_the_steps_of_the_synchronous_loop(
+    tmp_path: Path, transfer_queue_engine: None, indexes: int
 ) -> None:
     want = run_steps(recipe_for(tmp_path, 1))
     assert numbers(want["steps"])[:, 0].abs().max() > 1e-3, "a loss of zero proves nothing"
     values = recipe_for(tmp_path, 1, **{"async": {"enabled": True, "max_lag": 0}}).model_dump()
-    values["data_plane"]["indexes"] = 2
+    values["data_plane"]["indexes"] = indexes
     got = run_steps(RecipeConfig.model_validate(values))
     assert torch.equal(numbers(got["steps"]), numbers(want["steps"]))
     assert got["recorder"].samples == want["recorder"].samples

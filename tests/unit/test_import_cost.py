@@ -7,13 +7,12 @@ from typing import Any
 
 PROBE = """
 import json, sys, time
-start = time.process_time()
 import torch, tensordict
-base = time.process_time()
+start = time.process_time()
 import headrace.data_plane
 done = time.process_time()
 heavy = {"ray", "transformers", "transfer_queue", "vllm", "sglang", "megatron", "datasets"} & set(sys.modules)
-print(json.dumps({"heavy": sorted(heavy), "base_s": base - start, "own_s": done - base}))
+print(json.dumps({"heavy": sorted(heavy), "own_s": done - start}))
 """
 
 
@@ -45,11 +44,12 @@ def test_torch_says_nothing_of_tracing_where_the_data_plane_is_loaded() -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_importing_the_data_plane_loads_no_heavy_package_and_adds_a_quarter_to_torch_at_most() -> None:
+def test_importing_the_data_plane_loads_no_heavy_package_and_takes_half_a_second() -> None:
     # Processor time, and the best of three where the first is slow: other processes may share the machine.
-    shares: list[float] = []
-    while not shares or (len(shares) < 3 and min(shares) >= 0.25):
+    # torch and tensordict, which take seconds of a slow host, are not counted.
+    own: list[float] = []
+    while not own or (len(own) < 3 and min(own) >= 0.5):
         result = probe()
         assert result["heavy"] == []
-        shares.append(result["own_s"] / result["base_s"])
-    assert min(shares) < 0.25
+        own.append(result["own_s"])
+    assert min(own) < 0.5
