@@ -18,11 +18,12 @@ def build() -> HFGenerator:
 def test_completions_are_those_of_one_call_with_their_prompts() -> None:
     prompts, params = [[5, 6, 7], [8]], SamplingParams(4)
     output = build().generate(prompts, params, seed=3)
-    probed = complete(build(), prompts, params, 3)
+    probed, metrics = complete(build(), prompts, params, 3)
     assert [row.prompt for row in probed] == prompts
     assert [row.new for row in probed] == output.token_ids
     assert [row.logprobs for row in probed] == output.logprobs
     assert [row.routes for row in probed] == [None, None]
+    assert metrics["generated_tokens"] == sum(map(len, output.token_ids))
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])

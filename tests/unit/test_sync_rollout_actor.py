@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.config import ValidationConfig
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.column_io import read_columns
 from headrace.data_plane.interfaces import KVBatchMeta
@@ -210,6 +211,30 @@ class HardGame(GuessingGame):
     def step(self, given: Sequence[Prompt], *_: Any, **__: Any) -> list[StepResult]:
         self.judged.append(len(given))
         return [StepResult(reward=-9.0, correct=False) for _ in given]
+
+
+class DyingEngines(BigramGenerator):
+    """Tells of one engine lost in each call."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> GenerationOutput:
+        output = super().generate(*args, **kwargs)
+        output.metrics["engines_lost"] = 1.0
+        return output
+
+
+def test_engines_that_die_in_a_probe_or_a_validation_are_told_by_the_next_rollout(
+    store: CountingStore,
+) -> None:
+    validation = ValidationConfig()
+    generator = DyingEngines(TOKENIZER)
+    actor = make_actor(store, generator=generator, validation=validation)
+    actor.probe(2, [], max_new_tokens=4, seed=1, sampled=True)
+    actor.validate(seed=1)
+    for number in range(2):
+        before = len(generator.calls) if number else 0
+        *_, calls = actor.rollout_to_tq(prompts(), partition_id=PARTITION, group_size=3)
+        store.clear_samples(None, PARTITION)
+        assert calls["generator/engines_lost"] == len(generator.calls) - before
 
 
 def test_an_override_judges_the_prompts_of_its_task_and_no_other(store: CountingStore) -> None:

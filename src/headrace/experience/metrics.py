@@ -7,6 +7,7 @@ import numpy as np
 
 COMPLETIONS, NEW_TOKENS, SECONDS = "generation/completions", "generation/new_tokens", "generation/seconds"
 TOKENS_PER_S = "rollout/tokens_per_s"
+ENGINES_LOST = "generator/engines_lost"
 _SUMS = (
     "_tokens",
     "_bytes",
@@ -16,7 +17,7 @@ _SUMS = (
     "/completions",
     "/seconds",
     "/preemptions",
-    "/engines_lost",
+    ENGINES_LOST,
 )
 _EXTREMES: dict[str, Callable[[Any], Any]] = {"_max": np.max, "_min": np.min}
 

@@ -31,8 +31,8 @@ class Probe:
 
 def complete(
     generator: Generator, prompts: Sequence[list[int]], params: SamplingParams, seed: int
-) -> list[Probed]:
-    """Return the generator's completions.
+) -> tuple[list[Probed], dict[str, float]]:
+    """Return the generator's completions, and the metrics of the call.
 
     Raises:
         GenerationError: a logprob that is not finite, which a mean could hide.
@@ -45,9 +45,10 @@ def complete(
                 "numbers"
             )
     routes: Sequence[torch.Tensor | None] = output.routes or [None] * len(prompts)
-    return [
+    probed = [
         Probed(list(prompt), list(new), list(logprobs), rows)
         for prompt, new, logprobs, rows in zip(
             prompts, output.token_ids, output.logprobs, routes, strict=True
         )
     ]
+    return probed, output.metrics

@@ -27,7 +27,7 @@ from headrace.environments.routed import RoutedEnvironment
 from headrace.errors import ConfigError, DataPlaneError
 from headrace.experience.chat import ChatTokenizer, render_prompt
 from headrace.experience.flatten import PER_SAMPLE_KEYS, flatten, per_sample_values
-from headrace.experience.metrics import rollout_metrics
+from headrace.experience.metrics import ENGINES_LOST, rollout_metrics
 from headrace.experience.probe import Probe, complete
 from headrace.experience.prompt_room import prompts_that_fit
 from headrace.experience.rollouts import RolloutSettings, run_rollouts
@@ -89,6 +89,8 @@ class SyncRolloutActor:
         self._seed = seed
         self._steps = 0
         self._rounds = 0
+        self._lost = 0.0
+        """Engines that died in validations and probes, whose generator metrics nobody reads; the next rollout tells."""
         self._by_uid: dict[str, Prompt] = {}
         if validation and not all(one.prompts for one in self._held_out):
             raise ConfigError("the validation split has no prompts; raise data.validation_size")
@@ -257,7 +259,7 @@ class SyncRolloutActor:
         def roll_out(
             prompts: Sequence[Prompt], sampling: SamplingParams, samples: int, number: int, greedy: bool
         ) -> list[Rollout]:
-            return run_rollouts(
+            rollouts, calls = run_rollouts(
                 prompts,
                 generator=self.generator,
                 tokenizer=self.tokenizer,
@@ -266,7 +268,9 @@ class SyncRolloutActor:
                 group_size=samples,
                 seed=derive_seed(seed, "validation", number),
                 greedy=greedy,
-            )[0]
+            )
+            self._lost += calls.get(ENGINES_LOST, 0.0)
+            return rollouts
 
         return measure(self._held_out, self._validation, self.settings.sampling, roll_out)
 
@@ -298,11 +302,12 @@ class SyncRolloutActor:
         ]
         prompts = [*task, *others]
         try:
-            greedy = complete(self.generator, prompts, replace(params, greedy=True), seed)
-            drawn = complete(self.generator, prompts, params, seed) if sampled else []
+            ways = [replace(params, greedy=True), *([params] if sampled else [])]
+            answers = [complete(self.generator, prompts, way, seed) for way in ways]
         finally:
             self.generator.release()
-        return Probe(task, greedy, drawn)
+        self._lost += sum(metrics.get("engines_lost", 0.0) for _, metrics in answers)
+        return Probe(task, *(rows for rows, _ in answers))
 
     def moved_bytes(self) -> dict[str, int]:
         """Return the bytes by column that a store client of the actor's own has moved."""
@@ -321,7 +326,7 @@ class SyncRolloutActor:
         seed = request.get("seed")
         if seed is None:
             seed = derive_seed(self._seed, "rollout", self._steps, self._rounds)
-        return run_rollouts(
+        rollouts, calls = run_rollouts(
             [self._prompt(uid) if isinstance(uid, str) else uid for uid in request["prompts"]],
             generator=self.generator,
             tokenizer=self.tokenizer,
@@ -334,6 +339,10 @@ class SyncRolloutActor:
             tag=request.get("tag"),
             greedy=request.get("greedy", False),
         )
+        if ENGINES_LOST in calls:
+            calls[ENGINES_LOST] += self._lost
+            self._lost = 0.0
+        return rollouts, calls
 
     def _prompt(self, uid: str) -> Prompt:
         if not self._by_uid:
