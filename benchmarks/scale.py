@@ -261,7 +261,7 @@ def measure_index(bench: Bench, rows: int, rank_rows: int) -> dict[str, float]:
     total |= {"select for logprobs": scale * select, "put logprobs": scale * put}
     trained = [books.ask("locate", PARTITION, mine, DP_TRAIN_FIELDS) for mine in by_rank]
     total["select for training"] = scale * sum(seconds for seconds, _ in trained)
-    total["clear"] = books.ask("clear", PARTITION, ids)[0]
+    total["clear"] = books.ask("clear", PARTITION, ids, None)[0]
     bench.notes[f"index, {rows} rows, {rank_rows} of a rank"] = {
         "us_per_row": {name: round(1e6 * seconds / rows, 3) for name, seconds in total.items()},
         "blocks_that_a_rank_reads": sum(len(where.blocks) for where in trained[0][1].values()),

@@ -67,7 +67,8 @@ def cut_meta(meta: KVBatchMeta, order: Ints, bounds: Sequence[int]) -> list[KVBa
     """
     if len(order) < _MANY_ROWS:
         return [meta.subset(order[start:stop].tolist()) for start, stop in pairwise(bounds)]
-    lengths = None if meta.sequence_lengths is None else np.array(meta.sequence_lengths, np.int64)[order]
+    # As objects: the numbers stay those of the meta, and none is made anew.
+    lengths = None if meta.sequence_lengths is None else np.array(meta.sequence_lengths, object)[order]
     packed, parts = packed_parts(meta.sample_ids, order, bounds), []
     for ids, (start, stop) in zip(packed, pairwise(bounds)):
         part = meta.bare()
