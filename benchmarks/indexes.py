@@ -3,13 +3,12 @@
 The step of `scale`, with 1,000 rows of 1,000 tokens for every rank. Each index is a process of its own behind its
 socket; this process asks them as rollout actor, driver and ranks do, and all keep what the store keeps, but the bytes
 of the blocks. An index's processor time is read from the system, and an operation counts by the index that took the
-longest, since the others work at the same time. The driver's part is measured as `scale` measures it: plans and
-dispatch of metas without tags, as TQPolicy sends them, and its own calls to the store. Each size is run once.
+longest, since the others work at the same time. The driver's part is measured by `scale`, and its own calls to the
+store are added. Each size is run once.
 Needs headrace[ray].
 """
 
 import itertools
-import logging
 import multiprocessing as mp
 import os
 import time
@@ -19,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
-from planner import make_meta
 from run import Bench, main
 from scale import (
     BY_RANK,
@@ -28,16 +25,15 @@ from scale import (
     PER_RANK,
     QUICK_RANKS,
     SAMPLED_RANKS,
-    Echo,
-    OneActorGroup,
     chunks_of,
-    plan,
-    seconds_of,
+    measure_dispatch,
+    measure_joining,
+    measure_planning,
+    message_bytes,
     tagged_meta,
 )
 from scale_model import SHARE, STAGES, STEP_S, Costs, Curve, ScatteredCurve, breaks_at
 
-from headrace.data_plane import KVBatchMeta
 from headrace.data_plane.adapters.transfer_queue_ask import IndexAsker
 from headrace.data_plane.adapters.transfer_queue_index import Indexes, IndexServer, operation_of
 from headrace.data_plane.adapters.transfer_queue_several import Several
@@ -51,14 +47,8 @@ from headrace.data_plane.store.blocks import PackedColumns, pack
 from headrace.data_plane.store.claims import Registration
 from headrace.data_plane.store.columns import Chunk, Put
 from headrace.distributed.ray_connection import Deadline
-from headrace.distributed.worker_groups.wire import encode
 
-INDEXES, RANKS, PLAN_RANKS, DISPATCH_RANKS = (
-    (1, 2, 4),
-    (64, 256, 1024),
-    (256, 1024),
-    (64, 256, 1024),
-)
+INDEXES, RANKS, PLAN_RANKS = (1, 2, 4), (64, 256, 1024), (256, 1024)
 QUICK_INDEXES = (1, 2)
 GROUP, PARTITION, NAME = 8, "train", "benchmark"
 RANKS_WANTED = 1500.0
@@ -229,46 +219,18 @@ def measure_indexes(bench: Bench, count: int) -> tuple[dict[str, Seconds], dict[
     return slowest, asking
 
 
-def untagged(rows: int) -> KVBatchMeta:
-    """What TQPolicy plans with: its metas have no tags."""
-    return make_meta(rows).with_fields(LP_SEED_FIELDS)
-
-
-def measure_driver(bench: Bench) -> tuple[dict[str, Seconds], float]:
-    """Seconds of joining metas, planning, and dispatch, by ranks; bytes of a row in a message."""
-    joins: Seconds = {}
-    plans: Seconds = {}
-    for ranks in QUICK_RANKS if bench.quick else PLAN_RANKS:
-        meta = tagged_meta(ranks * PER_RANK)
-        puts = [meta.slice(row, row + PER_PUT) for row in range(0, meta.size, PER_PUT)]
-        del meta
-        joins[ranks], whole = seconds_of(puts[0].concat, *puts[1:])
-        del puts, whole
-        plans[ranks], shards = seconds_of(plan, untagged(ranks * PER_RANK), ranks)
-    message = sum(len(encode(((shard,), {})).head) for shard in shards) / (ranks * PER_RANK)
-    dispatch: Seconds = {}
-    ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
-    try:
-        actor = ray.remote(num_cpus=0)(Echo).remote()
-        OneActorGroup(1, actor).run_sharded("warm_up", [shards[0]])
-        for ranks in QUICK_RANKS if bench.quick else DISPATCH_RANKS:
-            group, mine = OneActorGroup(ranks, actor), list(itertools.islice(itertools.cycle(shards), ranks))
-            start = time.process_time()
-            assert group.run_sharded("nothing", mine) == [None] * ranks
-            dispatch[ranks] = time.process_time() - start
-    finally:
-        ray.shutdown()
-    return {"concat": joins, "plan": plans, "dispatch": dispatch}, message
-
-
 def measure(bench: Bench) -> None:
     """Measure the driver once, and the indexes by their number; tell where both take 5 % of a step."""
-    driver, message = measure_driver(bench)
+    joins, _ = measure_joining(QUICK_RANKS if bench.quick else PLAN_RANKS)
+    plans, shards = measure_planning(QUICK_RANKS if bench.quick else PLAN_RANKS)
+    dispatch = measure_dispatch(QUICK_RANKS if bench.quick else RANKS, shards)
+    message = message_bytes(shards)
+    del shards
     shared = {
-        "concat": Curve(driver["concat"]),
+        "concat": Curve(joins),
         **{
-            name: Curve({ranks: STAGES.value * seconds for ranks, seconds in driver[name].items()})
-            for name in ("plan", "dispatch")
+            name: Curve({ranks: STAGES.value * seconds for ranks, seconds in found.items()})
+            for name, found in (("plan", plans), ("dispatch", dispatch))
         },
     }
     limit = SHARE.value * STEP_S.value
@@ -305,7 +267,7 @@ def measure(bench: Bench) -> None:
     bench.notes["measured_up_to_ranks"] = {
         "indexes": RANKS[-1],
         "plan": PLAN_RANKS[-1],
-        "dispatch": DISPATCH_RANKS[-1],
+        "dispatch": RANKS[-1],
     }
     bench.notes["processors"] = os.cpu_count()
 

@@ -398,7 +398,6 @@ def scale_parts(reports: Reports) -> str:
     curves = reports["scale"]["notes"]["curves"]
     parts = (
         ("driver", "plan", "plan, three times"),
-        ("driver", "plan, tags", "tags of the rows, in these plans"),
         ("driver", "dispatch", "dispatch, three times"),
         ("index", "put rollouts", "index: put of rollouts"),
         ("index", "select for logprobs", "index: selects for two scoring stages"),
