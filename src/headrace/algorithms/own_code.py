@@ -13,6 +13,7 @@ from headrace.algorithms.loss import (
     MASKS,
     PolicyGradientLoss,
     aggregation_weights,
+    importance_correction,
     read_inputs,
     weighted_sum,
 )
@@ -60,9 +61,10 @@ class OwnLoss:
     """The loss that `loss.target` names; it goes to workers by its name, and each imports it.
 
     A function of `(inputs, cfg)` gives the loss per token, (b, S-1), or that with metrics (values per token, or 0-D);
-    `loss.aggregation` says how tokens weigh. One of `(logprobs, data, global_valid_seqs, global_valid_toks)` is called
-    as `models.interfaces.LossFn` is. Its attribute `required_columns` names what it reads; the masks, advantages and
-    logprobs of the usual loss are there in any case.
+    `loss.aggregation` says how tokens weigh, and `loss.importance_correction` weighs them as those of the usual loss.
+    One of `(logprobs, data, global_valid_seqs, global_valid_toks)` is called as `models.interfaces.LossFn` is. Its
+    attribute `required_columns` names what it reads; the masks, advantages and logprobs of the usual loss are there in
+    any case. With the attribute `corrects_importance`, the correction is the function's own business.
     """
 
     cfg: LossConfig
@@ -71,6 +73,8 @@ class OwnLoss:
     names: tuple[str, ...]
     required_columns: frozenset[str]
     loss_type: LossType
+    per_sequence_metrics: frozenset[str]
+    corrects: bool
 
     @classmethod
     def of(cls, cfg: LossConfig, code_path: tuple[str, ...]) -> "OwnLoss":
@@ -95,7 +99,17 @@ class OwnLoss:
         loss_type = getattr(
             function, "loss_type", LossType.TOKEN_LEVEL if by_token else LossType.SEQUENCE_LEVEL
         )
-        return cls(cfg, code_path, is_whole, names, MASKS | usual | {*asked}, loss_type)
+        corrects = bool(getattr(function, "corrects_importance", False))
+        if is_whole and not corrects and cfg.importance_correction != "none":
+            raise ConfigError(
+                f"{who} weighs the tokens itself, so that loss.importance_correction={cfg.importance_correction} would "
+                "have no effect; weigh them by it in the function (algorithms.loss.importance_correction) and set its "
+                "attribute corrects_importance = True, write it as (inputs, cfg), or set the key to none"
+            )
+        by_row = {"policy_loss"} if not is_whole and loss_type is LossType.SEQUENCE_LEVEL else set()
+        per_sequence = frozenset({*getattr(function, "per_sequence_metrics", by_row)})
+        columns = MASKS | usual | {*asked}
+        return cls(cfg, code_path, is_whole, names, columns, loss_type, per_sequence, corrects)
 
     def __call__(
         self, logprobs: torch.Tensor, data: Mapping[str, Any], **counts: torch.Tensor
@@ -131,7 +145,11 @@ class OwnLoss:
             values, tuple(inputs.logprobs.shape), "the loss per token, of the shape of inputs.logprobs"
         )
         weights = aggregation_weights(every, self.cfg.aggregation, self.cfg.constant_tokens)
-        loss = weighted_sum(values, weights, inputs.loss_mask)
+        kept = inputs.loss_mask
+        if not self.corrects:
+            correction, keep = importance_correction(inputs, self.cfg)
+            values, kept = values * correction, kept & keep[:, None]
+        loss = weighted_sum(values, weights, kept)
         shares = aggregation_weights(every, "token_mean")
         told = {
             name: weighted_sum(value, shares, inputs.loss_mask)

@@ -166,6 +166,7 @@ class MismatchLoss:
     def __init__(self, inner: LossFn) -> None:
         self.inner = inner
         self.loss_type = inner.loss_type
+        self.per_sequence_metrics: frozenset[str] = getattr(inner, "per_sequence_metrics", frozenset())
         own: frozenset[str] = getattr(inner, "required_columns", frozenset())
         self.required_columns = own | {"generation_logprobs"}
 
