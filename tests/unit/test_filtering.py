@@ -16,6 +16,19 @@ def test_a_masked_row_does_not_make_its_group_vary():
     assert divide_groups([1.0, 1.0, 0.0, 5.0, 1.0, 2.0], list("aaabbb"), valid)[0] == []
 
 
+def test_a_filter_of_ones_own_is_asked_of_groups_with_two_valid_rows_or_more():
+    asked = []
+
+    def best_is_right(rewards):
+        asked.append(rewards)
+        return max(rewards) > 0
+
+    rewards, keys = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0], ["a", "a", "b", "b", "c", "c"]
+    valid = [True, True, True, False, False, False]
+    assert divide_groups(rewards, keys, valid, best_is_right) == ([[0, 1]], [[2, 3], [4, 5]])
+    assert asked == [[1.0, 0.0]]
+
+
 def test_a_prompt_that_occurs_twice_stays_two_groups():
     keys = [("p", 0), ("p", 0), ("p", 1), ("p", 1)]
     assert divide_groups([0.0, 0.0, 1.0, 1.0], keys) == ([], [[0, 1], [2, 3]])

@@ -67,7 +67,7 @@ def divide_groups(
     divided: tuple[Groups, Groups] = ([], [])
     for rows in groups:
         values = [float(rewards[row]) for row in rows if valid is None or valid[row]]
-        divided[not trains(values)].append(rows)
+        divided[not (len(values) > 1 and trains(values))].append(rows)
     return divided
 
 
