@@ -66,3 +66,16 @@ def test_a_run_stopped_in_its_warm_start_goes_on_bit_for_bit(tmp_path: Path) -> 
     expected, got = last_weights(tmp_path / "whole"), last_weights(tmp_path / "parts")
     for weight in expected:
         assert torch.equal(expected[weight], got[weight]), weight
+
+
+def test_a_run_stopped_after_its_warm_start_and_before_step_1_does_not_begin_that_again(
+    tmp_path: Path,
+) -> None:
+    settings = {"batching": "packed", "warm_start": {"enabled": True, "steps": 12, "batch_size": 16}}
+    run(tmp_path, StopAfter(5), **settings)
+    before_step_1 = run(tmp_path, StopAfter(9), **settings)
+    assert before_step_1.steps == []
+    latest = CheckpointManager(tmp_path / "checkpoints", keep_top_k=2, metric="m").latest()
+    assert latest is not None
+    assert latest.step == 0
+    assert latest.state["progress"]["warm_start_steps"] == 12

@@ -13,8 +13,8 @@ from headrace.data_plane.interfaces import DataPlaneClient
 from headrace.data_plane.journal.client import journal_position, keep_since
 from headrace.errors import ConfigError
 from headrace.models.policy.lm_policy import Policy
-from headrace.utils.checkpoints import CheckpointManager
-from headrace.utils.run_state import Metrics, Progress, PromptsState, RunState
+from headrace.utils.checkpoints import CheckpointInfo, CheckpointManager
+from headrace.utils.run_state import Metrics, Progress, PromptsState, RunState, read_state
 from headrace.utils.timer import Timer
 
 VALIDATION, UPDATE_WEIGHTS, CHECKPOINT = "validation", "update_weights", "checkpoint"
@@ -164,7 +164,7 @@ class Loop:
         if self.checkpoints is None or not self.recipe.checkpointing.enabled:
             return
         latest = self.checkpoints.latest()
-        if latest and latest.step == self.progress.step:
+        if latest and latest.step == self.progress.step and not self._is_of_warm_start(latest):
             return
         self.observer.on_stage(self.progress.step, CHECKPOINT)
         with self._saving.time(CHECKPOINT), self._watched(CHECKPOINT, self.progress.step):
@@ -175,6 +175,10 @@ class Loop:
         info = self.checkpoints.latest()
         if info is not None:
             self.observer.on_checkpoint(info.step, info.path)
+
+    def _is_of_warm_start(self, latest: CheckpointInfo) -> bool:
+        """Return whether a checkpoint was written in the middle of the supervised steps before step 1."""
+        return read_state(latest).progress.warm_start_steps < self.progress.warm_start_steps
 
 
 def update_weights(session: Session) -> None:
