@@ -129,10 +129,11 @@ def _part_faults(recipe: Any) -> Iterator[str]:
             f"{key} is one update in parts; set policy.train_global_batch_size={recipe.samples_per_step} (the samples "
             "of a step), or async.micro_steps=1"
         )
-    if recipe.policy.has_fixed_microbatches and rows % recipe.policy.train_micro_batch_size:
+    mbs = recipe.policy.train_micro_batch_size * recipe.policy.replicas
+    if recipe.policy.has_fixed_microbatches and rows % mbs:
         yield (
-            f"{key} makes parts of {rows} samples, which policy.train_micro_batch_size="
-            f"{recipe.policy.train_micro_batch_size} does not divide; change one of them"
+            f"{key} makes parts of {rows} samples, which are not divisible by {mbs} (policy.train_micro_batch_size x "
+            "data-parallel replicas); change one of them, or switch on policy.sequence_packing or dynamic_batching"
         )
     if advantage.estimator == "reinforce_plus_plus" or advantage.target is not None:
         yield f"{key} takes advantages within groups; set grpo.advantage.estimator=grpo or rloo, or async.micro_steps=1"

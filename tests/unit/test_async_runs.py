@@ -107,6 +107,9 @@ def test_a_sampler_of_ones_own_cannot_break_the_bound(tmp_path: Path) -> None:
         run(tmp_path, asynchrony=own)
 
 
+TWO_RANKS_OF_EIGHT = ("policy.workers=2", "policy.train_micro_batch_size=8")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -125,6 +128,10 @@ def test_a_sampler_of_ones_own_cannot_break_the_bound(tmp_path: Path) -> None:
         (["async.micro_steps=3"], "async.micro_steps=3 does not divide"),
         (["async.micro_steps=2", "policy.train_global_batch_size=8"], "is one update in parts"),
         (["async.micro_steps=2", "policy.train_micro_batch_size=16"], "parts of 8 samples"),
+        (
+            ["async.micro_steps=2", "data_plane.impl=transfer_queue", *TWO_RANKS_OF_EIGHT],
+            "parts of 8 samples, which are not divisible by 16",
+        ),
         (["async.micro_steps=2", "algorithm=reinforce_plus_plus"], "takes advantages within groups"),
         (["async.on_update=resume", "generation.stop_strings=[x]"], "generation.stop_strings may lie across"),
         (
