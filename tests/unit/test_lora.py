@@ -119,7 +119,6 @@ def test_a_checkpoint_holds_the_adapter_alone_and_resumes_bit_for_bit(
     assert torch.equal(reference(again), kept)
     after = []
     for one in (policy, again):
-        torch.manual_seed(3)
         train(one, seed=2)
         after.append(logprobs(one))
     assert torch.equal(*after)
@@ -132,9 +131,20 @@ def test_dropout_drops_in_training_and_not_in_scoring() -> None:
         policy = worker("qwen2", lora={"dropout": dropout})
         train(policy)
         assert torch.equal(logprobs(policy), logprobs(policy))
-        torch.manual_seed(0)
         losses.append(train(policy, seed=1)["loss"])
     assert not torch.equal(*losses)
+
+
+def test_dropout_follows_from_the_run_s_seed_and_from_nothing_else() -> None:
+    losses = []
+    for caller in (1, 2):
+        torch.manual_seed(caller)
+        policy = worker("qwen2", lora={"dropout": 0.5})
+        train(policy)
+        before = torch.get_rng_state()
+        losses.append([train(policy, seed=1)["loss"], train(policy, seed=1)["loss"]])
+        assert torch.equal(torch.get_rng_state(), before), "the caller's numbers go on"
+    assert losses[0] == losses[1]
 
 
 def test_peft_reads_a_checkpoint_s_adapter(tmp_path: Path) -> None:

@@ -19,12 +19,15 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"precision": "bfloat16", "activation_checkpointing": True}),
     ("llama", {"parallel": {"context": 2}}),
 ]
+DROPPING: tuple[str, dict[str, Any]] = ("llama", {"lora": {"dropout": 0.3}})
+"""Not the step of one process: each rank draws for its own rows."""
 
 
 def make(name: str, changes: dict[str, Any]) -> AutomodelPolicyWorker:
     world = dist.get_world_size() if dist.is_initialized() else 1
     parallel = changes.get("parallel", {}) if world > 1 else {}
-    options = {**changes, "parallel": parallel, "workers": world, "lora": {"rank": 4, "alpha": 8.0}}
+    lora = {"rank": 4, "alpha": 8.0, **changes.get("lora", {})}
+    options = {**changes, "parallel": parallel, "workers": world, "lora": lora}
     cfg = tiny_policy_config(name, **options, optimizer={"lr": 1e-3, "eps": 1e-5})
     return AutomodelPolicyWorker(
         cfg, tiny_generation_config(), tokenizer=tiny_tokenizer(), seed=0, with_reference=True
@@ -65,7 +68,8 @@ def run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     try:
-        results = [run(name, changes, Path(folder), f"two{i}") for i, (name, changes) in enumerate(CASES)]
+        cases = enumerate([*CASES, DROPPING])
+        results = [run(name, changes, Path(folder), f"two{i}") for i, (name, changes) in cases]
     finally:
         dist.destroy_process_group()
     torch.save(results, f"{folder}/rank{rank}.pt")
@@ -97,6 +101,11 @@ def test_two_ranks_train_the_adapter_as_one_process_does(case: int, folder: Path
     assert ranks[0]["sent"].keys() == alone["sent"].keys()
     assert not ranks[1]["sent"]
     assert all(".lora_" in name for name in alone["sent"])
+
+
+def test_dropout_on_two_ranks_goes_on_from_a_checkpoint_bit_for_bit(folder: Path) -> None:
+    ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=True)[len(CASES)] for rank in range(2)]
+    assert [all(r["resumed"]) for r in ranks] == [True, True]
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_process_and_holds_no_other_weight(folder: Path) -> None:

@@ -6,11 +6,13 @@ logprobs before and during training are of the same function.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from headrace.data_plane.schema import INPUT_LENGTHS, SAMPLE_ID, SAMPLE_MASK, TOKEN_MASK, UNFILTERED_LOGPROBS
 from headrace.distributed.batched_data_dict import BatchedDataDict
@@ -19,6 +21,7 @@ from headrace.models.automodel.scoring import TokenScorer
 from headrace.models.automodel.sharding import ShardedModel
 from headrace.models.interfaces import LossFn, LossType
 from headrace.models.policy.results import Outcome, StepResult, combine_metrics
+from headrace.utils.seeding import derive_seed
 
 # As torch.nn.utils.clip_grads_with_norm_ has it.
 _CLIP_EPSILON = 1e-6
@@ -44,6 +47,20 @@ class TrainStep:
     tokens: int = 0
     loss_type: LossType = LossType.TOKEN_LEVEL
     per_sequence_metrics: Collection[str] = ()
+
+    @contextmanager
+    def drawing(self, seed: int, version: int, group: dist.ProcessGroup | None) -> Iterator[None]:
+        """Return a context whose random numbers (dropout, rounding) are the step's own, whatever was drawn before.
+
+        They follow from the run's seed, the version of the weights, the microbatches so far and this rank's place in
+        `group`, so that a run which goes on from a checkpoint draws what it would have drawn. Ranks that share a row
+        draw alike.
+        """
+        place = 0 if group is None else dist.get_rank(group)
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(derive_seed(seed, "step", version, len(self.losses), place))
+            yield
 
     def divide(
         self, valid_seqs: torch.Tensor, valid_toks: torch.Tensor, parameters: Sequence[torch.nn.Parameter]

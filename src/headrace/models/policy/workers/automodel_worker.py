@@ -5,7 +5,7 @@ sharded over all of them as `policy.parallel` says; ranks of one replica then ge
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         self._adapter = (
             None if cfg.lora.rank is None else Adapter(self.model, cfg.lora, self.device, cfg.model.path)
         )
-        self.weight_version = 0
+        self.weight_version, self._seed = 0, seed
         self._sent_bytes = 0
         self._weight_group = WeightGroup()
         self._step: TrainStep | None = None
@@ -195,7 +195,8 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         data = data.to(self.device, on_host=(INPUT_LENGTHS,))
         microbatches = data.microbatches(self._cut, size, partial(most_of_ranks, self.dp_group))
         drops = backward and self._adapter is not None and self.cfg.lora.dropout > 0
-        with self._adapter.dropping() if drops and self._adapter else nullcontext(), self._scorer.gathered():
+        dropping = self._adapter.dropping() if drops and self._adapter else nullcontext()
+        with dropping, self._scorer.gathered(), self._drawing(step):
             run_microbatches(self._scorer, microbatches, loss_fn, step, backward=backward)
 
     def finish_train_step(
@@ -215,14 +216,11 @@ class AutomodelPolicyWorker(TQWorkerMixin):
         if global_valid_seqs is not None and global_valid_toks is not None:
             step.divide(global_valid_seqs.to(self.device), global_valid_toks.to(self.device), parameters)
         lr = float(self.scheduler.get_last_lr()[0])
-        norm, outcome = apply_gradients(
-            step,
-            parameters,
-            self.optimizer,
-            self.scheduler,
-            max_grad_norm=self.cfg.max_grad_norm,
-            sharded=self._sharded,
-        )
+        limit = self.cfg.max_grad_norm
+        with self._drawing(step):
+            norm, outcome = apply_gradients(
+                step, parameters, self.optimizer, self.scheduler, max_grad_norm=limit, sharded=self._sharded
+            )
         result = self._close_step(norm, outcome)
         self.weight_version += int(result.updated)
         # Metrics are shares that are summed over ranks.
@@ -235,6 +233,9 @@ class AutomodelPolicyWorker(TQWorkerMixin):
             self._scorer.replayer.drop()
         self._step = None
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _drawing(self, step: TrainStep) -> AbstractContextManager[None]:
+        return step.drawing(self._seed, self.weight_version, self.dp_group)
 
     def _open_step(self) -> TrainStep:
         if self._step is None:
