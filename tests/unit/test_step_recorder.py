@@ -202,6 +202,9 @@ def test_wrong_uses_are_told_in_a_line(folder: Path, run: tuple[Path, Recorder],
         "weights that lie nowhere": refusal(
             "record-step", run[0], "--step", 9, "--no-weights", "--to", tmp_path / "x"
         ),
+        "add async.enabled=false": refusal(
+            "record-step", run[0], "async.enabled=true", "async.max_lag=0", "--to", tmp_path / "x"
+        ),
         "no step.json there": refusal("replay-step", tmp_path / "empty"),
         "has no effect in a replay": refusal("replay-step", folder, "env.kind=math"),
         "no results.json there": refusal("replay-step", folder, "--compare", tmp_path / "empty"),

@@ -50,8 +50,14 @@ def record_step(
             the checkpoint, or are what the recipe builds.
 
     Raises:
-        ConfigError: the folder is there already, or weights that lie nowhere are to stay where they are.
+        ConfigError: the folder is there already, weights that lie nowhere are to stay where they are, or the run is
+            asynchronous.
     """
+    if recipe.asynchrony.enabled:
+        raise ConfigError(
+            "async.enabled=true: which weights drew a step's samples is a matter of time, so that no step can be made "
+            "again; to record what the synchronous loop makes of the recipe, add async.enabled=false"
+        )
     kept = [] if run is None else list_checkpoints(run.checkpoints_dir)
     found = next((info for info in reversed(kept) if step is None or info.step < step), None)
     wanted = step or (1 if found is None else found.step + 1)
