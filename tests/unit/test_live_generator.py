@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headrace.algorithms.run import build_session
+from headrace.errors import GenerationError
 from headrace.experience.flatten import flatten
 from headrace.experience.live_generator import LiveGenerator
 from headrace.experience.rollouts import RolloutSettings, run_rollouts
@@ -42,6 +43,18 @@ def test_new_weights_between_two_pieces_go_on_with_the_answer_and_each_token_say
     assert all(map(all, [output.truncated]))
     with live.held():
         assert live.generate(PROMPTS, params, seed=0).weight_versions == [[3] * 8] * 3
+
+
+@pytest.mark.parametrize("given", [0, 2])
+def test_an_answer_that_is_cut_before_its_limit_is_an_error_and_not_asked_for_again(given: int) -> None:
+    class Cuts(BigramGenerator):
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().generate(*args, **kwargs)
+            output.token_ids[1], output.logprobs[1] = output.token_ids[1][:given], output.logprobs[1][:given]
+            return output
+
+    with pytest.raises(GenerationError, match=f"cut an answer at {given} new tokens; expected 3"):
+        LiveGenerator(Cuts(TOKENIZER, end=0.0), 3).generate(PROMPTS, SamplingParams(8), seed=0)
 
 
 def test_versions_become_a_column_and_the_first_and_last_of_a_sample_its_tags() -> None:

@@ -7,7 +7,7 @@ from threading import RLock
 
 import torch
 
-from headrace.errors import HeadraceError
+from headrace.errors import GenerationError, HeadraceError
 from headrace.models.generation.interfaces import GenerationOutput, Generator, SamplingParams
 from headrace.utils.seeding import derive_seed
 
@@ -86,15 +86,16 @@ class LiveGenerator:
             self.refresh()
             if self._keeps_cache and begun_with is None:
                 begun_with = self.weight_version
-            part = self._inner.generate(
-                [[*prompts[i], *whole.token_ids[i]] for i in going],
-                replace(
-                    params,
-                    max_new_tokens=min(piece, params.max_new_tokens - number * piece),
-                    cache_version=begun_with,
-                ),
-                seed=derive_seed(seed, "piece", number) if number else seed,
+            so_far = [[*prompts[i], *whole.token_ids[i]] for i in going]
+            asked = replace(
+                params,
+                max_new_tokens=min(piece, params.max_new_tokens - number * piece),
+                cache_version=begun_with,
             )
+            part = self._inner.generate(
+                so_far, asked, seed=derive_seed(seed, "piece", number) if number else seed
+            )
+            _check_cuts(part, [asked.limit(len(prompt)) for prompt in so_far])
             for row, i in enumerate(going):
                 whole.token_ids[i] += part.token_ids[row]
                 whole.logprobs[i] += part.logprobs[row]
@@ -105,6 +106,15 @@ class LiveGenerator:
             going = [i for i in going if whole.truncated[i] and len(whole.token_ids[i]) < limits[i]]
         whole.metrics["pieces"] = float(number)
         return whole
+
+
+def _check_cuts(part: GenerationOutput, limits: Sequence[int]) -> None:
+    """Refuse an answer that was cut before its limit: it would be asked for again and again."""
+    for row, (tokens, limit) in enumerate(zip(part.token_ids, limits)):
+        if part.truncated[row] and len(tokens) < limit:
+            raise GenerationError(
+                f"the generator cut an answer at {len(tokens)} new tokens; expected {limit}, its limit"
+            )
 
 
 def _joined(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
