@@ -86,7 +86,8 @@ class DataConfig(Section):
     """Which prompts, and how they are written."""
 
     train_size: PositiveInt | None = None
-    """Prompts generated for training, or kept of a file at most; None: 2,048 of a generated task, all of a file."""
+    """Prompts generated for training, or kept of the sets at most, of each its first, by weight or size; None: 2,048 of
+    a generated task, all of the sets."""
     validation_size: PositiveInt = 256
     """Prompts held out, where no validation sets are named; no training prompt equals one of them."""
     system_prompt: str | None = None

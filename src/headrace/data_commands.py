@@ -41,9 +41,8 @@ def preview(
         console.print(f"[bold]{split}[/]: {_sizes(prompts, lengths)}")
         shown: Counter[str] = Counter()
         for prompt, length in zip(prompts, lengths):
-            name = str(prompt.info.get("data_set", ""))
-            shown[name] += 1
-            if shown[name] <= count:
+            shown[prompt.data_set] += 1
+            if shown[prompt.data_set] <= count:
                 _show(console, tokenizer, render, prompt, length)
     if (notice := getattr(environment, "notice", lambda: None)()) is not None:
         console.print(notice)
@@ -51,7 +50,7 @@ def preview(
 
 
 def _sizes(prompts: list[Any], lengths: list[int]) -> str:
-    sets = Counter(str(prompt.info.get("data_set", "")) for prompt in prompts)
+    sets = Counter(prompt.data_set for prompt in prompts)
     named = ", ".join(f"{name} {number:,}" for name, number in sets.items() if name)
     middle = sorted(lengths)[len(lengths) // 2]
     return (
@@ -63,7 +62,7 @@ def _sizes(prompts: list[Any], lengths: list[int]) -> str:
 def _show(console: Console, tokenizer: Any, render: Any, prompt: Any, length: int) -> None:
     ids = render(tokenizer, prompt.messages)
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    place = f", {prompt.info['place']}" if "place" in prompt.info else ""
+    place = f", {prompt.place}" if prompt.place else ""
     answer = "no answer" if prompt.answer is None else f"answer {prompt.answer!r}"
     console.print(f"[cyan]{escape(prompt.uid)}[/]{escape(place)}: {length} tokens, {escape(answer)}")
     console.print(escape(text))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
@@ -13,14 +14,22 @@ import datasets
 import pytest
 
 from headrace.algorithms.prompt_order import prompt_order
-from headrace.config import ByColumnConfig, CalculatorConfig, DataConfig, DatasetConfig, GuessNumberConfig
+from headrace.config import (
+    ByColumnConfig,
+    CalculatorConfig,
+    DataConfig,
+    DatasetConfig,
+    GuessNumberConfig,
+    ValidationSourceConfig,
+)
 from headrace.environments.build import build_environment
 from headrace.environments.interfaces import Environment, StepResult
 from headrace.environments.sources import cell_value
+from headrace.errors import ConfigError
 from headrace.experience.chat import render_prompt, set_template_switches
 from headrace.experience.prompt_room import prompts_that_fit
 from headrace.experience.types import Message
-from headrace.experience.validation import maj_at, pass_at
+from headrace.experience.validation import maj_at, pass_at, sets_of
 from headrace.models.tokenizers import build_character_tokenizer
 from tiny_recipe import tiny_recipe
 
@@ -120,6 +129,111 @@ def test_sets_are_drawn_by_weight_and_each_is_gone_through_in_turn(tmp_path: Pat
     assert 0.7 < len(of_a) / len(drawn) < 0.8
     size = len({p.uid for p in prompts if p.info["data_set"] == "a"})
     assert all(len(set(of_a[i : i + size])) == size for i in range(0, len(of_a) - size, size))
+
+
+def two_sets(
+    folder: Path, first: list[dict[str, Any]], second: list[dict[str, Any]], **data: Any
+) -> DataConfig:
+    """Name sets `a` of weight 1 and `b` of weight 9, in files of these rows."""
+    for name, rows in (("a", first), ("b", second)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train = {name: {"path": str(folder / f"{name}.jsonl"), "weight": w} for name, w in (("a", 1), ("b", 9))}
+    return DataConfig.model_validate({"train": train, "validation_size": 10, **data})
+
+
+def rows_of(name: str, count: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"prompt": f"{name}{n}", "answer": "x", **more} for n in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kept"), [(200, 200, {"a": 10, "b": 90}), (200, 40, {"a": 60, "b": 40})]
+)
+def test_of_more_sets_the_prompts_of_train_size_keep_the_weights(
+    tmp_path: Path, first: int, second: int, kept: dict[str, int]
+) -> None:
+    data = two_sets(tmp_path, rows_of("a", first), rows_of("b", second), train_size=100)
+    data = data.model_copy(
+        update={"validation": {"held": ValidationSourceConfig(path=str(tmp_path / "v.jsonl"))}}
+    )
+    (tmp_path / "v.jsonl").write_text('{"prompt": "v", "answer": "x"}\n')
+    found = build_environment(DatasetConfig(), data, seed=0).prompts("train")
+    assert Counter(p.data_set for p in found) == kept
+    assert {p.uid for p in found} == {
+        f"{name}-{n}" for name, count in kept.items() for n in range(1, count + 1)
+    }
+    bare = data.model_copy(
+        update={"train": {k: v.model_copy(update={"weight": None}) for k, v in data.train.items()}}
+    )
+    shares = Counter(p.data_set for p in build_environment(DatasetConfig(), bare, seed=0).prompts("train"))
+    assert abs(shares["a"] - 100 * first / (first + second)) <= 1, "without weights, by size"
+
+
+def test_a_column_of_the_name_of_a_fact_about_prompts_changes_no_set(tmp_path: Path) -> None:
+    named = {"data_set": "b", "place": "Paris", "task": "sums"}
+    data = two_sets(tmp_path, rows_of("a", 60, **named), rows_of("b", 60))
+    data = data.model_copy(
+        update={"validation": {"held": ValidationSourceConfig(path=str(tmp_path / "v.jsonl"))}}
+    )
+    (tmp_path / "v.jsonl").write_text(json.dumps({"prompt": "v", "answer": "x", **named}) + "\n")
+    environment = build_environment(DatasetConfig(), data, seed=0)
+    prompts = environment.prompts("train")
+    order = prompt_order(data, prompts, seed=0)
+    assert order is not None
+    drawn = Counter(prompts[place].uid[0] for place in order(0))
+    assert drawn["a"] < 0.2 * drawn["b"]
+    (held,) = sets_of(environment.prompts("validation"), data.validation, None)
+    assert (held.name, len(held.prompts), held.prompts[0].place) == ("held", 1, "line 1")
+    assert {key: held.prompts[0].info[key] for key in named} == named, (
+        "what the data says reaches scoring code"
+    )
+
+
+def test_a_weight_that_no_prompt_can_follow_is_refused(tmp_path: Path) -> None:
+    data = two_sets(tmp_path, rows_of("a", 60), rows_of("a", 60))
+    prompts = build_environment(DatasetConfig(), data, seed=0).prompts("train")
+    with pytest.raises(ConfigError, match=r"data\.train\.b\.weight=9\.0: no prompt of it is left"):
+        prompt_order(data, prompts, seed=0)
+
+
+def by_column(folder: Path, game: str = "game", **train: Any) -> tuple[DataConfig, Environment]:
+    rows = rows_of("p", 12, task="qa")
+    (folder / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "held.jsonl").write_text('{"prompt": "v", "answer": "x", "task": "qa"}\n')
+    values = {
+        "train": {"qa_rows": {"path": str(folder / "qa.jsonl"), **train}},
+        "validation": {"held": {"path": str(folder / "held.jsonl"), "samples": 2}},
+        "validation_size": 3,
+        "train_size": 8,
+    }
+    data = DataConfig.model_validate(values)
+    cfg = ByColumnConfig.model_validate(
+        {"environments": {"qa": {"kind": "dataset"}, game: {"kind": "guess_number"}}}
+    )
+    return data, build_environment(cfg, data, seed=0)
+
+
+def test_weights_that_would_never_draw_the_prompts_of_an_environment_are_refused(tmp_path: Path) -> None:
+    data, environment = by_column(tmp_path)
+    assert prompt_order(data, environment.prompts("train"), seed=0) is None
+    data, environment = by_column(tmp_path, weight=1.0)
+    with pytest.raises(
+        ConfigError, match=r"8 of 16 training prompts .*\(game\).*data\.train\.qa_rows\.weight"
+    ):
+        prompt_order(data, environment.prompts("train"), seed=0)
+
+
+def test_beside_validation_sets_the_prompts_of_an_environment_are_a_set_of_its_name(tmp_path: Path) -> None:
+    data, environment = by_column(tmp_path)
+    found = sets_of(environment.prompts("validation"), data.validation, 2)
+    assert [(one.name, len(one.prompts), one.cfg.samples) for one in found] == [
+        ("held", 1, 2),
+        ("game", 2, 1),
+    ]
+
+
+def test_an_environment_with_prompts_of_its_own_is_not_called_as_a_set_of_data(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"env\.environments\.held makes prompts of its own.*rename one"):
+        by_column(tmp_path, game="held")
 
 
 @pytest.mark.parametrize(("n", "right"), [(4, 0), (4, 1), (5, 2), (6, 6)])

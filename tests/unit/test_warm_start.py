@@ -58,7 +58,7 @@ TOKENIZER = build_character_tokenizer("abc")
 
 def check(*answers: str | None, tokenizer: Any = TOKENIZER, **cfg: Any) -> None:
     prompts = [
-        Prompt(f"p{i}", (Message("user", "ab"),), {"place": f"line {i + 1}"}, answer)
+        Prompt(f"p{i}", (Message("user", "ab"),), {}, answer, place=f"line {i + 1}")
         for i, answer in enumerate(answers)
     ]
     check_demonstrations(tokenizer, prompts, WarmStartConfig(**cfg), max_total_tokens=8)

@@ -1,11 +1,11 @@
 """Orders of training prompts beside the usual one: by the weights of their sets, or by a function of the user's."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from headrace.config import DataConfig
-from headrace.environments.prompts import SET
 from headrace.errors import ConfigError
 from headrace.experience.types import Prompt
 from headrace.utils.seeding import derive_seed
@@ -19,12 +19,31 @@ def prompt_order(data: DataConfig, prompts: Sequence[Prompt], *, seed: int) -> O
     """Return the order that the recipe asks for; None: every prompt once in each epoch.
 
     Raises:
-        ConfigError: `data.order` names nothing that can be called so.
+        ConfigError: `data.order` names nothing that can be called so, or weights with which prompts are never drawn.
     """
     weights = {name: source.weight for name, source in data.train.items() if source.weight is not None}
     if data.order is not None:
         return _own_order(data.order, prompts, seed)
-    return _weighted_order(weights, prompts, seed, shuffle=data.shuffle) if weights else None
+    if not weights:
+        return None
+    _check_weights(weights, prompts)
+    return _weighted_order(weights, prompts, seed, shuffle=data.shuffle)
+
+
+def _check_weights(weights: Mapping[str, float], prompts: Sequence[Prompt]) -> None:
+    counts = Counter(prompt.data_set for prompt in prompts)
+    for name in weights:
+        if not counts[name]:
+            raise ConfigError(
+                f"data.train.{name}.weight={weights[name]}: no prompt of it is left to train on, since all are in "
+                "other sets too, held out, too long, or more than data.train_size; change that, or remove the set"
+            )
+    if others := [name for name in counts if name not in weights]:
+        raise ConfigError(
+            f"{sum(counts[name] for name in others)} of {len(prompts)} training prompts are the environment's own "
+            f"({', '.join(others)}), have no weight beside data.train.{next(iter(weights))}.weight, and would never be "
+            "drawn; remove the weights, or name an order (data.order)"
+        )
 
 
 def _own_order(target: str, prompts: Sequence[Prompt], seed: int) -> Order:
@@ -50,12 +69,11 @@ def _own_order(target: str, prompts: Sequence[Prompt], seed: int) -> Order:
 
 
 def _weighted_order(
-    weights: dict[str, float], prompts: Sequence[Prompt], seed: int, *, shuffle: bool
+    weights: Mapping[str, float], prompts: Sequence[Prompt], seed: int, *, shuffle: bool
 ) -> Order:
     """Each place of an epoch draws a set by weight, and takes the set's next prompt; a set is gone through in turn."""
-    places = {name: [i for i, p in enumerate(prompts) if p.info.get(SET) == name] for name in weights}
-    names = [name for name in weights if places[name]]
-    shares = np.array([weights[name] for name in names])
+    names, shares = list(weights), np.array(list(weights.values()))
+    places = {name: [i for i, prompt in enumerate(prompts) if prompt.data_set == name] for name in names}
 
     def drawn(epoch: int) -> list[int]:
         rng = np.random.default_rng(derive_seed(seed, "sets", epoch))

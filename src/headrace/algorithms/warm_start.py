@@ -81,7 +81,7 @@ def check_demonstrations(
         )
     copies = [False] * (cfg.copy_fraction < 1) + [True] * (cfg.copy_fraction > 0)
     for prompt in prompts:
-        place = f" ({prompt.info['place']})" if "place" in prompt.info else ""
+        place = f" ({prompt.place})" if prompt.place else ""
         named = f"prompt '{prompt.uid}'{place}"
         head = len(render_prompt(tokenizer, prompt.messages))
         for text in [_target(prompt, copy) for copy in copies]:

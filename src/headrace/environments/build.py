@@ -19,7 +19,7 @@ from headrace.config import (
 from headrace.environments.dataset import dataset_environment
 from headrace.environments.games import calculator_environment, guess_number_environment
 from headrace.environments.interfaces import Environment
-from headrace.environments.prompts import SET, Splits, read_splits
+from headrace.environments.prompts import Splits, read_splits
 from headrace.environments.python import python_environment
 from headrace.environments.routed import RoutedEnvironment
 from headrace.environments.verifiers import VerifiersEnvironment
@@ -71,11 +71,15 @@ def _by_column(cfg: ByColumnConfig, data: DataConfig, seed: int, splits: Splits 
             *([p for p in part if p.info[cfg.column] == name] for part in (read.train, read.validation))
         )
         named = bool(mine.train or mine.validation)
+        if not named and name in {**data.train, **data.validation}:
+            raise ConfigError(
+                f"env.environments.{name} makes prompts of its own, and a set of data has the same name; rename one"
+            )
         environment = build_environment(inner, bare, seed=seed, splits=mine if named else None)
         by_name[name] = environment
         for part, split in ((everything.train, "train"), (everything.validation, "validation")):
             made = [] if named else environment.prompts(split)
-            part += [replace(p, info={**p.info, cfg.column: name, SET: name}) for p in made]
+            part += [replace(p, info={**p.info, cfg.column: name}, data_set=name) for p in made]
     return RoutedEnvironment(everything, by_name, column=cfg.column)
 
 
@@ -83,7 +87,7 @@ def _check_names(cfg: ByColumnConfig, splits: Splits) -> None:
     for prompt in (*splits.train, *splits.validation):
         if (name := prompt.info.get(cfg.column)) not in cfg.environments:
             raise ConfigError(
-                f"{prompt.info[SET]}, {prompt.info['place']}: column '{cfg.column}' is {name!r}; expected one of "
+                f"{prompt.data_set}, {prompt.place}: column '{cfg.column}' is {name!r}; expected one of "
                 f"{', '.join(cfg.environments)} (env.environments), or set env.column to another"
             )
 

@@ -2,8 +2,9 @@
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, get_args
 
@@ -18,8 +19,6 @@ from headrace.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
 
-SET = "data_set"
-"""Key of `Prompt.info`: the name of the set that a prompt is of; `place` is where it stands there."""
 _PROMPT_COLUMNS = ("prompt", "question", "messages")
 _ROLES = get_args(Role)
 
@@ -35,16 +34,16 @@ class Splits:
         """Refuse the first prompt that `fault_of` says something of."""
         for prompt in (*self.train, *self.validation):
             if fault := fault_of(prompt):
-                place = f"{prompt.info[SET]}, {prompt.info['place']}"
-                raise ConfigError(f"{place}: {fault}; mend it, or remove the row")
+                raise ConfigError(f"{prompt.data_set}, {prompt.place}: {fault}; mend it, or remove the row")
 
 
 def read_splits(data: DataConfig, file: DatasetConfig | MathConfig | None = None, *, task: str) -> Splits:
     """Return the prompts of the sets in `data`, and, in place of training sets, of the one file of an `env` section.
 
     A repeated question counts once, with its first answer. Without validation sets, `data.validation_size` questions
-    are held out at random, the same ones for every run. Of the others, the first `data.train_size` train, or all. A
-    question of a validation set is left out of the training sets, with a warning that counts such.
+    are held out at random, the same ones for every run. Of the others, `data.train_size` train, or all: of each set its
+    first, as many as its weight says, or its size. A question of a validation set is left out of the training sets,
+    with a warning that counts such.
 
     Raises:
         ConfigError: no set is named; a missing, malformed or empty one, a missing column, or too few questions.
@@ -54,7 +53,7 @@ def read_splits(data: DataConfig, file: DatasetConfig | MathConfig | None = None
     train = _distinct(train)
     if data.validation:
         held_out = _validation(data, task)
-        return Splits(_without(train, held_out)[: data.train_size], held_out)
+        return Splits(_first(_without(train, held_out), data), held_out)
     return _hold_out(train, data, sources)
 
 
@@ -109,7 +108,20 @@ def _hold_out(prompts: list[Prompt], data: DataConfig, sources: Sequence[Source]
     held_out = {*order[: data.validation_size].tolist()}
     validation = [prompt for i, prompt in enumerate(prompts) if i in held_out]
     train = [prompt for i, prompt in enumerate(prompts) if i not in held_out]
-    return Splits(train[: data.train_size], validation)
+    return Splits(_first(train, data), validation)
+
+
+def _first(prompts: list[Prompt], data: DataConfig) -> list[Prompt]:
+    """Return `data.train_size` prompts at most, as if the sets gave one at a time, each as often as it weighs."""
+    weights: dict[str, float] = {**Counter(prompt.data_set for prompt in prompts)}
+    weights |= {name: source.weight for name, source in data.train.items() if source.weight is not None}
+    given: Counter[str] = Counter()
+    due = []
+    for prompt in prompts:
+        due.append(given[prompt.data_set] / weights[prompt.data_set])
+        given[prompt.data_set] += 1
+    kept = np.sort(np.argsort(due, kind="stable")[: data.train_size])
+    return [prompts[i] for i in kept]
 
 
 def _distinct(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -125,8 +137,9 @@ def _prompts(source: Source, data: DataConfig, task: str) -> list[Prompt]:
         if len(found) == source.cfg.size:
             break
         prompt = _prompt(row, source, number, f"{source}, {place}", data.system_prompt)
-        prompt.info.update({"task": task, "place": place, SET: source.name} | prompt.info)
-        found.append(prompt)
+        # For scoring code; a column of the data goes before.
+        prompt.info.update({"task": task, "place": place, "data_set": source.name} | prompt.info)
+        found.append(replace(prompt, data_set=source.name, place=place))
     if not found:
         raise ConfigError(f"{source}: the file has no rows; give one with a question and an answer each")
     return found

@@ -23,13 +23,16 @@ class Prompt:
 
     `uid` is unique in its dataset and stable over runs. `info` is what the environment needs to score a completion
     (values that msgpack can carry). `answer` is the right answer as text, if there is one; a supervised warm
-    start uses it.
+    start uses it. `data_set` is the set of the recipe, or the environment, that it is of, and `place` where it stands
+    there: fields, since a column of the data may have these names in `info`.
     """
 
     uid: str
     messages: tuple[Message, ...]
     info: dict[str, Any] = field(default_factory=dict)
     answer: str | None = None
+    data_set: str = ""
+    place: str = ""
 
 
 @dataclass

@@ -8,7 +8,6 @@ from statistics import fmean
 from typing import TypeVar
 
 from headrace.config import ValidationConfig, ValidationSourceConfig
-from headrace.environments.prompts import SET
 from headrace.experience.metrics import own_metrics
 from headrace.experience.types import Prompt, Rollout
 from headrace.models.generation.interfaces import SamplingParams
@@ -37,13 +36,17 @@ class ValidationSet:
 def sets_of(
     prompts: Sequence[Prompt], sets: Mapping[str, ValidationSourceConfig], max_samples: int | None
 ) -> list[ValidationSet]:
-    """Return the sets of a validation split, each with `max_samples` prompts at most."""
+    """Return the sets of a validation split, each with `max_samples` prompts at most.
+
+    Beside named sets, the prompts that an environment makes are a set of its name, measured as by default.
+    """
     if not sets:
         return [ValidationSet("", prompts[:max_samples], ValidationSourceConfig(path=""))]
     found: dict[str, list[Prompt]] = {name: [] for name in sets}
     for prompt in prompts:
-        found.setdefault(str(prompt.info.get(SET)), []).append(prompt)
-    return [ValidationSet(name, found[name][:max_samples], cfg) for name, cfg in sets.items()]
+        found.setdefault(prompt.data_set, []).append(prompt)
+    plain = ValidationSourceConfig(path="")
+    return [ValidationSet(name, own[:max_samples], sets.get(name, plain)) for name, own in found.items()]
 
 
 def measure(
