@@ -158,6 +158,11 @@ def test_a_saved_hugging_face_dataset_is_read_like_a_file(tmp_path: Path) -> Non
         ("last_number", "1e3", "1000", 1.0),
         ("last_number", "4", "no number", 0.0),
         ("last_number", "4", "4 or 5", 0.0),
+        ("last_number", "5", "The answer is \u22125", 0.0),
+        ("last_number", "-5", "The answer is \u22125", 1.0),
+        ("last_number", "\u22125", "it is -5", 1.0),
+        ("last_number", "-0.5", "so x = -.5", 1.0),
+        ("last_number", "0.5", "so x = \u2212.5", 0.0),
     ],
 )
 def test_answers_match_by(tmp_path: Path, match: str, answer: Any, text: str, reward: float) -> None:
@@ -166,7 +171,21 @@ def test_answers_match_by(tmp_path: Path, match: str, answer: Any, text: str, re
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("1,2,3", "3"), ("1,234,567.8", "1234567.8"), ("v2 +7", "7"), ("x", None), ("12,34", "34")],
+    [
+        ("1,2,3", "3"),
+        ("1,234,567.8", "1234567.8"),
+        ("v2 +7", "7"),
+        ("x", None),
+        ("12,34", "34"),
+        ("12,3456", "3456"),
+        ("1,234,5678", "5678"),
+        ("(-.5)", "-0.5"),
+        ("5-.5", "0.5"),
+        ("10\u221220", "20"),
+        ("1e\u22122", "0.01"),
+        (".5e1", "5"),
+        ("1,200.", "1200"),
+    ],
 )
 def test_the_last_number_of_a_text(text: str, number: str | None) -> None:
     found = last_number(text)

@@ -11,8 +11,11 @@ from headrace.environments.prompts import Splits, read_splits
 from headrace.environments.single_turn import SingleTurnEnvironment
 from headrace.experience.types import Prompt
 
-# Digits with optional thousands separators, fraction and exponent; a sign counts unless it follows a digit.
-_NUMBER = re.compile(r"(?:(?<!\d)[-+])?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3})?|\.\d+")
+# Digits, in whole groups of thousands or without, and a fraction, or that alone; an exponent. A sign counts unless it
+# follows a digit; the last of the signs is the minus of typesetting.
+_NUMBER = re.compile(
+    r"(?:(?<!\d)[-+\u2212])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+\u2212]?\d{1,3})?"
+)
 
 
 def dataset_environment(
@@ -55,7 +58,7 @@ def last_number(text: str) -> Decimal | None:
     Decimal('1200.50')
     """
     found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    return Decimal(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
 
 
 def _same_last_number(completion: str, answer: str) -> bool:
