@@ -63,6 +63,8 @@ _SPELLINGS = (
 _SUBSTITUTIONS = [(re.compile(pattern), into) for pattern, into in _SPELLINGS]
 _FRACTION = re.compile(r"([-+]?)(\d+)/(\d+)")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_SPACED_THOUSANDS = re.compile(r"(?<!\d)\d{1,3}(?:\s+\d{3})+(?!\d)")
+_BLANKS = re.compile(r"(?:(?<=\d)(\s)\s*(?=\.?\d))|\s+")
 _BARE_POINT = re.compile(r"(?<![\d.])\.(?=\d)")
 
 
@@ -157,16 +159,26 @@ def _normal(result: str) -> str:
     '(1,000,\\\\frac{1}{2})'
     """
     if len(result) > _LONGEST_RESULT:
-        return "".join(result.split())
+        return _without_blanks(result)
     result = result.translate(_SYMBOLS)
     for pattern, into in _SUBSTITUTIONS:
         result = pattern.sub(into, result)
-    result = "".join(_with_braces(result).split()).rstrip(".,;")
+    result = _without_blanks(_with_braces(result)).rstrip(".,; ")
     if fraction := _FRACTION.fullmatch(result):
         result = "{}\\frac{{{}}}{{{}}}".format(*fraction.groups())
     if not any(bracket in result for bracket in "([{;"):
         result = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), result)
     return _BARE_POINT.sub("0.", result)
+
+
+def _without_blanks(result: str) -> str:
+    """Return a result without blanks, but with one where two numbers would become one.
+
+    >>> _without_blanks("1 2 x"), _without_blanks("1 234 567")
+    ('1 2x', '1234567')
+    """
+    result = _SPACED_THOUSANDS.sub(lambda match: "".join(match[0].split()), result)
+    return _BLANKS.sub(lambda match: " " if match[1] else "", result)
 
 
 def _last_boxed(text: str) -> str | None:
