@@ -2,6 +2,8 @@
 
 import logging
 import queue
+import re
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,13 +19,18 @@ from headrace.utils.targets import is_local
 
 logger = logging.getLogger(__name__)
 
+FAILED_CALL = re.compile(r"reward/[^/]+_errors")
+"""The metric of a sample that tells whether a function failed on it."""
+_MOST_FAILED, _MOST_FAILED_BATCHES = 32, 3
+
 
 @dataclass
 class OwnRewards:
     """The rewards of an `env.rewards` list. Functions run beside this process, or in it where there is no time limit.
 
-    A call that raises, or takes too long, counts as 0 and in `reward/NAME_errors`; if all calls of a batch do, the run
-    ends with a RewardError. So it does for a result of another type.
+    A call that raises, or takes too long, counts as 0 and in `reward/NAME_errors`. If 32 do in a row (3, of a
+    function of all completions), with no good one in their batches, the run ends with a RewardError. So it does for a
+    result of another type.
     """
 
     cfg: DatasetConfig
@@ -31,6 +38,8 @@ class OwnRewards:
     functions: dict[str, RewardFunction] = field(init=False)
     _pool: "_Processes" = field(init=False)
     _told: set[str] = field(default_factory=set, init=False)
+    _failed: Counter[str] = field(default_factory=Counter, init=False)
+    """Of each function, the calls that failed since a batch in which one did not."""
 
     def __post_init__(self) -> None:
         own = [spec for spec in self.cfg.rewards if spec.target not in self.built_in]
@@ -90,19 +99,34 @@ class OwnRewards:
         who = f"reward function {spec.target}"
         if wrong is not None:
             raise RewardError(f"{who} {_told(replies[wrong])} (prompt '{uids[wrong]}')")
+        in_a_row = self._failed_in_a_row(spec.target, len(failed), len(replies))
         if not failed:
             return
-        said = f"{who} failed on {len(failed)} of {len(replies)} samples; of prompt '{uids[failed[0]]}' it"
-        if len(failed) == len(replies):
-            raise RewardError(f"{said} {_told(replies[failed[0]])}; mend it, or remove it from env.rewards")
+        told = f"of prompt '{uids[failed[0]]}' it {_told(replies[failed[0]])}"
+        if in_a_row:
+            raise RewardError(
+                f"{who} failed on {in_a_row} calls in a row; {told}; mend it, or remove it from env.rewards"
+            )
         if spec.target not in self._told:
             self._told.add(spec.target)
             logger.warning(
-                "%s %s; such samples get 0 of it, and count in reward/%s_errors",
-                said,
-                _told(replies[failed[0]]),
+                "%s failed on %d of %d samples; %s; such samples get 0 of it, and count in reward/%s_errors",
+                who,
+                len(failed),
+                len(replies),
+                told,
                 spec.label,
             )
+
+    def _failed_in_a_row(self, target: str, failed: int, count: int) -> int:
+        """Count the failures of a batch; return how many calls failed in a row, 0 while that may be chance."""
+        if not failed or failed < count:
+            self._failed[target] = 0
+            return 0
+        is_batched = self.functions[target].is_batched
+        self._failed[target] += 1 if is_batched else count
+        in_a_row = self._failed[target]
+        return in_a_row if in_a_row >= (_MOST_FAILED_BATCHES if is_batched else _MOST_FAILED) else 0
 
 
 class _Processes:

@@ -7,6 +7,7 @@ import torch
 
 from headrace.config import LossConfig
 from headrace.data_plane.schema import FIELDS, UNFILTERED_LOGPROBS
+from headrace.environments.own_rewards import FAILED_CALL
 from headrace.errors import ConfigError
 from headrace.experience.types import Rollout
 from headrace.utils.targets import load_callable
@@ -23,6 +24,8 @@ def columns_asked_for(cfg: LossConfig) -> tuple[str, ...]:
 def own_columns(rollouts: Sequence[Rollout], names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Return each column, (N,) float32: a metric of the sample (`NAME` or `reward/.../NAME`), or its prompt's value.
 
+    A sample on which a reward function failed has none of its parts, and 0 in their place.
+
     Raises:
         ConfigError: a sample has none, or no number.
     """
@@ -32,6 +35,10 @@ def own_columns(rollouts: Sequence[Rollout], names: Sequence[str]) -> dict[str, 
 def _number(rollout: Rollout, name: str) -> float:
     told = (value for key, value in rollout.metrics.items() if key == name or key.endswith(f"/{name}"))
     value = next(told, rollout.prompt.info.get(name))
+    if value is None and any(
+        failed and FAILED_CALL.fullmatch(key) for key, failed in rollout.metrics.items()
+    ):
+        return 0.0
     if isinstance(value, bool | int | float):
         return float(value)
     found = "nothing" if value is None else f"{value!r:.40}, which is no number"
