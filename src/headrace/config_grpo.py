@@ -115,7 +115,7 @@ class LossConfig(Section):
     importance_high: PositiveFloat = 2.0
     """Weights above this are cut to it (tis) or masked (icepop, and sequence_mask by a sample's typical weight)."""
     max_sequence_logprob_error: PositiveFloat | None = None
-    """Mask samples whose mean exp|train - generation logprob| exceeds this."""
+    """Mask samples whose mean exp|train - generation logprob| exceeds this; above 1, which it is without any error."""
     on_non_finite: Literal["stop", "skip_step"] = "stop"
     """A loss or gradient that is not finite never updates; it ends the run, or is counted (train/nonfinite_updates)."""
     force_on_policy_ratio: bool = False
@@ -148,6 +148,11 @@ class LossConfig(Section):
         if (self.kl_kind, self.kl_gradient) == ("k2", "score_function"):
             yield (
                 "kl_kind=k2 with kl_gradient=score_function: k2 has the KL's gradient by itself; set kl_gradient=value"
+            )
+        if self.max_sequence_logprob_error is not None and self.max_sequence_logprob_error <= 1:
+            yield (
+                f"max_sequence_logprob_error={self.max_sequence_logprob_error} masks every sample, since a mean of "
+                "exp|difference| is at least 1; set it above 1, or null for no limit"
             )
         bounded = self.importance_correction in ("icepop", "sequence_mask")
         if bounded and self.importance_low > self.importance_high:

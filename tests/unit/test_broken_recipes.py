@@ -197,6 +197,12 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     ),
     "loss.importance_correction=tis loss.importance_low=0.1": ("importance_low=0.1", "remove the key"),
     "loss.importance_correction=icepop loss.importance_low=3": ("loss.importance_low=3.0", "swap them"),
+    "loss.max_sequence_logprob_error=0.9": (
+        "loss.max_sequence_logprob_error=0.9",
+        "at least 1",
+        "set it above 1",
+    ),
+    "loss.max_sequence_logprob_error=1": ("loss.max_sequence_logprob_error=1.0", "set it above 1"),
     "data_plane.storage_capacity=8": ("data_plane.storage_capacity=8 cannot hold the 16 samples", "raise it"),
     "warm_start.enabled=true warm_start.batch_size=6": (
         "warm_start.batch_size=6 is not divisible by 4",
