@@ -99,11 +99,27 @@ def test_the_numbers_of_a_preset_may_be_changed() -> None:
         (
             "dr_grpo",
             {"grpo": {"advantage": {"normalize_std": True}}, "loss": {"kind": "cispo"}},
-            "contradicts grpo.advantage.normalize_std=True, loss.kind=cispo",
+            "contradicts grpo.advantage.normalize_std=true, loss.kind=cispo",
         ),
         ("reinforce_plus_plus", {"grpo": {"advantage": {"estimator": "grpo"}}}, "estimator=grpo"),
         ("rloo", {"loss": {"aggregation": "token_mean"}}, "means loss.aggregation=constant"),
         ("gspo", {"loss": LossConfig(aggregation="token_mean")}, "contradicts loss.aggregation=token_mean"),
+        (
+            "grpo",
+            {"grpo": {"advantage": {"leave_one_out": True}}},
+            "contradicts grpo.advantage.leave_one_out=true",
+        ),
+        (
+            "rloo",
+            {"grpo": {"advantage": {"leave_one_out": True}}},
+            "contradicts grpo.advantage.leave_one_out=true",
+        ),
+        (
+            "dapo",
+            {"grpo": {"advantage": {"target": "my:code"}}},
+            "contradicts grpo.advantage.target=my:code; it means grpo.advantage.target=null: set that",
+        ),
+        ("gspo", {"loss": {"target": "my:code"}}, "contradicts loss.target=my:code"),
     ],
 )
 def test_a_key_that_contradicts_the_algorithm_is_refused_by_name(

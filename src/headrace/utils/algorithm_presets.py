@@ -8,15 +8,18 @@ a recipe may change. All other keys are the recipe's own: no preset adds a KL, f
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from headrace.utils.section import plain
+from headrace.utils.section import plain, written
 
-Preset = dict[str, bool | float | str | Callable[[int], int]]
+Preset = dict[str, bool | float | str | Callable[[int], int] | None]
 """Values by dotted key; a function is of `generation.max_new_tokens`."""
 
 MEANING = (
     "grpo.advantage.estimator",
     "grpo.advantage.normalize_std",
+    "grpo.advantage.leave_one_out",
+    "grpo.advantage.target",
     "loss.kind",
+    "loss.target",
     "loss.ratio_level",
     "loss.aggregation",
 )
@@ -26,7 +29,10 @@ MEANING = (
 _GRPO: Preset = {
     "grpo.advantage.estimator": "grpo",
     "grpo.advantage.normalize_std": True,
+    "grpo.advantage.leave_one_out": False,
+    "grpo.advantage.target": None,
     "loss.kind": "clipped_pg",
+    "loss.target": None,
     "loss.ratio_level": "token",
     "loss.aggregation": "sequence_mean",
     "loss.clip_low": 0.2,
@@ -95,7 +101,7 @@ def with_preset(recipe: Any, *, max_new_tokens: int) -> Any:
     found = {key: _get(filled, key, values[key]) for key in MEANING}
     wrong = [key for key in MEANING if found[key] != values[key]]
     if wrong:
-        got, needed = (", ".join(f"{key}={of[key]}" for key in wrong) for of in (found, values))
+        got, needed = (", ".join(f"{key}={written(of[key])}" for key in wrong) for of in (found, values))
         raise ValueError(
             f"algorithm={filled['algorithm']} contradicts {got}; it means {needed}: set that, remove the key, or "
             "remove algorithm"
