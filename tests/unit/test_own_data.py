@@ -20,6 +20,7 @@ from headrace.config import (
     DataConfig,
     DatasetConfig,
     GuessNumberConfig,
+    TrainSourceConfig,
     ValidationSourceConfig,
 )
 from headrace.environments.build import build_environment
@@ -234,6 +235,41 @@ def test_beside_validation_sets_the_prompts_of_an_environment_are_a_set_of_its_n
 def test_an_environment_with_prompts_of_its_own_is_not_called_as_a_set_of_data(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"env\.environments\.held makes prompts of its own.*rename one"):
         by_column(tmp_path, game="held")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("path", "other.jsonl"),
+        ("question_key", "q"),
+        ("answer_key", "a"),
+        ("chat_template_kwargs", {"x": True}),
+    ],
+)
+def test_a_key_of_an_inner_environment_that_nothing_reads_is_refused(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "p", "answer": "x", "task": "qa"}\n')
+    (tmp_path / "v.jsonl").write_text('{"prompt": "v", "answer": "x", "task": "qa"}\n')
+    cfg = ByColumnConfig.model_validate({"environments": {"qa": {"kind": "dataset", key: value}}})
+    data = DataConfig(
+        train={"x": TrainSourceConfig(path=str(tmp_path / "x.jsonl"))},
+        validation={"v": ValidationSourceConfig(path=str(tmp_path / "v.jsonl"))},
+    )
+    with pytest.raises(ConfigError, match=rf"env\.environments\.qa\.{key}=.* is not read.*remove it"):
+        build_environment(cfg, data, seed=0)
+    usual = ByColumnConfig.model_validate({"environments": {"qa": DatasetConfig().model_dump()}})
+    assert build_environment(usual, data, seed=0).prompts("train")[0].answer == "x"
+
+
+def test_an_inner_environment_that_no_row_names_reads_its_own_file(tmp_path: Path) -> None:
+    rows = [{"q": f"{n}", "answer": "x"} for n in range(9)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    inner = {"kind": "dataset", "path": str(tmp_path / "own.jsonl"), "question_key": "q"}
+    cfg = ByColumnConfig.model_validate({"environments": {"qa": inner}})
+    environment = build_environment(cfg, DataConfig(validation_size=2), seed=0)
+    assert {p.data_set for p in environment.prompts("train")} == {"qa"}
+    assert len(environment.prompts("train")) == 7
 
 
 @pytest.mark.parametrize(("n", "right"), [(4, 0), (4, 1), (5, 2), (6, 6)])

@@ -75,12 +75,27 @@ def _by_column(cfg: ByColumnConfig, data: DataConfig, seed: int, splits: Splits 
             raise ConfigError(
                 f"env.environments.{name} makes prompts of its own, and a set of data has the same name; rename one"
             )
+        _check_inner(f"env.environments.{name}", inner, named)
         environment = build_environment(inner, bare, seed=seed, splits=mine if named else None)
         by_name[name] = environment
         for part, split in ((everything.train, "train"), (everything.validation, "validation")):
             made = [] if named else environment.prompts(split)
             part += [replace(p, info={**p.info, cfg.column: name}, data_set=name) for p in made]
     return RoutedEnvironment(everything, by_name, column=cfg.column)
+
+
+def _check_inner(where: str, inner: EnvironmentConfig, named: bool) -> None:
+    """Refuse keys of an inner environment that nothing reads; `named`: it has prompts of `data`."""
+    unread = {
+        "chat_template_kwargs": "one chat template is for all; set env.chat_template_kwargs, and remove it"
+    }
+    if named:
+        told = "rows of data.train and data.validation name this environment, which has those; remove it"
+        unread |= dict.fromkeys(("path", "question_key", "answer_key"), told)
+    for key, told in unread.items():
+        field = type(inner).model_fields.get(key)
+        if field and (value := getattr(inner, key)) != field.get_default(call_default_factory=True):
+            raise ConfigError(f"{where}.{key}={value} is not read: {told}")
 
 
 def _check_names(cfg: ByColumnConfig, splits: Splits) -> None:
