@@ -262,6 +262,22 @@ def test_a_key_of_an_inner_environment_that_nothing_reads_is_refused(
     assert build_environment(usual, data, seed=0).prompts("train")[0].answer == "x"
 
 
+def test_an_environment_whose_rows_are_all_beyond_train_size_makes_no_prompts_of_its_own(
+    tmp_path: Path,
+) -> None:
+    rows = [{"prompt": f"{n}", "answer": f"{n}", "task": "qa" if n < 9 else "sums"} for n in range(12)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "v.jsonl").write_text('{"prompt": "v", "answer": "x", "task": "qa"}\n')
+    cfg = ByColumnConfig.model_validate(
+        {"environments": {"qa": {"kind": "dataset"}, "sums": {"kind": "calculator"}}}
+    )
+    values = {"train": str(tmp_path / "x.jsonl"), "validation": str(tmp_path / "v.jsonl")}
+    with pytest.raises(ConfigError, match=r"env\.environments\.sums: .*beyond data\.train_size=9; raise it"):
+        build_environment(cfg, DataConfig.model_validate({**values, "train_size": 9}), seed=0)
+    environment = build_environment(cfg, DataConfig.model_validate({**values, "train_size": 10}), seed=0)
+    assert Counter(p.info["task"] for p in environment.prompts("train")) == {"qa": 9, "sums": 1}
+
+
 def test_an_inner_environment_that_no_row_names_reads_its_own_file(tmp_path: Path) -> None:
     rows = [{"q": f"{n}", "answer": "x"} for n in range(9)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

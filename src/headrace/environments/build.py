@@ -19,7 +19,7 @@ from headrace.config import (
 from headrace.environments.dataset import dataset_environment
 from headrace.environments.games import calculator_environment, guess_number_environment
 from headrace.environments.interfaces import Environment
-from headrace.environments.prompts import Splits, read_splits
+from headrace.environments.prompts import Splits, read_splits, within_train_size
 from headrace.environments.python import python_environment
 from headrace.environments.routed import RoutedEnvironment
 from headrace.environments.verifiers import VerifiersEnvironment
@@ -62,7 +62,10 @@ def _reasoning_gym(
 
 def _by_column(cfg: ByColumnConfig, data: DataConfig, seed: int, splits: Splits | None) -> Environment:
     """Build each environment over the prompts of `data` that name it; one that none names has its own."""
-    read = read_splits(data, task=cfg.kind) if data.train else Splits([], [])
+    whole = data.model_copy(update={"train_size": None})
+    read = read_splits(whole, task=cfg.kind) if data.train else Splits([], [])
+    names = {prompt.info.get(cfg.column) for prompt in (*read.train, *read.validation)}
+    read = Splits(within_train_size(read.train, data), read.validation)
     _check_names(cfg, read)
     bare = data.model_copy(update={"train": {}, "validation": {}})
     everything, by_name = Splits([*read.train], [*read.validation]), {}
@@ -71,11 +74,17 @@ def _by_column(cfg: ByColumnConfig, data: DataConfig, seed: int, splits: Splits 
             *([p for p in part if p.info[cfg.column] == name] for part in (read.train, read.validation))
         )
         named = bool(mine.train or mine.validation)
+        where = f"env.environments.{name}"
+        if not named and name in names:
+            raise ConfigError(
+                f"{where}: the rows that name it are all beyond data.train_size={data.train_size}; raise it, or mix "
+                "the rows"
+            )
         if not named and name in {**data.train, **data.validation}:
             raise ConfigError(
-                f"env.environments.{name} makes prompts of its own, and a set of data has the same name; rename one"
+                f"{where} makes prompts of its own, and a set of data has the same name; rename one"
             )
-        _check_inner(f"env.environments.{name}", inner, named)
+        _check_inner(where, inner, named)
         environment = build_environment(inner, bare, seed=seed, splits=mine if named else None)
         by_name[name] = environment
         for part, split in ((everything.train, "train"), (everything.validation, "validation")):

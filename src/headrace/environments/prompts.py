@@ -53,7 +53,7 @@ def read_splits(data: DataConfig, file: DatasetConfig | MathConfig | None = None
     train = _distinct(train)
     if data.validation:
         held_out = _validation(data, task)
-        return Splits(_first(_without(train, held_out), data), held_out)
+        return Splits(within_train_size(_without(train, held_out), data), held_out)
     return _hold_out(train, data, sources)
 
 
@@ -108,10 +108,10 @@ def _hold_out(prompts: list[Prompt], data: DataConfig, sources: Sequence[Source]
     held_out = {*order[: data.validation_size].tolist()}
     validation = [prompt for i, prompt in enumerate(prompts) if i in held_out]
     train = [prompt for i, prompt in enumerate(prompts) if i not in held_out]
-    return Splits(_first(train, data), validation)
+    return Splits(within_train_size(train, data), validation)
 
 
-def _first(prompts: list[Prompt], data: DataConfig) -> list[Prompt]:
+def within_train_size(prompts: list[Prompt], data: DataConfig) -> list[Prompt]:
     """Return `data.train_size` prompts at most, as if the sets gave one at a time, each as often as it weighs."""
     weights: dict[str, float] = {**Counter(prompt.data_set for prompt in prompts)}
     weights |= {name: source.weight for name, source in data.train.items() if source.weight is not None}
