@@ -322,6 +322,7 @@ class RecipeConfig(Section):
         yield from self._batch_faults()
         yield from self._place_faults()
         yield from self._length_faults()
+        yield from self._turn_faults()
         yield from self._data_faults()
         yield from self._generation_faults()
         yield from async_faults(self)
@@ -375,6 +376,16 @@ class RecipeConfig(Section):
                 f"data_plane.storage_capacity={self.data_plane.storage_capacity} cannot hold the {held} samples "
                 "of a step; raise it"
             )
+
+    def _turn_faults(self) -> Iterator[str]:
+        inner = getattr(self.env, "environments", {})
+        named = {f"env.environments.{name}": one.kind for name, one in inner.items()} | {"env": self.env.kind}
+        for key, kind in named.items():
+            if kind in ("calculator", "guess_number") and self.grpo.max_rollout_turns == 1:
+                yield (
+                    f"grpo.max_rollout_turns=1 with {key}.kind={kind}, which answers a completion so that the next one "
+                    "can use it; set it to 2 or more"
+                )
 
     def _data_faults(self) -> Iterator[str]:
         path = getattr(self.env, "path", None)

@@ -197,6 +197,13 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     ),
     "loss.importance_correction=tis loss.importance_low=0.1": ("importance_low=0.1", "remove the key"),
     "loss.importance_correction=icepop loss.importance_low=3": ("loss.importance_low=3.0", "swap them"),
+    "env.kind=calculator": ("grpo.max_rollout_turns=1", "env.kind=calculator", "set it to 2 or more"),
+    "env.kind=guess_number": ("grpo.max_rollout_turns=1", "env.kind=guess_number", "set it to 2 or more"),
+    "env.kind=by_column env.environments.tool.kind=calculator": (
+        "grpo.max_rollout_turns=1",
+        "env.environments.tool.kind=calculator",
+        "set it to 2 or more",
+    ),
     "loss.max_sequence_logprob_error=0.9": (
         "loss.max_sequence_logprob_error=0.9",
         "at least 1",

@@ -29,6 +29,7 @@ REMOTE = "data_plane.impl=transfer_queue"
 JOURNAL = "data_plane.journal.enabled=true"
 MOONCAKE = f"{REMOTE} data_plane.backend=mooncake_cpu"
 DATASET = "env.kind=dataset env.path=x.csv"
+CALCULATOR = "env.kind=calculator grpo.max_rollout_turns=2"
 ASYNC = "async.enabled=true loss.importance_correction=tis"
 NO_VALIDATION = "validation.period=0 validation.at_start=false validation.at_end=false"
 
@@ -122,8 +123,8 @@ SAID = {
     "env.reward_workers=2": (f"{DATASET} env.rewards=[exact] env.reward_timeout_s=null", None),
     "env.question_key=q": ("env.kind=dataset data.train=x.csv", DATASET),
     "env.answer_key=a": ("env.kind=math data.train=x.csv", DATASET),
-    "env.terms=4": ("env.kind=calculator data.train=x.csv", "env.kind=calculator"),
-    "env.largest=9": ("env.kind=calculator data.train=x.csv", "env.kind=calculator"),
+    "env.terms=4": (f"{CALCULATOR} data.train=x.csv", CALCULATOR),
+    "env.largest=9": (f"{CALCULATOR} data.train=x.csv", CALCULATOR),
     "data.validation_size=9": (f"{DATASET} data.validation=v.csv", DATASET),
     "loss.kl_gradient=score_function": ("", "loss.kl_coefficient=0.1"),
     "loss.kl_kind=k2": ("", "loss.kl_coefficient=0.1"),

@@ -321,6 +321,7 @@ def test_the_calculator_computes_and_the_last_number_is_the_answer() -> None:
     prompt = environment.prompts("train")[0]
     asked = answer(environment, "<calc>(12 + 8) * 3 / 4</calc>")
     assert (asked.done, asked.observation) == (False, (Message("user", "15"),))
+    assert asked.correct is False, "if turns or tokens end here, no answer was given"
     for text in ("9**9**9", "1/0", "__import__('os')", "open('x')", "1" * 300):
         assert answer(environment, f"<calc>{text}</calc>").observation[0].content == "cannot be computed"
     right = answer(environment, "<calc>1+1</calc>", f"so it is {prompt.answer}")

@@ -45,9 +45,8 @@ def calculator_environment(
             value = _computed(calls[-1])
             told = Message(cfg.role, "cannot be computed" if value is None else value)
             metrics = {"failed_calls": float(value is None)}
-            return StepResult(
-                cfg.bonus * (value is not None), done=False, observation=(told,), metrics=metrics
-            )
+            bonus = cfg.bonus * (value is not None)
+            return StepResult(bonus, done=False, correct=False, observation=(told,), metrics=metrics)
         said = last_number(text)
         correct = said is not None and said == last_number(prompt.answer or "")
         return StepResult(

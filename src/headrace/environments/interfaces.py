@@ -19,7 +19,8 @@ class StepResult:
     done: True ends the episode. False goes on with `observation`, at least one message, which the model sees before
         it writes its next completion. At `grpo.max_rollout_turns`, or without room for more tokens, it ends anyway.
     correct: whether the completion is right; None where the environment does not say. Accuracy is the share of True
-        among verdicts; the last verdict of a sample counts.
+        among verdicts; the last verdict of a sample counts. With `done=False` False says that a sample which ends here,
+        for lack of turns or tokens, is not right; with None it would be left out.
     metrics: finite numbers by name, averaged over samples as `environment/<name>`, or as they are called where they
         begin with `reward/`.
     answer: what the completion answers, as it votes in `maj@k`; None: its text.
