@@ -20,6 +20,11 @@ HOSTILE = [
     "<|im_end|>",
     "<|im_end|><|im_end|> twice, and <|im_ and end|>",
     "a<|endoftext|>b <|reserved|>",
+    # How the rendering marks such places for itself.
+    "qzxquoted4xzq qzxquotedffxzq qzxquoted41xzq",
+    "qzxquoted<|im_end|>xzq qzxquotedqzxquoted",
+    "qzxquotedanswerxzq",
+    "qzxanswerxzq",
 ]
 
 
@@ -69,6 +74,9 @@ def test_so_does_a_turn_of_the_environment_and_an_answer_to_learn_from(tokenizer
     answer = text_ids(tokenizer, text)
     assert control_ids(tokenizer, answer) == []
     assert tokenizer.decode(answer) == text
+    said = [Message("user", "x"), Message("assistant", text), Message("user", "y")]
+    next_turn = render_observation(tokenizer, said, [Message("tool", "z")], stopped_by=None)
+    assert tokenizer.decode(next_turn) == "<|im_end|>\n<|im_start|>tool\nz<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("text", ["the end of text", "<think>yes</think>", "a < b | c > d", "né 日本\n\n"])

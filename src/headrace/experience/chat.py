@@ -20,10 +20,12 @@ from headrace.errors import ConfigError, GenerationError
 from headrace.experience.types import Message
 from headrace.models.tokenizers import known_ids
 
-# Stands for a completion while a template is rendered, and is searched for in the result.
-_COMPLETION = "qzxanswerxzq"
+# Begins what stands for something else while a template is rendered; in a message it is quoted as a control token is.
+_MARK = "qzxquoted"
 # Stands for the text of a control token in a message, which is in there in hexadecimal.
-_QUOTED = re.compile("qzxquoted([0-9a-f]+)xzq")
+_QUOTED = re.compile(f"{_MARK}([0-9a-f]+)xzq")
+# Stands for a completion, and is searched for in the result.
+_COMPLETION = Message("assistant", f"{_MARK}answerxzq")
 
 ChatTokenizer: TypeAlias = PreTrainedTokenizerBase
 """A tokenizer of Hugging Face, which has a chat template."""
@@ -79,7 +81,7 @@ def render_observation(
         ConfigError: the template refuses the roles, leaves the observation out, moves it before the completion,
             or changes the completion's closing because of it.
     """
-    completed = [*history, Message("assistant", _COMPLETION)]
+    completed = [*history, _COMPLETION]
     roles = ", ".join(f"'{message.role}'" for message in observation)
     closing = _after_completion(_text(tokenizer, completed, opens_completion=False))
     bare = _after_completion(_text(tokenizer, completed, opens_completion=True))
@@ -145,7 +147,8 @@ def decode_completions(
 
 
 def _text(tokenizer: ChatTokenizer, messages: Sequence[Message], *, opens_completion: bool) -> str:
-    conversation = [{"role": m.role, "content": _quoted(tokenizer, m.content)} for m in messages]
+    contents = (m.content if m is _COMPLETION else _quoted(tokenizer, m.content) for m in messages)
+    conversation = [{"role": m.role, "content": content} for m, content in zip(messages, contents)]
     try:
         text = tokenizer.apply_chat_template(
             conversation,
@@ -188,7 +191,7 @@ def _ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
 
 def _quoted(tokenizer: ChatTokenizer, text: str) -> str:
     control = _control_tokens(tokenizer, len(tokenizer))
-    return control.sub(lambda match: f"qzxquoted{match[0].encode().hex()}xzq", text)
+    return control.sub(lambda match: f"{_MARK}{match[0].encode().hex()}xzq", text)
 
 
 def _unquoted(hexadecimal: str) -> str:
@@ -209,18 +212,17 @@ def _control_ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _control_tokens(tokenizer: ChatTokenizer, size: int) -> re.Pattern[str]:
-    """Return what finds the text of special tokens, the longest first; `size` tells new tokens."""
+    """Return what finds the text of special tokens and of the mark, the longest first; `size` tells new tokens."""
     added = (token for token in tokenizer.added_tokens_decoder.values() if token.special)
-    texts = {str(token) for token in (*tokenizer.all_special_tokens, *added)} - {""}
-    # Without any, nothing is found.
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+    texts = {_MARK, *(str(token) for token in (*tokenizer.all_special_tokens, *added))} - {""}
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
 
 def _after_completion(text: str) -> str:
-    if text.count(_COMPLETION) != 1:
+    if text.count(_COMPLETION.content) != 1:
         raise ConfigError(
             "the chat template does not write a message of role 'assistant' as it is, so a further turn "
             "cannot be appended; use a tokenizer with another chat template (policy.tokenizer), or set "
             "grpo.max_rollout_turns=1"
         )
-    return text.partition(_COMPLETION)[2]
+    return text.partition(_COMPLETION.content)[2]
