@@ -15,6 +15,7 @@ from full_disk import files_of_at_most
 from headrace.algorithms.run import train
 from headrace.config import RecipeConfig
 from headrace.errors import ConfigError, WriteError
+from headrace.utils.run_state import recipe_changes
 from recorder import NeverStop, Recorder
 from tiny_recipe import tiny_recipe
 
@@ -83,6 +84,20 @@ def test_an_answer_that_changed_is_seen_too(trained: Path) -> None:
     with pytest.raises(ConfigError, match=r"the (training|held-out) prompts \((\d+) then, \2 now\) are not"):
         run(trained, 2)
     write_data(trained, WORDS)
+
+
+def test_a_resumed_run_says_that_prompts_come_in_another_order_or_by_other_weights(tmp_path: Path) -> None:
+    def recipe(weight: float, order: str | None) -> dict[str, Any]:
+        values = tiny_recipe(tmp_path).model_dump(mode="json")
+        values["env"] = {"kind": "dataset"}
+        values["data"] = {"train": {"a": {"path": "a.jsonl", "weight": weight}}, "order": order}
+        return RecipeConfig.model_validate(values).model_dump(mode="json")
+
+    changes = recipe_changes(recipe(1.0, None), recipe(2.0, "my:order"), allowed=False)
+    assert {str(c): c.matters for c in changes} == {
+        "data.train.a.weight 1.0 -> 2.0": True,
+        "data.order null -> my:order": True,
+    }
 
 
 def test_a_file_that_was_moved_is_the_same_data(trained: Path) -> None:

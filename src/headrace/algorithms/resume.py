@@ -22,7 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 def prompts_state(environment: Environment) -> PromptsState:
-    """Return a count and a digest of each split: of every prompt's messages and answer, in order."""
+    """Return a count and a digest of each split: of every prompt's messages and answer, in order.
+
+    It is for the split alone: so that none is measured on what it was trained on. Other columns change a reward as code
+    of one's own does, and neither is compared; weights and `data.order` are keys of the recipe, whose changes are told.
+    """
     splits = {}
     for split in ("train", "validation"):
         prompts, digest = environment.prompts(split), hashlib.blake2b(digest_size=16)
