@@ -278,6 +278,16 @@ def test_an_environment_whose_rows_are_all_beyond_train_size_makes_no_prompts_of
     assert Counter(p.info["task"] for p in environment.prompts("train")) == {"qa": 9, "sums": 1}
 
 
+@pytest.mark.parametrize("value", [["qa"], {"name": "qa"}, None, 3])
+def test_a_column_that_holds_no_name_of_an_environment_is_one_line(tmp_path: Path, value: object) -> None:
+    rows = [{"prompt": f"{n}", "answer": "x", "task": "qa" if n < 3 else value} for n in range(6)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = ByColumnConfig.model_validate({"environments": {"qa": {"kind": "dataset"}}})
+    data = DataConfig.model_validate({"train": str(tmp_path / "x.jsonl"), "validation_size": 1})
+    with pytest.raises(ConfigError, match=r"x, line \d: column 'task' is .*expected one of qa"):
+        build_environment(cfg, data, seed=0)
+
+
 def test_an_inner_environment_that_no_row_names_reads_its_own_file(tmp_path: Path) -> None:
     rows = [{"q": f"{n}", "answer": "x"} for n in range(9)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -64,7 +64,7 @@ def _by_column(cfg: ByColumnConfig, data: DataConfig, seed: int, splits: Splits 
     """Build each environment over the prompts of `data` that name it; one that none names has its own."""
     whole = data.model_copy(update={"train_size": None})
     read = read_splits(whole, task=cfg.kind) if data.train else Splits([], [])
-    names = {prompt.info.get(cfg.column) for prompt in (*read.train, *read.validation)}
+    names = {str(prompt.info.get(cfg.column)) for prompt in (*read.train, *read.validation)}
     read = Splits(within_train_size(read.train, data), read.validation)
     _check_names(cfg, read)
     bare = data.model_copy(update={"train": {}, "validation": {}})
@@ -109,7 +109,8 @@ def _check_inner(where: str, inner: EnvironmentConfig, named: bool) -> None:
 
 def _check_names(cfg: ByColumnConfig, splits: Splits) -> None:
     for prompt in (*splits.train, *splits.validation):
-        if (name := prompt.info.get(cfg.column)) not in cfg.environments:
+        name = prompt.info.get(cfg.column)
+        if not isinstance(name, str) or name not in cfg.environments:
             raise ConfigError(
                 f"{prompt.data_set}, {prompt.place}: column '{cfg.column}' is {name!r}; expected one of "
                 f"{', '.join(cfg.environments)} (env.environments), or set env.column to another"
