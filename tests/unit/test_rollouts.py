@@ -10,7 +10,7 @@ import torch
 
 from headrace.environments.interfaces import StepResult
 from headrace.errors import ConfigError, GenerationError, RewardError
-from headrace.experience.rollouts import RolloutSettings, group_ids, run_rollouts
+from headrace.experience.rollouts import RolloutSettings, group_ids, run_rollouts, tell_of_one_turn
 from headrace.experience.types import Message, Prompt
 from headrace.models.generation.interfaces import GenerationOutput, SamplingParams
 from headrace.utils.seeding import derive_seed
@@ -42,6 +42,18 @@ def play(
         **options,
     )
     return Played(*played)
+
+
+def test_an_environment_that_goes_on_where_one_turn_is_all_is_told_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tell_of_one_turn.cache_clear()
+    play()
+    assert caplog.messages == []
+    for _ in range(2):
+        play(settings=replace(SETTINGS, max_turns=1))
+    (told,) = caplog.messages
+    assert "grpo.max_rollout_turns=1 ends it there" in told
 
 
 @pytest.mark.parametrize("max_total_tokens", [12, 16, 24, 64])

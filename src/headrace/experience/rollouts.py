@@ -5,9 +5,11 @@
 All samples that are still active take a turn together: one `generate` and one `step` of the environment.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -29,6 +31,8 @@ from headrace.experience.scoring import score_group
 from headrace.experience.types import Message, Prompt, Rollout
 from headrace.models.generation.interfaces import GenerationOutput, Generator, SamplingParams, sampling_params
 from headrace.utils.seeding import derive_seed
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,11 +102,22 @@ def run_rollouts(
         calls.append(metrics)
         _append_completions(active, output, tokenizer, sampling)
         results = score_group(environment, active)
+        if settings.max_turns == 1 and not all(result.done for result in results):
+            tell_of_one_turn()
         is_last = turn + 1 == settings.max_turns
         active = [] if is_last else _append_observations(active, results, tokenizer, settings)
         if not active:
             break
     return rollouts, combine_calls(calls)
+
+
+@lru_cache(maxsize=1)
+def tell_of_one_turn() -> None:
+    """Say, once in a process, that the environment would go on."""
+    logger.warning(
+        "the environment goes on with a conversation after its first turn, and grpo.max_rollout_turns=1 ends it there; "
+        "raise it for more turns"
+    )
 
 
 def render_with_room(tokenizer: ChatTokenizer, prompt: Prompt, max_total_tokens: int) -> list[int]:
