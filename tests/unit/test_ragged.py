@@ -67,6 +67,34 @@ def test_layouts_of_one_batch_share_the_offsets_that_they_have_on_a_device() -> 
     assert wider.offsets_on(device) is given
 
 
+def test_a_layout_copies_by_offsets_of_its_own_whatever_became_of_those_that_fit() -> None:
+    apart = torch.tensor([[0, 9], [2, 9], [6, 9]])[:, 0]
+    for given_offsets in (apart, apart.to(torch.int32), apart.clone()):
+        layout = RowLayout([2, 4])
+        assert layout.fits(given_offsets, given_offsets)
+        assert layout.offsets_on(torch.device("cpu")).is_contiguous()
+        given_offsets += 1000
+        padded = layout.pad(torch.arange(6))
+        assert padded.tolist() == [[0, 1, 0, 0], [2, 3, 4, 5]]
+        assert layout.strip(padded).tolist() == list(range(6))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_offsets_and_lengths_that_lie_apart_in_memory_come_out_side_by_side(dtype: torch.dtype) -> None:
+    table = torch.tensor([[0, 2], [3, 1], [6, 0]], dtype=dtype)
+    for nested, rows in (
+        (torch.nested.nested_tensor_from_jagged(torch.arange(6), table[:, 0]), [[0, 1, 2], [3, 4, 5]]),
+        (
+            torch.nested.nested_tensor_from_jagged(torch.arange(6), table[:, 0], lengths=table[:2, 1]),
+            [[0, 1], [3]],
+        ),
+    ):
+        values, offsets, _ = ragged_from_nested(nested)
+        assert offsets.dtype == torch.int64
+        assert offsets.is_contiguous()
+        assert [row.tolist() for row in cut(values, offsets)] == rows
+
+
 @given(ragged_cases(), st.data())
 def test_rows_are_gathered_in_any_order_with_repeats(case: RaggedCase, data: st.DataObject) -> None:
     rows = unpad(case.padded, case.lengths)

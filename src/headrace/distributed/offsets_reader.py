@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.nested._internal.nested_tensor import NestedTensor
 
+from headrace.errors import SchemaError
+
 _Read = dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -20,9 +22,11 @@ class OffsetsReader:
     """The last offsets of rows that lie back to back, and their tokens: columns share them."""
 
     def __call__(self, offsets: torch.Tensor) -> torch.Tensor:
-        """Return integers (n,) as int64 on the CPU; the same object for the same memory."""
+        """Return integers (n,) as contiguous int64 on the CPU; of a device, the same object for the same memory."""
+        if not holds_integers(offsets):
+            raise SchemaError(f"offsets or lengths of rows are of dtype {offsets.dtype}; expected integers")
         if offsets.is_cpu:
-            return offsets.to(torch.int64)
+            return offsets.to(torch.int64).contiguous()
         key = _memory(offsets)
         if key not in self._read:
             self._fetch([offsets, *_index_tensors(self.columns)])
@@ -35,11 +39,20 @@ class OffsetsReader:
             by_device[part.device][_memory(part)] = part
         for parts in by_device.values():
             whole = [part.to(torch.int64) for part in parts.values()]
-            joined = (torch.cat(whole) if len(whole) > 1 else whole[0]).cpu()
+            joined = (torch.cat(whole) if len(whole) > 1 else whole[0]).cpu().contiguous()
             pieces = torch.split(joined, [len(part) for part in parts.values()])
             for (key, part), piece in zip(parts.items(), pieces):
                 # The entry holds the tensor, so that its memory stays its own.
                 self._read[key] = (part, piece.clone() if len(parts) > 1 else joined)
+
+
+def holds_integers(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def is_int64_piece(offsets: torch.Tensor) -> bool:
+    """Return whether code that is given the address of offsets finds them there: int64, one after the other."""
+    return offsets.dtype == torch.int64 and offsets.is_contiguous()
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from headrace.distributed.offsets_reader import OffsetsReader
+from headrace.distributed.offsets_reader import OffsetsReader, holds_integers, is_int64_piece
 from headrace.distributed.ragged_cpu import Bytes, Ints, PadValue, join_spans, pad_element, pad_rows
 from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
@@ -55,8 +55,7 @@ def memory_of(tensor: torch.Tensor) -> Bytes:
 def row_lengths(lengths: torch.Tensor | Sequence[int], read: OffsetsReader | None = None) -> torch.Tensor:
     """Return lengths as int64 (N,) on the CPU, brought there by `read` if it is given."""
     if isinstance(lengths, torch.Tensor):
-        whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
-        if lengths.dim() != 1 or not whole:
+        if lengths.dim() != 1 or not holds_integers(lengths):
             raise SchemaError(
                 f"lengths have shape {tuple(lengths.shape)} and dtype {lengths.dtype}; expected integers (N,)"
             )
@@ -113,7 +112,9 @@ class RowLayout:
         self.rows = len(self.lengths)
         self.longest = int(self.lengths.numpy().max(initial=0))
         self.offsets = offsets_from_lengths(self.lengths)
+        # Copies on the CPU go by these alone: `offsets` may become a caller's, who may write to them.
         self._offsets: Ints = self.offsets.numpy()
+        self._address = self.offsets.data_ptr()
         self.total = int(self._offsets[-1])
         self.width = self.longest if width is None else width
         if self.longest > self.width:
@@ -138,12 +139,14 @@ class RowLayout:
     def fits(self, offsets: torch.Tensor, device_offsets: torch.Tensor | None = None) -> bool:
         """Return whether offsets on the CPU are the layout's.
 
-        If so, the first ones become its own, and `offsets_on` returns those on a device, unless others are in use.
+        If so, the first ones that are contiguous int64 become its own, and `offsets_on` returns those on a device,
+        unless others are in use.
         """
         if self.offsets is not offsets and not torch.equal(self.offsets, offsets):
             return False
-        self.offsets = self._on_device.setdefault(offsets.device, offsets)
-        if device_offsets is not None:
+        if is_int64_piece(offsets):
+            self.offsets = self._on_device.setdefault(offsets.device, offsets)
+        if device_offsets is not None and is_int64_piece(device_offsets):
             self._on_device.setdefault(device_offsets.device, device_offsets)
         return True
 
@@ -169,8 +172,8 @@ class RowLayout:
         filler = element * (self.width * step // len(element)) if element else None
         source, out = values.contiguous(), _fresh(shape, values.dtype)
         if kernel := load_kernel():
-            offsets, span = self.offsets.data_ptr(), self.width * step
-            kernel.pad(source.data_ptr(), offsets, self.rows, step, span, filler, out.data_ptr())
+            span = self.width * step
+            kernel.pad(source.data_ptr(), self._address, self.rows, step, span, filler, out.data_ptr())
         else:
             pad_rows(byte_view(source), self._offsets * step, filler, byte_view(out))
         return out
@@ -197,8 +200,7 @@ class RowLayout:
         out = _fresh(shape, padded.dtype)
         row_step, step = source.stride(0) * source.itemsize, prod(padded.shape[2:]) * source.itemsize
         if kernel := load_kernel():
-            offsets = self.offsets.data_ptr()
-            kernel.strip(source.data_ptr(), row_step, offsets, self.rows, step, out.data_ptr())
+            kernel.strip(source.data_ptr(), row_step, self._address, self.rows, step, out.data_ptr())
         else:
             starts, sizes = np.arange(self.rows) * row_step, self.lengths.numpy() * step
             join_spans(memory_of(source), starts, sizes, byte_view(out))
@@ -251,9 +253,12 @@ def gather_spans(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tens
 
 
 def _check_spans(first: Ints, sizes: Ints, total: int) -> None:
-    if not len(sizes) or (first.min() >= 0 and sizes.min() >= 0 and (first + sizes).max() <= total):
+    if len(first) != len(sizes):
+        raise SchemaError(f"{len(first)} starts and {len(sizes)} lengths of spans; expected as many of each")
+    # Not by their sum, which may be more than 64 bits hold.
+    if not len(sizes) or (first.min() >= 0 and sizes.min() >= 0 and (first <= total - sizes).all()):
         return
-    row = int(np.flatnonzero((first < 0) | (sizes < 0) | (first + sizes > total))[0])
+    row = int(np.flatnonzero((first < 0) | (sizes < 0) | (first > total - sizes))[0])
     raise SchemaError(
         f"row {row} begins at token {int(first[row])} and has {int(sizes[row])} tokens; there are {total} tokens, so "
         "the offsets do not fit the values"
@@ -339,7 +344,7 @@ def nested_from_ragged(
 
 
 def ragged_from_nested(nested: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return (values, offsets, ragged dimension) of a nested tensor; offsets start at 0 and lie on the CPU.
+    """Return (values, offsets, ragged dimension) of a nested tensor; offsets start at 0: contiguous int64 on the CPU.
 
     Values are a view where the rows lie back to back, and a copy otherwise. Tokens are their first dimension.
     """
@@ -364,15 +369,15 @@ def take_apart(
     if ragged_dim != 1:
         values = values.movedim(ragged_dim - 1, 0)
     held, lengths = jagged._offsets, jagged._lengths
-    offsets: torch.Tensor = held if held.is_cpu and held.dtype == torch.int64 else read(held)
+    is_piece = is_int64_piece(held)
+    offsets: torch.Tensor = held if is_piece and held.is_cpu else read(held)
     total = values.shape[0]
     if lengths is None and (read.whole[0] is not offsets or read.whole[1] != total):
         bounds: Ints = offsets.numpy()
         if bounds[0] == 0 and bounds[-1] == total and (bounds[1:] >= bounds[:-1]).all():
             read.whole = offsets, total
     if lengths is None and read.whole[0] is offsets and read.whole[1] == total:
-        shared = None if held.is_cpu or held.dtype != torch.int64 else held
-        return values, offsets, ragged_dim, shared
+        return values, offsets, ragged_dim, held if is_piece and not held.is_cpu else None
     # torch takes any offsets, and copies by address would follow them out of the values: this checks them.
     sizes = offsets.diff() if lengths is None else read(lengths)
     gathered = gather_spans(values, offsets[: len(sizes)], sizes)
