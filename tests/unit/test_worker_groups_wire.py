@@ -18,6 +18,7 @@ from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.schema import FIELDS
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.multimodal import PackedTensor
+from headrace.distributed.ragged import nested_from_ragged, ragged_from_nested
 from headrace.distributed.worker_groups.wire import Payload, decode, encode, receive, registered, send
 
 DTYPES = [
@@ -91,6 +92,87 @@ def test_a_tensor_received_can_be_written_to() -> None:
     assert back.tolist() == [1, 1, 1, 1]
 
 
+def jagged(offsets: list[int], lengths: list[int] | None = None) -> torch.Tensor:
+    given = None if lengths is None else torch.tensor(lengths)
+    return torch.nested.nested_tensor_from_jagged(torch.arange(9), torch.tensor(offsets), lengths=given)
+
+
+@pytest.mark.parametrize(
+    ("sent", "rows"),
+    [
+        (jagged([0, 4, 9]), [[0, 1, 2, 3], [4, 5, 6, 7, 8]]),
+        (jagged([0, 4, 9], [2, 0]), [[0, 1], []]),
+        (jagged([5, 5, 7]), [[], [5, 6]]),
+        (
+            torch.nested.narrow(
+                torch.arange(8).view(2, 4), 1, torch.tensor([0, 1]), torch.tensor([2, 2]), layout=torch.jagged
+            ),
+            [[0, 1], [5, 6]],
+        ),
+        (
+            torch.nested.nested_tensor_from_jagged(
+                torch.arange(5), torch.tensor([[0, 7], [2, 7], [5, 7]])[:, 0]
+            ),
+            [[0, 1], [2, 3, 4]],
+        ),
+        (
+            nested_from_ragged(torch.arange(10).view(5, 2), torch.tensor([0, 2, 5]), ragged_dim=2),
+            [[[0, 2], [1, 3]], [[4, 6, 8], [5, 7, 9]]],
+        ),
+        (
+            nested_from_ragged(torch.arange(2.0, requires_grad=True), torch.tensor([0, 0, 2])),
+            [[], [0.0, 1.0]],
+        ),
+        (nested_from_ragged(torch.empty(0, 3), torch.tensor([0])), []),
+    ],
+    ids=["whole", "lengths", "part of the values", "narrow", "apart", "ragged last", "weight", "no rows"],
+)
+def test_a_jagged_tensor_arrives_with_its_rows_whatever_holds_them(
+    sent: torch.Tensor, rows: list[Any]
+) -> None:
+    back = decode(encode({"rows": sent}))["rows"]
+    assert [row.tolist() for row in back.unbind()] == rows
+    assert (back.dtype, back.dim(), back.requires_grad) == (sent.dtype, sent.dim(), False)
+    assert ragged_from_nested(back)[2] == ragged_from_nested(sent)[2]
+
+
+def test_columns_around_the_same_offsets_send_them_once_and_can_be_added_where_they_arrive() -> None:
+    offsets = torch.tensor([0, 2, 5])
+    payload = encode([nested_from_ragged(torch.full((5,), fill), offsets) for fill in (1.0, 2.0)])
+    assert len(payload.buffers) == 3
+    first, second = decode(payload)
+    assert (first + second).values().tolist() == [3.0] * 5
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_single_number_that_was_expanded_is_sent(shape: tuple[int, ...]) -> None:
+    assert decode(encode(torch.tensor(5.0).expand(shape))).tolist() == torch.full(shape, 5.0).tolist()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.ma.masked_array([1, 2, 3], [False, True, False]),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])[0],
+        np.array([("a", None)], dtype=[("a", "U1"), ("b", "O")]),
+        np.array(["text"], dtype=np.dtypes.StringDType()),
+    ],
+    ids=["masked", "fields", "a record", "objects in fields", "strings of any length"],
+)
+def test_arrays_that_are_more_than_their_numbers_are_refused(array: Any) -> None:
+    with pytest.raises(TypeError, match=r"array .* cannot be sent to a worker"):
+        encode({"column": array})
+
+
+@pytest.mark.parametrize("dtype", ["M8[ns]", "m8[D]", ">i4", "U3", "S3", "V3", "?", "f2", "c16"])
+def test_arrays_of_other_kinds_keep_their_dtype(dtype: str) -> None:
+    array = np.zeros((2, 2), dtype)
+    back = decode(encode([array, array[0, 0]]))
+    assert (back[0].dtype, back[0].tolist()) == (array.dtype, array.tolist())
+    assert (type(back[1]), back[1]) == (type(array[0, 0]), array[0, 0])
+
+
 @registered
 @dataclass(frozen=True)
 class Scale:
@@ -145,6 +227,15 @@ def test_names_that_rows_share_are_sent_once() -> None:
     mixed = [{"a": 1}, {"b": 2}, {}, {"a": 1, "b": 2}, {"b": 2, "a": 1}]
     assert [list(row.items()) for row in decode(encode(mixed))] == [list(row.items()) for row in mixed]
     assert decode(encode([{}, {}])) == [{}, {}]
+
+
+def test_keys_that_are_equal_and_not_the_same_stay_as_they_are() -> None:
+    rows = [{1: "a"}, {True: "b"}, {1.0: "c"}, {"a": 0}]
+    for first in rows:
+        for second in rows:
+            back = decode(encode([first, second]))
+            assert [list(map(type, row)) for row in back] == [list(map(type, row)) for row in (first, second)]
+            assert back == [first, second]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 A value is made of None, bool, int (64 bits), float, str, bytes, Path, lists, tuples, sets, dicts, tensors, arrays,
 objects of headrace's own classes, and functions and classes that are `registered`. An object goes by its state, and
 no constructor runs on the other side. A tensor sends the elements it shows, not the storage behind it, and arrives
-detached, contiguous, on the CPU.
+detached, contiguous, on the CPU; a jagged one with its rows back to back. Masked arrays and arrays of records are
+refused.
 """
 
 import os
@@ -24,6 +25,8 @@ import torch
 from pydantic import BaseModel
 
 from headrace.distributed.columns import object_array
+from headrace.distributed.offsets_reader import OffsetsReader
+from headrace.distributed.ragged import byte_view, nested_from_ragged, take_apart
 
 _FILE_BYTES = 1 << 20
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
@@ -143,6 +146,7 @@ class _Packer:
     def __init__(self) -> None:
         self.buffers: list[Bytes] = []
         self._tensors: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._read = OffsetsReader()
 
     def pack(self, value: Any) -> Any:
         kind = type(value)
@@ -190,22 +194,25 @@ class _Packer:
 
     def _new_tensor(self, value: torch.Tensor) -> Any:
         if value.is_nested and value.layout == torch.jagged:
-            return ["jagged", self.pack(value.values()), self.pack(value.offsets())]  # type: ignore[attr-defined]
+            values, offsets, ragged_dim, _ = take_apart(value, self._read)
+            return ["jagged", self.pack(values), self.pack(offsets), ragged_dim]
         plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided
         if not plain or value.is_nested or value.is_quantized:
             raise TypeError(
                 f"a {type(value).__qualname__} of layout {value.layout} cannot be sent to a worker"
             )
-        dense = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        self.buffers.append(dense.reshape(-1).view(torch.uint8).numpy())
-        return ["tensor", len(self.buffers) - 1, str(dense.dtype).removeprefix("torch."), list(dense.shape)]
+        self.buffers.append(byte_view(value.detach().cpu()))
+        return ["tensor", len(self.buffers) - 1, str(value.dtype).removeprefix("torch."), list(value.shape)]
 
     def _array(self, value: Any) -> Any:
         array = np.asarray(value)
-        if array.dtype == object:
+        is_masked = isinstance(value, np.ma.MaskedArray)
+        if array.dtype == object and not is_masked:
             return ["objects", list(array.shape), self.pack(array.ravel().tolist())]
-        if array.dtype.hasobject:
-            raise TypeError(f"an array of dtype {array.dtype} cannot be sent to a worker")
+        # What goes is the dtype's short name, which says nothing of fields.
+        if is_masked or array.dtype.hasobject or np.dtype(array.dtype.str) != array.dtype:
+            kind = "a masked array" if is_masked else "an array"
+            raise TypeError(f"{kind} of dtype {array.dtype} cannot be sent to a worker")
         # A copy where there are no dimensions, which have no other view as bytes.
         flat = array.tobytes() if array.ndim == 0 else np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self.buffers.append(np.frombuffer(flat, np.uint8))
@@ -269,8 +276,8 @@ class _Unpacker:
             self._tensors[index] = torch.from_numpy(buffer).view(kind).view(shape) if buffer.nbytes else empty
         return self._tensors[index]
 
-    def _jagged(self, values: Any, offsets: Any) -> torch.Tensor:
-        return torch.nested.nested_tensor_from_jagged(self.unpack(values), self.unpack(offsets))
+    def _jagged(self, values: Any, offsets: Any, ragged_dim: int) -> torch.Tensor:
+        return nested_from_ragged(self.unpack(values), self.unpack(offsets), ragged_dim)
 
     def _array(self, index: int, dtype: str, shape: list[int]) -> Any:
         return _writable(self._buffers[index]).view(np.dtype(dtype)).reshape(shape)
@@ -297,11 +304,13 @@ def _look_up(name: str) -> Any:
 
 
 def _shared_keys(items: list[Any]) -> list[Any]:
-    """Return the keys of two dicts or more that have the same ones in the same order; none if others are there."""
+    """Return the keys, texts, of two dicts or more that have the same in the same order; none if others are there."""
     if len(items) < 2 or any(type(item) is not dict for item in items):
         return []
     keys = list(items[0])
-    return keys if all(list(item) == keys for item in items) else []
+    # Others may be equal and not the same, as 1 and True are.
+    are_texts = set(map(type, keys)) == {str}
+    return keys if are_texts and all(map(keys.__eq__, map(list, items))) else []
 
 
 def _may_be_named(value: Any) -> bool:
