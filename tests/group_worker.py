@@ -107,6 +107,9 @@ class GroupWorker:
     def show(self) -> dict[str, Any]:
         return self.taken
 
+    def many(self, elements: int) -> torch.Tensor:
+        return torch.zeros(elements)
+
     def sleep(self, seconds: float) -> int:
         time.sleep(seconds)
         return self.rank

@@ -1,11 +1,13 @@
 """Worker groups, as processes of this machine and as Ray actors: one interface, one set of guarantees."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +212,39 @@ def test_arguments_that_cannot_be_sent_reach_no_worker(group: RemoteWorkerGroup)
     with pytest.raises(TypeError, match="cannot be sent to a worker"):
         group.run_sharded("tag", [1, lambda: None])
     assert group.run_sharded("tag", [1, 2]) == [(0, 1), (1, 2)]
+
+
+@contextmanager
+def no_free_descriptor() -> Iterator[None]:
+    """Let this process open nothing more for a moment."""
+    before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, before[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(
+    ("method", "given"), [("tag", torch.ones(1 << 20)), ("many", 1 << 20)], ids=["call", "answer"]
+)
+def test_a_call_that_breaks_off_on_its_way_ends_the_group_with_the_reason(method: str, given: Any) -> None:
+    group = start_spawn(lay_out_ranks(2))
+    pids = pids_of(group)
+    with no_free_descriptor(), pytest.raises(OSError, match="Too many open files"):
+        group.run_all(method, given)
+    for _ in range(2):
+        with pytest.raises(HeadraceError, match=r"the worker group is gone, OSError: .*Too many open files"):
+            group.run_all("place")
+    assert group.has_ended
+    assert wait_until_gone(pids)
+    group.shutdown()
 
 
 def test_ranks_of_a_replica_share_its_shard_and_only_the_leader_answers(start: Start) -> None:

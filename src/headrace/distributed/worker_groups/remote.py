@@ -4,6 +4,7 @@ When a rank fails, the others may wait for it in a collective. They get a short 
 group lives on. Otherwise it is ended, and every later call says why.
 """
 
+import sys
 import time
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from headrace.distributed.topology import RankLayout
-from headrace.distributed.worker_groups.failures import WorkerFailure, raise_failures
+from headrace.distributed.worker_groups.failures import WorkerFailure, describe_error, raise_failures
 from headrace.distributed.worker_groups.interfaces import WorkerGroup
 from headrace.distributed.worker_groups.rank import Answer, Call, RankSettings, Reply, WorkerSpec
 from headrace.distributed.worker_groups.wire import Payload, decode, encode
@@ -121,7 +122,10 @@ class RemoteWorkerGroup(WorkerGroup):
             )
         self._busy = method
         self.transferred_bytes += sum(call.arguments.nbytes for call in calls.values())
-        self._post(calls)
+        with ExitStack() as undo:
+            undo.callback(self._break_off, method, [])
+            self._post(calls)
+            undo.pop_all()
 
     def _answers(self, doing: str) -> Iterator[tuple[int, Payload]]:
         """Yield (rank, value) until every rank has answered; then raise what failed, if anything did."""
@@ -147,11 +151,21 @@ class RemoteWorkerGroup(WorkerGroup):
                     pending.discard(rank)
             finished = True
         finally:
-            # Not finished: an interrupt came between, and answers would be taken for those of the next call.
             self._busy = None
             if (pending or any(f.is_lost for f in failures)) and not self._ended:
-                why = failures[0].summary if failures else "a call was interrupted"
-                self._ended = f"{why} (in {doing})"
-                self._end(gently=False)
+                self._break_off(doing, failures)
         if finished and failures:
             raise_failures(failures, world_size=self.world_size, doing=doing, alone=self._alone)
+
+    def _break_off(self, doing: str, failures: Sequence[WorkerFailure]) -> None:
+        """End the group amid a call: answers that still come would be taken for those of the next call.
+
+        Without failures, an error of this process or an interrupt is on its way.
+        """
+        error, why = sys.exception(), "a call was interrupted"
+        if failures:
+            why = failures[0].summary
+        elif isinstance(error, Exception):
+            why = describe_error(0, error).summary
+        self._busy, self._ended = None, f"{why} (in {doing})"
+        self._end(gently=False)
