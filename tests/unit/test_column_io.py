@@ -301,6 +301,24 @@ def test_a_number_that_the_declared_dtype_cannot_hold_is_refused_by_row() -> Non
         pack_columns({"token_mask": [[1], [300]]}, lengths=[1, 1])
 
 
+@pytest.mark.parametrize("row", [[1e300, 1.0], [1, -(10**40)], [float("nan"), 3.5e38]], ids=str)
+def test_a_finite_number_does_not_become_infinite_in_a_column_of_floats(row: list[float]) -> None:
+    with pytest.raises(SchemaError, match=r"'advantages', row 1: values of torch.float64 that torch.float32"):
+        pack_columns({"advantages": [[0.5, 0.25], row]}, lengths=[2, 2])
+
+
+def test_numbers_of_a_column_of_floats_are_rounded_once_and_nan_and_infinity_stay() -> None:
+    rows = [[0.1, 2**24 + 1], [float("inf"), float("nan")]]
+    packed = pack_columns({"advantages": rows}, lengths=[2, 2])["advantages"].values()
+    assert packed[:3].tolist() == torch.tensor([0.1, 2**24, float("inf")]).tolist()
+    assert packed[3].isnan()
+
+
+def test_floats_that_are_whole_numbers_become_these_tokens() -> None:
+    packed = pack_columns({"input_ids": [[2.0**24 + 1, 3]]}, lengths=[2])["input_ids"].values()
+    assert packed.tolist() == [2**24 + 1, 3]
+
+
 def test_a_per_token_column_needs_lengths_and_others_do_not() -> None:
     client = LocalDataPlaneClient()
     meta = KVBatchMeta("train", "train", IDS)

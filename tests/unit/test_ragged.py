@@ -292,11 +292,47 @@ def test_values_that_do_not_match_the_lengths_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pad_value", "dtype"), [(-1, torch.uint8), (300, torch.uint8), (0.5, torch.int64), (2, torch.bool)]
+    ("pad_value", "dtype"),
+    [
+        (-1, torch.uint8),
+        (300, torch.uint8),
+        (2**70, torch.uint8),
+        (0.5, torch.int64),
+        (2, torch.bool),
+        (1e6, torch.float16),
+        (-65_520, torch.float16),
+        (1e39, torch.bfloat16),
+        (1e300, torch.float32),
+        (10**400, torch.float64),
+        (1e6, torch.float8_e4m3fn),
+        (float("inf"), torch.float8_e4m3fn),
+    ],
+    ids=lambda value: str(value)[:12],
 )
 def test_a_pad_value_that_the_dtype_cannot_hold_is_refused(pad_value: float, dtype: torch.dtype) -> None:
     with pytest.raises(SchemaError, match="does not fit"):
         pad_ragged(torch.zeros(1, dtype=dtype), torch.tensor([0, 1, 1]), 2, pad_value)
+
+
+@pytest.mark.parametrize(
+    ("pad_value", "dtype", "written"),
+    [
+        (65_504, torch.float16, 65_504.0),
+        (0.1, torch.float16, 0.0999755859375),
+        (1e-30, torch.float16, 0.0),
+        (float("-inf"), torch.float16, float("-inf")),
+        (-448.0, torch.float8_e4m3fn, -448.0),
+        (2**24 + 1, torch.float32, 2.0**24),
+        (True, torch.bfloat16, 1.0),
+    ],
+)
+def test_a_pad_value_of_floating_point_is_rounded(
+    pad_value: float, dtype: torch.dtype, written: float
+) -> None:
+    padded = pad_ragged(torch.zeros(1, dtype=dtype), torch.tensor([0, 1, 1]), 1, pad_value)
+    assert padded.to(torch.float64).tolist() == [[0.0], [written]]
+    nan = pad_ragged(torch.zeros(1, dtype=dtype), torch.tensor([0, 1, 1]), 1, float("nan"))
+    assert nan.to(torch.float64).isnan().tolist() == [[False], [True]]
 
 
 @settings(max_examples=20)

@@ -259,14 +259,30 @@ def _as_row(name: str, value: Any) -> torch.Tensor:
 
 
 def _declared_row(name: str, row: int, value: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return one row of a declared column; Python numbers take its dtype if that keeps their values."""
+    """Return one row of a declared column; Python numbers take its dtype if that keeps their values.
+
+    A dtype of floating point has the nearest values, for numbers up to its largest.
+    """
     if _is_numeric(value):
         return _as_row(name, value)
     try:
-        plain = torch.tensor(value)
+        plain = torch.tensor(value, dtype=torch.float64 if dtype.is_floating_point else None)
+        # By itself torch takes floats in single precision, which has other whole numbers near 2**24.
+        exact = torch.tensor(value, dtype=torch.float64) if plain.dtype == torch.float32 else plain
     except (TypeError, ValueError, RuntimeError) as error:
         raise SchemaError(f"column '{name}', row {row}: {error}; expected numbers") from error
-    cast = plain.to(dtype)
-    if not dtype.is_floating_point and not bool((cast.to(plain.dtype) == plain).all()):
+    cast = exact.to(dtype)
+    if not _keeps(cast, exact):
         raise SchemaError(f"column '{name}', row {row}: values of {plain.dtype} that {dtype} cannot hold")
     return cast
+
+
+def _keeps(cast: torch.Tensor, exact: torch.Tensor) -> bool:
+    if not cast.is_floating_point():
+        return bool((cast.to(exact.dtype) == exact).all())
+    largest, count = torch.finfo(cast.dtype).max, exact.numel()
+    # Mostly the ends say it, which is fast; with a NaN they do not.
+    ends = (exact,) if count == 1 else (exact.max(), exact.min()) if count else ()
+    if all(abs(end.item()) <= largest for end in ends):
+        return True
+    return not bool(((exact.abs() > largest) & exact.isfinite()).any())

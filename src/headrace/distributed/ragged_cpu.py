@@ -14,13 +14,15 @@ PadValue = int | float | bool
 
 
 def pad_element(pad_value: PadValue, dtype: torch.dtype) -> torch.Tensor:
-    """Return the pad value as a 0-D tensor on the CPU."""
-    inexact = dtype.is_floating_point or dtype.is_complex
+    """Return the pad value as a 0-D tensor on the CPU; one of floating point is the nearest that its dtype has."""
     try:
         element = torch.full((), pad_value, dtype=dtype)
-    except RuntimeError as error:
+    except (RuntimeError, OverflowError) as error:
         raise SchemaError(f"pad value {pad_value} does not fit in {dtype}") from error
-    if not inexact and element.item() != pad_value:
+    held = element.item()
+    is_one = held == pad_value or (held != held and pad_value != pad_value)  # NaN equals nothing
+    is_inexact = dtype.is_floating_point or dtype.is_complex
+    if not is_one and not (is_inexact and abs(pad_value) <= torch.finfo(dtype).max):
         raise SchemaError(f"pad value {pad_value} does not fit in {dtype}")
     return element
 
