@@ -1,4 +1,6 @@
 import pickle
+import sys
+import threading
 from copy import copy
 from itertools import pairwise
 
@@ -207,3 +209,28 @@ def test_shards_of_many_rows_have_the_rows_of_small_ones_also_after_a_pickle_and
     (part, *_), empty = cut_meta(meta, order, bounds), cut_meta(meta, order, bounds)[1]
     assert empty.subset([]).sample_ids == []
     assert copy(part).subset([1]).sample_ids == [ids[order[1]]]
+
+
+def test_threads_that_read_the_ids_of_a_part_at_first_all_get_them():
+    meta = meta_of(None, rows=4096)
+    switch, threads = sys.getswitchinterval(), 4
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(40):
+            (part,), start = cut_meta(meta, np.arange(4096), [0, 4096]), threading.Barrier(threads)
+            read = []
+
+            def look(part=part, start=start, read=read):
+                start.wait()
+                read.append(part.sample_ids)
+
+            readers = [threading.Thread(target=look) for _ in range(threads)]
+            for reader in readers:
+                reader.start()
+            for reader in readers:
+                reader.join()
+            assert [ids is part.sample_ids for ids in read] == [True] * threads
+    finally:
+        sys.setswitchinterval(switch)
+    assert part.sample_ids == meta.sample_ids
+    assert part == meta

@@ -115,10 +115,14 @@ class KVBatchMeta:
 
         def __getattr__(self, name: str) -> Any:
             """Return the ids of a part of many rows (`preshard`) that nobody has read yet."""
-            if name != "sample_ids" or PACKED_IDS not in self.__dict__:
+            packed = self.__dict__.get(PACKED_IDS) if name == "sample_ids" else None
+            if packed is not None:
+                # Several threads may come here at once: all get the list of the first.
+                self.__dict__.setdefault(name, msgspec.msgpack.decode(packed, type=list[str]))
+                self.__dict__.pop(PACKED_IDS, None)
+            if name not in self.__dict__:
                 raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-            self.sample_ids = msgspec.msgpack.decode(self.__dict__.pop(PACKED_IDS), type=list[str])
-            return self.sample_ids
+            return self.__dict__[name]
 
     def slice(self, start: int, stop: int) -> "KVBatchMeta":
         """Return rows start to stop - 1, with the bounds of a Python slice."""
