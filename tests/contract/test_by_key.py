@@ -172,6 +172,16 @@ def test_ids_are_compared_as_text(client: DataPlaneClient) -> None:
     assert numbers(client, ["1", "0"], "x") == [1, 0]
 
 
+def test_ids_may_be_an_array(client: DataPlaneClient) -> None:
+    ids = np.array(["a", "b", "c"])
+    assert client.put_samples(ids, "p", fields=wire(3, x=torch.arange(3))).sample_ids == ["a", "b", "c"]  # type: ignore[arg-type]
+    client.write_samples(ids[:2], "p", wire(2, y=torch.arange(2)))  # type: ignore[arg-type]
+    assert numbers(client, ids[::-1], "x") == [2, 1, 0]  # type: ignore[arg-type]
+    client.clear_samples(ids[:0], "p")  # type: ignore[arg-type]
+    client.clear_samples(ids[1:], "p")  # type: ignore[arg-type]
+    assert client.sample_ids("p") == ["a"]
+
+
 def test_one_text_in_place_of_ids_is_refused_by_every_write(client: DataPlaneClient) -> None:
     batch = {"input_lengths": torch.tensor([1, 1]), "input_ids": torch.zeros(2, 1, dtype=torch.int64)}
     with pytest.raises(SchemaError, match="sample_ids='ab' is a text; expected a list of names"):

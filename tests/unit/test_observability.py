@@ -3,6 +3,7 @@ import logging
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -154,6 +155,23 @@ def test_a_refused_call_is_an_event_whatever_was_given() -> None:
     assert [(event.op, event.rows, event.status) for event in events] == [
         ("register_partition", 0, "error")
     ] * 2
+
+
+def test_ids_of_any_kind_are_counted_where_they_can_be() -> None:
+    client, events = measured()
+    client.put_samples(np.array(["a", "b"]), "p", fields=wire(2, x=torch.zeros(2)))  # type: ignore[arg-type]
+    client.get_samples((letter for letter in "ab"), "p", ["x"])  # type: ignore[arg-type]
+    for ids in (None, 7):
+        with pytest.raises(TypeError):
+            client.get_samples(ids, "p", ["x"])  # type: ignore[arg-type]
+    client.clear_samples(None, "p")
+    assert [(event.rows, event.status) for event in events] == [
+        (2, "ok"),
+        (0, "ok"),
+        (0, "error"),
+        (0, "error"),
+        (0, "ok"),
+    ]
 
 
 def test_the_snapshot_is_a_copy() -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from inspect import BoundArguments, signature
+from operator import length_hint
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -141,7 +142,7 @@ class MetricsDataPlaneClient(PassingClient):
         op, method = name.replace("write", "put"), getattr(self.inner, name)
         meta: KVBatchMeta | None = given.get("meta")
         partition = given["partition_id"] if meta is None else meta.partition_id
-        rows, columns = len(given.get("sample_ids") or ()) if meta is None else meta.size, dict[str, int]()
+        rows, columns = length_hint(given.get("sample_ids")) if meta is None else meta.size, dict[str, int]()
         status: Status = "error"
         start = time.perf_counter()
         try:
