@@ -5,6 +5,7 @@ import os
 import threading
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,16 @@ def test_registered_functions_and_objects_of_registered_classes_go_by_name_and_s
     loss, shift, kind = decode(encode([Scale(3.0, torch.arange(2)), partial(shifted, by=1.0), Scale]))
     assert (loss(2.0), loss.weights.tolist(), shift(2.0)) == (6.0, [0, 1], 3.0)
     assert kind is Scale
+
+
+def test_a_module_whose_name_begins_like_headrace_has_its_own_name_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "headrace_losses.py").write_text(
+        "from headrace.distributed.worker_groups import registered\n\n\n@registered\ndef loss():\n    return 7\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert decode(encode(import_module("headrace_losses").loss))() == 7
 
 
 def test_a_recipes_sections_batches_and_metas_come_back_with_all_that_they_hold() -> None:

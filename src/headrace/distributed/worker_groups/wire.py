@@ -296,7 +296,8 @@ def _is_plain(items: Collection[Any]) -> bool:
 
 
 def _name_of(value: Any) -> str:
-    return f"{value.__module__}:{value.__qualname__}".removeprefix("headrace")
+    name = f"{value.__module__}:{value.__qualname__}"
+    return name.removeprefix("headrace") if name.startswith("headrace.") else name
 
 
 def _look_up(name: str) -> Any:
