@@ -195,6 +195,17 @@ def test_rows_that_lie_apart_in_a_nested_tensor_are_gathered_after_one_synchroni
     assert offsets.diff().tolist() == LENGTHS.tolist()
 
 
+def test_offsets_that_lie_apart_on_the_device_are_those_that_they_show() -> None:
+    for dtype in (torch.int64, torch.int32):
+        offsets = torch.tensor([[0, 9], [2, 9], [6, 9]], device="cuda", dtype=dtype)[:, 0]
+        nested = torch.nested.nested_tensor_from_jagged(torch.arange(6, device="cuda"), offsets)
+        padded = materialize(wire_tensordict({"x": nested}, 2))["x"]
+        assert padded.tolist() == [[0, 1, 0, 0], [2, 3, 4, 5]]
+        packed = pack_columns({"input_ids": nested, "token_mask": padded.to(torch.uint8)}, lengths=[2, 4])
+        assert packed["token_mask"].values().tolist() == list(range(6))
+        assert packed["input_ids"].offsets().is_contiguous()
+
+
 def columns_of() -> dict[str, torch.Tensor]:
     scores = torch.arange(32.0).view(4, 8) / 7
     return {
