@@ -9,6 +9,9 @@ from torch.nested._internal.nested_tensor import NestedTensor
 
 from headrace.errors import SchemaError
 
+INTEGERS = frozenset(
+    {torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64}
+)
 _Read = dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -23,7 +26,7 @@ class OffsetsReader:
 
     def __call__(self, offsets: torch.Tensor) -> torch.Tensor:
         """Return integers (n,) as contiguous int64 on the CPU; of a device, the same object for the same memory."""
-        if not holds_integers(offsets):
+        if offsets.dtype not in INTEGERS:
             raise SchemaError(f"offsets or lengths of rows are of dtype {offsets.dtype}; expected integers")
         if offsets.is_cpu:
             return offsets.to(torch.int64).contiguous()
@@ -44,15 +47,6 @@ class OffsetsReader:
             for (key, part), piece in zip(parts.items(), pieces):
                 # The entry holds the tensor, so that its memory stays its own.
                 self._read[key] = (part, piece.clone() if len(parts) > 1 else joined)
-
-
-def holds_integers(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
-def is_int64_piece(offsets: torch.Tensor) -> bool:
-    """Return whether code that is given the address of offsets finds them there: int64, one after the other."""
-    return offsets.dtype == torch.int64 and offsets.is_contiguous()
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:

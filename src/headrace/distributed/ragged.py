@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nested._internal.nested_tensor import NestedTensor
 
-from headrace.distributed.offsets_reader import OffsetsReader, holds_integers, is_int64_piece
+from headrace.distributed.offsets_reader import INTEGERS, OffsetsReader
 from headrace.distributed.ragged_cpu import Bytes, Ints, PadValue, join_spans, pad_element, pad_rows
 from headrace.distributed.ragged_kernel import load_kernel
 from headrace.errors import SchemaError
@@ -55,7 +55,7 @@ def memory_of(tensor: torch.Tensor) -> Bytes:
 def row_lengths(lengths: torch.Tensor | Sequence[int], read: OffsetsReader | None = None) -> torch.Tensor:
     """Return lengths as int64 (N,) on the CPU, brought there by `read` if it is given."""
     if isinstance(lengths, torch.Tensor):
-        if lengths.dim() != 1 or not holds_integers(lengths):
+        if lengths.dim() != 1 or lengths.dtype not in INTEGERS:
             raise SchemaError(
                 f"lengths have shape {tuple(lengths.shape)} and dtype {lengths.dtype}; expected integers (N,)"
             )
@@ -144,10 +144,10 @@ class RowLayout:
         """
         if self.offsets is not offsets and not torch.equal(self.offsets, offsets):
             return False
-        if is_int64_piece(offsets):
-            self.offsets = self._on_device.setdefault(offsets.device, offsets)
-        if device_offsets is not None and is_int64_piece(device_offsets):
-            self._on_device.setdefault(device_offsets.device, device_offsets)
+        for held in (offsets, device_offsets):
+            if held is not None and held.dtype == torch.int64 and held.is_contiguous():
+                self._on_device.setdefault(held.device, held)
+        self.offsets = self._on_device.get(offsets.device, self.offsets)
         return True
 
     def pad(self, values: torch.Tensor, pad_value: PadValue = 0) -> torch.Tensor:
@@ -369,7 +369,7 @@ def take_apart(
     if ragged_dim != 1:
         values = values.movedim(ragged_dim - 1, 0)
     held, lengths = jagged._offsets, jagged._lengths
-    is_piece = is_int64_piece(held)
+    is_piece = held.dtype == torch.int64 and held.is_contiguous()
     offsets: torch.Tensor = held if is_piece and held.is_cpu else read(held)
     total = values.shape[0]
     if lengths is None and (read.whole[0] is not offsets or read.whole[1] != total):
