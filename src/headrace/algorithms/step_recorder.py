@@ -53,11 +53,7 @@ def record_step(
         ConfigError: the folder is there already, weights that lie nowhere are to stay where they are, or the run is
             asynchronous.
     """
-    if recipe.asynchrony.enabled:
-        raise ConfigError(
-            "async.enabled=true: which weights drew a step's samples is a matter of time, so that no step can be made "
-            "again; to record what the synchronous loop makes of the recipe, add async.enabled=false"
-        )
+    _require_synchronous(recipe)
     kept = [] if run is None else list_checkpoints(run.checkpoints_dir)
     found = next((info for info in reversed(kept) if step is None or info.step < step), None)
     wanted = step or (1 if found is None else found.step + 1)
@@ -91,6 +87,14 @@ def record_step(
                     session.policy.save_reference(draft / REFERENCE)
             _record(session, wanted, draft, facts, say)
     return folder
+
+
+def _require_synchronous(recipe: RecipeConfig) -> None:
+    if recipe.asynchrony.enabled:
+        raise ConfigError(
+            "async.enabled=true: which weights drew a step's samples is a matter of time, so that no step can be made "
+            "again; to record what the synchronous loop makes of the recipe, add async.enabled=false"
+        )
 
 
 def _go_to(
