@@ -94,6 +94,17 @@ def test_a_claim_in_force_writes_and_clears_its_own_rows_only(client: DataPlaneC
     assert client.sample_ids("p") == list("bcd")
 
 
+def test_a_partition_cannot_be_removed_under_a_claim(client: DataPlaneClient) -> None:
+    register(client, "train")
+    put_numbers(client, list("abcd"), x=0)
+    meta = lease(client, 2)
+    with pytest.raises(DataPlaneError, match=r"removes partition 'p' with rows that are not of the claim"):
+        client.clear_samples(None, "p", claim=meta.extra_info["claim"])
+    assert client.sample_ids("p") == list("abcd")
+    client.clear_samples(meta.sample_ids, "p", claim=meta.extra_info["claim"])
+    assert client.sample_ids("p") == ["c", "d"]
+
+
 def test_a_renewed_claim_lasts_from_then(client: DataPlaneClient) -> None:
     register(client, "train")
     put_numbers(client, ["a"], x=0)

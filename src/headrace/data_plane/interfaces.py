@@ -416,7 +416,7 @@ class DataPlaneClient(ABC):
 
         Raises:
             ClaimExpired: `claim` is no longer in force.
-            DataPlaneError: rows that are not of the `claim`.
+            DataPlaneError: rows that are not of the `claim`, which a partition as a whole never is.
         """
 
     def wait_for_room(self, partition_id: str, rows: int, timeout_s: float = 60.0) -> None:

@@ -124,6 +124,11 @@ class StoreClient(DataPlaneClient):
     def clear_samples(
         self, sample_ids: Sequence[str] | None, partition_id: str, *, claim: str | None = None
     ) -> None:
+        if sample_ids is None and claim is not None:
+            raise DataPlaneError(
+                f"clear_samples(None) removes partition '{partition_id}' with rows that are not of the claim; "
+                "give the ids of the claim's rows (meta.sample_ids), or leave out claim to remove all"
+            )
         ids = None if sample_ids is None else texts("sample_ids", sample_ids)
         self._ask("clear", partition_id, ids, claim)
 
