@@ -29,18 +29,16 @@ def test_a_partition_is_consumed_when_all_its_rows_came_and_each_task_had_them(
     assert client.check_consumption_status("p", ["train", "logprob"])
 
 
-def test_rows_that_are_cleared_after_their_claim_count_as_consumed_and_others_do_not(
-    client: DataPlaneClient,
-) -> None:
+def test_rows_that_are_cleared_have_come_whether_they_were_claimed_or_not(client: DataPlaneClient) -> None:
     register(client, "train", rows=4)
     put_numbers(client, list("ab"), x=0)
     claim(client, 2)
     client.clear_samples(["a", "b"], "p")
-    put_numbers(client, list("cd"), x=0)
+    put_numbers(client, ["c"], x=0)
     client.clear_samples(["c"], "p")
-    claim(client, 1)
     assert not client.check_consumption_status("p", ["train"])
-    put_numbers(client, ["e"], x=0)
+    put_numbers(client, ["d"], x=0)
+    assert not client.check_consumption_status("p", ["train"])
     claim(client, 1)
     assert client.check_consumption_status("p", ["train"])
 
@@ -103,16 +101,82 @@ def test_a_loop_over_claims_ends_with_the_partition_also_where_rows_are_cleared_
     assert shares == [["a", "b", "c"], ["d", "e", "f"], ["g"]]
 
 
-def test_a_row_that_was_cleared_before_its_claim_is_waited_for(client: DataPlaneClient) -> None:
-    register(client, "train", rows=3)
+def test_a_loop_over_claims_ends_also_where_rows_were_filtered_out_before_their_claim(
+    client: DataPlaneClient,
+) -> None:
+    register(client, "train", rows=8)
+    put_numbers(client, list("abcdefgh"), x=0)
+    client.clear_samples(["g", "h"], "p")
+    shares = []
+    while (ids := claim(client, 4, blocking=True, timeout_s=5, allow_partial=True)) is not None:
+        shares.append(ids)
+    assert shares == [list("abcd"), ["e", "f"]]
+    assert client.check_consumption_status("p", ["train"])
+    put_numbers(client, ["late"], x=0)
+    assert claim(client, 4, allow_partial=True) == ["late"]
+
+
+def test_rows_that_are_still_to_come_are_waited_for_whatever_was_filtered_out(
+    client: DataPlaneClient,
+) -> None:
+    register(client, "train", rows=4)
     put_numbers(client, list("abc"), x=0)
     client.clear_samples(["b"], "p")
     with pytest.raises(
-        ClaimTimeout, match="2 are ready of 2 not claimed yet; 2 of 3 registered samples have come"
+        ClaimTimeout, match="2 are ready of 2 not claimed yet; 3 of 4 registered samples have come"
     ):
         claim(client, 3, blocking=True, timeout_s=0, allow_partial=True)
     put_numbers(client, ["d"], x=0)
-    assert claim(client, 8, allow_partial=True) == ["a", "c", "d"]
+    assert claim(client, 4, allow_partial=True) == ["a", "c", "d"]
+
+
+def test_a_row_that_nobody_had_and_that_is_put_again_has_come_once(client: DataPlaneClient) -> None:
+    register(client, "train", rows=4)
+    for _ in range(3):
+        put_numbers(client, list("ab"), x=0)
+        put_numbers(client, list("ab"), x=1)
+        client.clear_samples(["a", "b"], "p")
+    put_numbers(client, list("ab"), x=0)
+    assert claim(client, 4, allow_partial=True) is None
+    assert claim(client, 2) == ["a", "b"]
+    client.clear_samples(["a", "b"], "p")
+    assert not client.check_consumption_status("p", ["train"])
+    # What a task has had is another row when it is put again.
+    put_numbers(client, list("ab"), x=0)
+    assert claim(client, 4, allow_partial=True) == ["a", "b"]
+    assert client.check_consumption_status("p", ["train"])
+
+
+def test_what_is_left_of_a_broken_group_keeps_no_loop_over_claims_waiting(client: DataPlaneClient) -> None:
+    register(client, "train", "log", rows=8, grpo_group_size=2)
+    put_numbers(client, [f"{uid}_g{i}" for uid in "abcd" for i in range(2)], x=0)
+    client.clear_samples(["d_g1"], "p")
+    # A group of which one task has had a part is whole again for the other.
+    assert claim(client, 2, "log") == ["a_g0", "a_g1"]
+    client.clear_samples(["a_g0"], "p")
+    put_numbers(client, ["a_g0"], x=0)
+    shares: dict[str, list[list[str]]] = {"train": [], "log": []}
+    for task, mine in shares.items():
+        while (ids := claim(client, 4, task, blocking=True, timeout_s=5, allow_partial=True)) is not None:
+            mine.append(ids)
+    assert shares["train"] == [["b_g0", "b_g1", "c_g0", "c_g1"], ["a_g1", "a_g0"]]
+    assert shares["log"] == [["b_g0", "b_g1", "c_g0", "c_g1"]]
+    assert client.check_consumption_status("p", ["train", "log"])
+    put_numbers(client, ["d_g1"], x=0)
+    assert not client.check_consumption_status("p", ["train"])
+    assert claim(client, 4, allow_partial=True) == ["d_g0", "d_g1"]
+
+
+def test_a_group_that_is_still_to_become_whole_is_waited_for(client: DataPlaneClient) -> None:
+    register(client, "train", rows=4, grpo_group_size=2)
+    put_numbers(client, ["a_g0", "a_g1"], x=0)
+    client.clear_samples(["a_g0", "a_g1"], "p")
+    put_numbers(client, ["b_g0", "c_g0"], x=0)
+    assert claim(client, 2, allow_partial=True) is None
+    with pytest.raises(ClaimTimeout, match="2 are not whole"):
+        claim(client, 4, blocking=True, timeout_s=0, allow_partial=True)
+    put_numbers(client, ["b_g1", "c_g1"], x=0)
+    assert claim(client, 6, allow_partial=True) == ["b_g0", "b_g1", "c_g0", "c_g1"]
 
 
 # Sizes, texts and times.

@@ -49,6 +49,8 @@ def test_what_is_journaled_over_one_store_is_restored_into_any_other(
                 assert meta is not None
                 assert meta.sample_ids == [f"u{n}_g{i}" for n in range(4 - count // 2, 4) for i in range(2)]
                 assert store.claim_meta("train", task, COLUMNS, 2, blocking=False) is None
+            # Rows that were cleared before have come, too.
+            assert store.check_consumption_status("train", ["score", "train"])
             batch = read_columns(store, meta, COLUMNS)
             assert batch["input_ids"].tolist() == [
                 row for n in (1, 2, 3) for row in ([*range(3 + n), *[0] * (3 - n)], [0, 1, 0, 0, 0, 0])

@@ -103,7 +103,7 @@ STEPS = st.lists(
             st.lists(st.integers(0, 8), min_size=1, max_size=3, unique=True),
             st.integers(0, 1),
         ),
-        st.tuples(st.just("half"), st.integers(0, 8), st.integers(0, 1)),
+        st.tuples(st.sampled_from(["half", "drop"]), st.integers(0, 8), st.integers(0, 1)),
         st.tuples(
             st.just("claim"), st.integers(1, 3), st.sampled_from(["oldest", "freshest", "partial", "rule"])
         ),
@@ -179,6 +179,8 @@ def test_several_indexes_hand_out_report_and_refuse_what_one_does(process: Proce
             both.put([name for uid in what for name in group(uid)], how)
         elif doing == "half":
             both.put([f"{what}_g{how}"], how)
+        elif doing == "drop":
+            both.check(several.clear("p", [f"{what}_g{how}"]), one.clear("p", [f"{what}_g{how}"]) or None)
         elif doing in ("claim", "lease"):
             both.claim(SIZE * what, how, None if doing == "claim" else 60.0)
         elif doing == "clear":

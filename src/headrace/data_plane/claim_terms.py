@@ -142,13 +142,14 @@ class PartitionReport:
 class WaitState:
     """What a claim waits for: rows that are ready, of those `left` to the task, and how far the others are.
 
-    `passing`: of the ready ones, if the claim has rules. `written`: of those left, by column. `broken`: the size of a
-    group, how many are not whole, and of one of these its uid and its rows.
+    `come`: of the rows `expected`, with those that are gone since. `passing`: of the ready ones, if the claim has
+    rules. `written`: of those left, by column. `broken`: the size of a group, how many are not whole, and of one of
+    these its uid and its rows.
     """
 
     ready: int
     left: int
-    had: int
+    come: int
     expected: int
     passing: int | None
     written: dict[str, int]
@@ -169,7 +170,6 @@ class WaitState:
         for lease in self.leases:
             by = f" by {lease.holder}" if lease.holder else ""
             parts.append(f"{lease.rows} are leased{by} for another {lease.seconds_left:.3g} s")
-        come = self.had + self.left
-        if come < self.expected:
-            parts.append(f"{come} of {self.expected} registered samples have come")
+        if self.come < self.expected:
+            parts.append(f"{self.come} of {self.expected} registered samples have come")
         return "; ".join(parts)

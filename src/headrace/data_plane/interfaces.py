@@ -295,7 +295,9 @@ class DataPlaneClient(ABC):
 
         With `allow_partial`, the last rows of a partition are handed out also if they are fewer: when all
         `num_samples` rows have come, and all that the task has not had are ready. None, at once: it has had them all.
-        So a loop over claims ends with the partition. What does not pass `where` is left out, and rows that others
+        So a loop over claims ends with the partition. Rows that were cleared have come; one that no task had had, and
+        that is put again, counts once. What is left of a group of which a row was cleared is not waited for. What
+        does not pass `where` is left out, and rows that others
         have by a lease are waited for once there are no others.
 
         With `lease_s` the rows are the holder's for a time. `meta.extra_info["claim"]` is the claim. If it is neither
@@ -347,8 +349,9 @@ class DataPlaneClient(ABC):
     def check_consumption_status(self, partition_id: str, task_names: Sequence[str]) -> bool:
         """Return whether all rows that the partition was registered for have come, and each task has claimed them.
 
-        A leased row does not count before its claim is finished. Claimed rows that were cleared by their ids count; a
-        partition that nothing was put into is not consumed.
+        A leased row does not count before its claim is finished. Rows that were cleared by their ids have come, and
+        are waited for no more, nor is what is left of their groups; a partition that nothing was put into is not
+        consumed.
         """
 
     @abstractmethod

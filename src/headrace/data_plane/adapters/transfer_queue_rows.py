@@ -16,7 +16,7 @@ import numpy as np
 from headrace.data_plane.adapters.transfer_queue_socket import Elsewhere, Garbage, wire_tags
 from headrace.data_plane.claim_terms import PartitionReport, WaitState
 from headrace.data_plane.store.blocks import BlockColumn, BlockInfo, placed
-from headrace.data_plane.store.claims import ClaimRequest, Ready, Registration
+from headrace.data_plane.store.claims import ClaimRequest, Consumption, Ready, Registration
 from headrace.data_plane.store.columns import Form, Places, Put, RowFacts, Rows
 from headrace.data_plane.store.merge import Located, Standing, Taken
 from headrace.data_plane.store.partition import Faults, Partition
@@ -314,8 +314,8 @@ class PartIndex(SampleIndex):
         report = self.report(partition_id, limit)
         return report, self._numbers_of(partition_id, [row.sample_id for row in report.unconsumed])
 
-    def consumption(self, partition_id: str, tasks: Sequence[str]) -> tuple[int, list[tuple[int, int, int]]]:
-        """Return how many rows are registered; and for each task those here that it has had, that are left, leased."""
+    def consumption(self, partition_id: str, tasks: Sequence[str]) -> Consumption:
+        """Return how far tasks have come with the rows here."""
         with self._changed:
             return self._registered(partition_id).claims.consumption(tasks)
 

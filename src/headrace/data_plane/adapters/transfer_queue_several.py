@@ -481,11 +481,7 @@ class Several:
         return merged_reports([report for report, _ in parts], oldest)
 
     def is_consumed(self, partition_id: str, tasks: Sequence[str]) -> bool:
-        parts: list[tuple[int, list[tuple[int, int, int]]]] = self._asker.some(
-            "consumption", partition_id, tasks
-        )
-        sums = np.sum([told for _, told in parts], axis=0).tolist()
-        return consumed([tuple(row) for row in sums], parts[0][0])
+        return consumed(self._asker.some("consumption", partition_id, tasks))
 
     def sample_ids(self) -> dict[str, list[str]]:
         found: dict[str, list[tuple[int, str]]] = {}

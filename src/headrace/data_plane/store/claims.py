@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data_plane.claim_terms import LeaseReport, TagRule, TaskReport, WaitState
+from headrace.data_plane.store.arrivals import Arrivals
 from headrace.data_plane.store.columns import Rows, grown
 from headrace.data_plane.store.groups import Groups
 from headrace.errors import ClaimExpired, DataPlaneError
@@ -57,27 +58,35 @@ class ClaimRequest(NamedTuple):
 class Ready(NamedTuple):
     """What a task may claim: the number in the order of each of the next groups, and what is known of the others.
 
-    `left` rows are not claimed yet, `had` are, `leased` of them for a time; `all_ready` counts those of the left that
-    have all columns (-1: nobody asked), and `expected` are registered.
+    `left` rows can be claimed, now or when they have their columns; `all_ready` counts those of them that have all
+    (-1: nobody asked). The task has `leased` rows for a time. Of `expected` rows so many have `come`.
     """
 
     numbers: Rows
     size: int
     left: int
-    had: int
     leased: int
     all_ready: int
+    come: int
     expected: int
 
     @property
     def state(self) -> list[int]:
         """What changes when a claim that had to wait should look again."""
-        return [len(self.numbers), self.left, self.had, self.leased, self.all_ready]
+        return [len(self.numbers), self.left, self.leased, self.all_ready, self.come]
 
 
-def is_rest(found: int, expected: int, *, left: int, had: int, leased: int, all_ready: int) -> bool:
-    """Return whether nothing will be ready beside what was `found`: all rows are ready or had, none by lease."""
-    return all_ready == left and had + left >= expected and (found > 0 or not leased)
+class Consumption(NamedTuple):
+    """How many rows are `expected`, have `come`; and of each task, how many it may claim yet or has by a lease."""
+
+    expected: int
+    come: int
+    open_rows: list[int]
+
+
+def is_rest(found: int, *, have_come: bool, left: int, leased: int, all_ready: int) -> bool:
+    """Return whether nothing will be ready beside what was `found`: all rows have come, and none is waited for."""
+    return have_come and all_ready == left and (found > 0 or not leased)
 
 
 @dataclass
@@ -116,12 +125,11 @@ class Claims:
         self._name, self._clock = name, clock
         self._gone: Mask = np.empty(0, bool)
         self._slots = 0
-        self._expected = 1
+        self._arrivals = Arrivals(1 if registration is None else max(registration.num_samples, 1))
         self._cursors: dict[str, _Cursor] = {}
         self._leases: dict[str, _Lease] = {}
         self._number: Rows = np.empty(0, np.int64)
         if registration is not None:
-            self._expected = max(registration.num_samples, 1)
             self._cursors = {task: _Cursor() for task in registration.tasks}
             if registration.group_size > 1:
                 self.groups = Groups(name, registration.group_size, registration.group_tag)
@@ -133,9 +141,18 @@ class Claims:
         for cursor in self._cursors.values():
             cursor.taken = grown(cursor.taken, self._slots, False)
 
-    def drop(self, slots: Rows, claim: str | None = None) -> None:
+    def add(self, ids: Sequence[str], first: int, tags: Sequence[Mapping[str, Any]] | None) -> None:
+        """Take in new samples; they have the slots from `first` on."""
+        self._arrivals.add(ids)
+        if self.groups is not None:
+            self.groups.add(ids, first, tags)
+
+    def drop(self, ids: Sequence[str], slots: Rows, claim: str | None = None) -> None:
         """Forget samples; the claim of which the last goes is finished."""
         self._see(int(slots.max(initial=-1)) + 1)
+        if self._cursors and not self._arrivals.are_all:
+            had = np.any([cursor.taken[slots] for cursor in self._cursors.values()], axis=0)
+            self._arrivals.drop([ids[row] for row in np.flatnonzero(~had).tolist()])
         self._gone[slots] = True
         if self.groups is not None:
             self.groups.drop(slots)
@@ -207,7 +224,8 @@ class Claims:
         all_ready = len(self._ready(cursor, held_by, self._slots)) if request.allow_partial else -1
         numbers = self.numbers(slots).reshape(-1, self._size).max(axis=1, initial=0)
         leased = self._leased(request.task)
-        return Ready(numbers, self._size, self._left(cursor), cursor.count, leased, all_ready, self._expected)
+        come, expected = self._arrivals.count, self._arrivals.expected
+        return Ready(numbers, self._size, self._left(cursor), leased, all_ready, come, expected)
 
     def _next(
         self, request: ClaimRequest, ids: Sequence[str], held_by: Mapping[str, Held], passes: Passes | None
@@ -223,8 +241,8 @@ class Claims:
     def _is_rest(self, task: str, held_by: Mapping[str, Held], found: int) -> bool:
         cursor = self._cursor(task)
         all_ready = len(self._ready(cursor, held_by, self._slots))
-        counts = {"left": self._left(cursor), "had": cursor.count, "leased": self._leased(task)}
-        return is_rest(found, self._expected, all_ready=all_ready, **counts)
+        left, leased = self._left(cursor), self._leased(task)
+        return is_rest(found, have_come=self._arrivals.are_all, left=left, leased=leased, all_ready=all_ready)
 
     # Leases.
 
@@ -293,7 +311,15 @@ class Claims:
     # Which samples are left.
 
     def _left(self, cursor: _Cursor) -> int:
-        return int(np.count_nonzero(self._is_free(cursor)))
+        """Return how many rows a task may claim, now or when they have their columns and their groups are whole."""
+        free = self._is_free(cursor)
+        if self.groups is not None:
+            free[self.groups.broken_slots] = False
+            if self.groups.is_mended:
+                units = np.array(self.groups.order).reshape(-1, self.groups.size)
+                units = units[~self._gone[units].any(axis=1)]
+                free[units[~free[units].all(axis=1)]] = False
+        return int(np.count_nonzero(free))
 
     def _is_free(self, cursor: _Cursor, slots: Rows | None = None) -> Mask:
         which = slice(self._slots) if slots is None else slots
@@ -380,24 +406,22 @@ class Claims:
         return WaitState(
             ready=len(self._ready(cursor, held_by, self._slots)),
             left=len(left),
-            had=cursor.count,
-            expected=self._expected,
+            come=self._arrivals.count,
+            expected=self._arrivals.expected,
             passing=None if passes is None else len(self._ready(cursor, held_by, self._slots, passes)),
             written={name: int(np.count_nonzero(held(left))) for name, held in held_by.items()},
             broken=None if self.groups is None else self.groups.broken(),
             leases=[lease for lease in self.leases() if lease.task == request.task],
         )
 
-    def consumption(self, tasks: Sequence[str]) -> tuple[int, list[tuple[int, int, int]]]:
-        """Return the rows expected; and for each task those had, those left, and how many of those had are leased."""
-        cursors = [(task, self._cursor(task)) for task in tasks]
-        told = [(cursor.count, self._left(cursor), self._leased(task)) for task, cursor in cursors]
-        return self._expected, told
+    def consumption(self, tasks: Sequence[str]) -> Consumption:
+        """Return how far tasks have come with the samples."""
+        open_rows = [self._left(self._cursor(task)) + self._leased(task) for task in tasks]
+        return Consumption(self._arrivals.expected, self._arrivals.count, open_rows)
 
     def is_consumed(self, tasks: Sequence[str]) -> bool:
-        """Return whether all samples that were registered have come, and each task has had them for good."""
-        expected, told = self.consumption(tasks)
-        return consumed(told, expected)
+        """Return whether all samples that were registered have come, and each task has had for good what is left."""
+        return consumed([self.consumption(tasks)])
 
     def leases(self) -> list[LeaseReport]:
         now = self._clock()
@@ -431,9 +455,10 @@ def claim_expired(partition: str, claim: str) -> ClaimExpired:
     )
 
 
-def consumed(tasks: Sequence[tuple[int, int, int]], expected: int) -> bool:
-    """Return whether tasks have had all rows for good, by what `Claims.consumption` says of them."""
-    return bool(tasks) and all(had >= expected and not left and not leased for had, left, leased in tasks)
+def consumed(parts: Sequence[Consumption]) -> bool:
+    """Return whether tasks have had all rows for good, by what the parts of a partition say."""
+    have_come = sum(part.come for part in parts) >= parts[0].expected
+    return have_come and bool(parts[0].open_rows) and not any(n for part in parts for n in part.open_rows)
 
 
 def not_of_claim(partition: str, ids: Sequence[str], claim: str) -> DataPlaneError:

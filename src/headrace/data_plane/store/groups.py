@@ -36,6 +36,19 @@ class Groups:
         self._loose = 0
         # Slots, `size` for each group, in the order in which groups became whole; a sample that goes leaves its slot.
         self.order = array("q")
+        # Uids of groups that have lost a sample, and are not whole.
+        self._broken: set[Hashable] = set()
+        self._broken_slots: Rows | None = None
+        self.is_mended = False
+        """Whether a group that was broken ever became whole again, so that a task may have had a part of it."""
+
+    @property
+    def broken_slots(self) -> Rows:
+        """The slots of what is left of broken groups."""
+        if self._broken_slots is None:
+            slots = [slot for uid in self._broken for slot in self._by_uid[uid].slots]
+            self._broken_slots = np.array(slots, np.int64)
+        return self._broken_slots
 
     def check(self, ids: Sequence[str], slots: Rows, tags: Sequence[Mapping[str, Any]] | None) -> None:
         """Refuse a put after which a group has too many samples, or that does not say a new sample's group."""
@@ -96,6 +109,9 @@ class Groups:
             group.slots.extend(slots)
             if len(group.slots) == self.size:
                 self.order.extend(group.slots)
+                self.is_mended |= uid in self._broken
+                self._broken.discard(uid)
+        self._broken_slots = None
 
     def drop(self, slots: Rows) -> None:
         """Forget samples."""
@@ -105,8 +121,11 @@ class Groups:
                 self._loose -= 1
                 continue
             group.slots.remove(slot)
+            self._broken.add(group.uid)
             if not group.slots:
                 del self._by_uid[group.uid]
+                self._broken.remove(group.uid)
+        self._broken_slots = None
 
     def renumber(self, slots: Rows) -> None:
         """Let what is slot `slots[i]` now be slot i; all other slots are free."""
@@ -114,6 +133,7 @@ class Groups:
         place[slots] = np.arange(len(slots))
         for group in self._by_uid.values():
             group.slots[:] = place[group.slots].tolist()
+        self._broken_slots = None
         self._of = [self._of[slot] for slot in slots.tolist()]
         units = place[np.array(self.order)].reshape(-1, self.size)
         self.order = array("q", units[(units >= 0).all(axis=1)].tobytes())

@@ -123,9 +123,8 @@ def shares_of(request: ClaimRequest, ready: Mapping[int, Ready]) -> dict[int, in
 def _is_rest(ready: Sequence[Ready], found: int) -> bool:
     return is_rest(
         found,
-        ready[0].expected,
+        have_come=sum(one.come for one in ready) >= ready[0].expected,
         left=sum(one.left for one in ready),
-        had=sum(one.had for one in ready),
         leased=sum(one.leased for one in ready),
         all_ready=sum(one.all_ready for one in ready),
     )
@@ -191,7 +190,7 @@ def merged_waits(parts: Sequence[WaitState]) -> WaitState:
     return WaitState(
         ready=sum(part.ready for part in parts),
         left=sum(part.left for part in parts),
-        had=sum(part.had for part in parts),
+        come=sum(part.come for part in parts),
         expected=first.expected,
         passing=None if first.passing is None else sum(part.passing or 0 for part in parts),
         written=summed(part.written for part in parts),

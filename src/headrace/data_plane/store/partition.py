@@ -290,8 +290,7 @@ class Partition(Generic[Block]):
         self._all_slots = None if first else Slots(slots, self.version)
         if order is not None:
             self._claims.number(first, order)
-        if self._claims.groups is not None:
-            self._claims.groups.add(ids, first, tags)
+        self._claims.add(ids, first, tags)
         return self._all_slots or Slots(slots)
 
     def clear(self, ids: Sequence[str], claim: str | None = None) -> list[Block]:
@@ -313,7 +312,7 @@ class Partition(Generic[Block]):
             self._spent.add(known)
         self.version, self._all_slots = self.version + 1, None
         self._forget_found()
-        self._claims.drop(slots, claim)
+        self._claims.drop(known, slots, claim)
         gone = [block for column in self._columns.values() for block in column.drop(slots)]
         self._columns = {name: column for name, column in self._columns.items() if column.form is not None}
         if not len(self) or len(self._ids) > max(_FEW_SLOTS, 2 * len(self)):
