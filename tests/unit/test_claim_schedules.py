@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from headrace.data_plane.claim_terms import TagRule
-from headrace.data_plane.store import partition
+from headrace.data_plane.store import claims, partition
 from headrace.data_plane.store.claims import ClaimRequest, Registration
 from headrace.data_plane.store.columns import Chunk, Put
 from headrace.data_plane.store.sample_store import SampleStore
@@ -212,6 +212,8 @@ def test_no_row_has_two_holders_and_none_is_lost_whatever_the_schedule(
 ) -> None:
     # So that gaps are closed, and slots numbered anew, also in partitions as small as these.
     monkeypatch.setattr(partition, "_FEW_SLOTS", 4)
+    # And so that claims go over them in several windows.
+    monkeypatch.setattr(claims, "_WINDOW", 2)
     Schedule.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
     Schedule.TestCase("runTest").runTest()
 

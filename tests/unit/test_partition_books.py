@@ -2,6 +2,8 @@
 
 import time
 import tracemalloc
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,6 +99,79 @@ def test_a_claim_costs_what_it_hands_out(group_size: int) -> None:
 
     small, large = claims(4096), claims(262_144)
     assert large < 5 * small, f"{small * 1e6:.0f} us of 4,096 rows, {large * 1e6:.0f} us of 262,144"
+
+
+@pytest.mark.parametrize("order", ["oldest", "freshest"])
+def test_a_claim_costs_no_more_where_single_rows_never_get_ready(order: str) -> None:
+    """At either end of the order lies a row without the column, and all between them are claimed bit by bit."""
+
+    def last_claims(rows: int) -> float:
+        store = SampleStore[Chunk](rows)
+        store.register(registration("p", rows))
+        ids = [f"s{i}" for i in range(rows)]
+        leaf = read_wire(TensorDict({"x": torch.zeros(rows - 2)}, batch_size=[rows - 2]))["x"]
+        store.put(Put("p", ids, None, {}), {})
+        chunk = chunk_of_leaf("x", leaf, ids[1:-1], [])  # type: ignore[arg-type]
+        store.put(Put("p", ids[1:-1], None, {}), {"x": [chunk]})
+        times = []
+        wanted = ClaimRequest("p", "train", ["x"], 128, order=order)
+        for _ in range(rows // 128 - 1):
+            start = time.thread_time()
+            assert store.claim(wanted) is not None
+            times.append(time.thread_time() - start)
+        return float(np.median(times[-16:]))
+
+    small, large = last_claims(4096), last_claims(131_072)
+    assert large < 3 * small, f"{small * 1e6:.0f} us of 4,096 rows, {large * 1e6:.0f} us of 131,072"
+
+
+class Judge(TagRule):
+    """A rule that counts the groups that it is asked about."""
+
+    judged = 0
+
+    def passes(self, tags: Sequence[Mapping[str, Any]]) -> bool:
+        Judge.judged += 1
+        return super().passes(tags)
+
+
+def test_groups_that_a_rule_has_refused_are_judged_again_only_when_their_tags_change() -> None:
+    def put(uid: int, low: float, high: float) -> None:
+        ids = [f"{uid}_g0", f"{uid}_g1"]
+        store.put(Put("p", ids, [{"v": low, "made": uid}, {"v": high, "made": uid}], {}), {})
+
+    def judged(rule: Judge, *expected: int) -> int:
+        before = Judge.judged
+        facts = store.claim(ClaimRequest("p", "train", [], 2, where=[rule]))
+        uids = [] if facts is None else [int(name.split("_")[0]) for name in facts.sample_ids[::2]]
+        assert uids == list(expected)
+        return Judge.judged - before
+
+    store = SampleStore[Chunk](4096)
+    store.register(registration("p", 4096, 2))
+    for uid in range(100):
+        put(uid, 0, 0)
+    spread = Judge("v", min_spread=1)
+    assert [judged(spread), judged(spread)] == [100, 0]
+    put(100, 0, 1)
+    assert judged(spread, 100) == 1
+    store.put(Put("p", ["7_g1"], [{"v": 1}], {}), {})
+    assert judged(spread, 7) == 1
+    # Slots that are numbered anew keep what is known of them.
+    store.put(Put("p", [f"{uid}_g{i}" for uid in range(200, 1400) for i in range(2)], [{}] * 2400, {}), {})
+    store.clear("p", [f"{uid}_g{i}" for uid in [*range(5), *range(200, 1400)] for i in range(2)])
+    assert judged(spread) == 0
+    # A group that lost a sample and got another one is another.
+    store.clear("p", ["50_g0"])
+    store.put(Put("p", ["50_g0"], [{"v": 3}], {}), {})
+    assert judged(spread, 50) == 1
+    # A bound that rises with time lets no older rows pass; one that falls may.
+    assert judged(Judge("made", at_least=90), 90) > 0
+    assert judged(Judge("made", at_least=95), 95) == 9
+    assert judged(Judge("made", at_least=1000)) == 4
+    assert judged(Judge("made", at_least=1001)) == 0
+    assert judged(Judge("made", at_least=80), 80) > 0
+    assert judged(Judge("made", at_least=0, at_most=5), 5) > 0
 
 
 class Stream:

@@ -42,6 +42,19 @@ class TagRule:
         if self.among is not None:
             object.__setattr__(self, "among", tuple(names_list("among", self.among)))
 
+    def is_as_strict_as(self, other: "TagRule") -> bool:
+        """Return whether it asks of the tag what `other` does, by bounds that let no more pass."""
+        bounds = [
+            (self.at_least, other.at_least),
+            (other.at_most, self.at_most),
+            (self.min_spread, other.min_spread),
+        ]
+        return (
+            (self.name, self.among) == (other.name, other.among)
+            and all((high is None) == (low is None) for high, low in bounds)
+            and all(high >= low for high, low in bounds if high is not None and low is not None)
+        )
+
     def passes(self, tags: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether rows that are handed out together do, by their tags.
 

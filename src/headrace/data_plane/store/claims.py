@@ -2,21 +2,20 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headrace.data_plane.claim_terms import LeaseReport, TagRule, TaskReport, WaitState
 from headrace.data_plane.store.arrivals import Arrivals
 from headrace.data_plane.store.columns import Rows, grown
 from headrace.data_plane.store.groups import Groups
+from headrace.data_plane.store.places import Mask, OpenPlaces
 from headrace.errors import ClaimExpired, DataPlaneError
 from headrace.utils.arguments import shown
 
-Mask = NDArray[np.bool_]
 Held = Callable[[Rows], Mask]
 """Tells which of some slots have a column."""
 Passes = Callable[[Rows], Mask]
@@ -25,7 +24,7 @@ Clock = Callable[[], float]
 """Seconds; only differences count."""
 
 _WINDOW = 1024
-"""Places that a claim looks at, at least."""
+"""Slots that a claim looks at, at least."""
 
 
 class Registration(NamedTuple):
@@ -104,20 +103,21 @@ class _Lease:
 
 
 class _Cursor:
-    """One task's claims: which slots are `taken`, how many rows it has had, and the place to look from."""
+    """One task's claims: which slots are `taken`, how many rows it has had, and at which places others may be."""
 
     def __init__(self) -> None:
         self.taken: Mask = np.empty(0, bool)
-        self.start = 0
+        self.open = OpenPlaces()
         self.count = 0
 
 
 class Claims:
     """The claims on the samples of a partition, by slot.
 
-    Slots have an order in which they are handed out: their own, or that of groups, one after the other. A task looks
-    from the first place on at which there is anything left for it, so a claim costs what it hands out, not what the
-    partition holds. `catch_up` takes in samples that have come, and ends leases that have run out.
+    Slots have an order in which they are handed out: their own, or that of groups, a place for each. A task looks at
+    the places at which there is something left for it, until it has found enough. So a claim costs what it hands out,
+    and what it passes that is not ready, not what the partition holds. `catch_up` takes in samples that have come, and
+    ends leases that have run out.
     """
 
     def __init__(self, name: str, registration: Registration | None, clock: Clock = time.monotonic) -> None:
@@ -182,7 +182,7 @@ class Claims:
         self._number = self.numbers(slots)
         self._gone, self._slots = self._gone[slots], len(slots)
         for cursor in self._cursors.values():
-            cursor.taken, cursor.start = cursor.taken[slots], 0
+            cursor.taken, cursor.open = cursor.taken[slots], OpenPlaces()
         if self.groups is not None:
             self.groups.renumber(slots)
 
@@ -198,7 +198,8 @@ class Claims:
         None if they are not there yet, no rows if the task has had them all. `ids` are those of all slots; `held_by`
         tells of each column that the task asks for which slots have it.
         """
-        cursor, slots = self._next(request, ids, held_by, passes)
+        cursor, places = self._next(request, ids, held_by, passes)
+        slots = self._units(places).reshape(-1)
         if len(slots) < request.rows and not (
             request.allow_partial and self._is_rest(request.task, held_by, len(slots))
         ):
@@ -208,8 +209,8 @@ class Claims:
         if request.lease_s is None or not len(slots):
             return slots, None
         claim, ends = request.token or uuid.uuid4().hex, self._clock() + request.lease_s
-        is_part = request.token is not None
-        self._leases[claim] = _Lease(request.task, request.holder, slots, ends, cursor.start, is_part)
+        place, is_part = int(places.min()), request.token is not None
+        self._leases[claim] = _Lease(request.task, request.holder, slots, ends, place, is_part)
         return slots, claim
 
     def ready(
@@ -220,9 +221,9 @@ class Claims:
         passes: Passes | None = None,
     ) -> Ready:
         """Return what `claim` would take, and take nothing."""
-        cursor, slots = self._next(request, ids, held_by, passes)
-        all_ready = len(self._ready(cursor, held_by, self._slots)) if request.allow_partial else -1
-        numbers = self.numbers(slots).reshape(-1, self._size).max(axis=1, initial=0)
+        cursor, places = self._next(request, ids, held_by, passes)
+        all_ready = self._count(cursor, held_by) if request.allow_partial else -1
+        numbers = self.numbers(self._units(places)).max(axis=1, initial=0)
         leased = self._leased(request.task)
         come, expected = self._arrivals.count, self._arrivals.expected
         return Ready(numbers, self._size, self._left(cursor), leased, all_ready, come, expected)
@@ -230,17 +231,16 @@ class Claims:
     def _next(
         self, request: ClaimRequest, ids: Sequence[str], held_by: Mapping[str, Held], passes: Passes | None
     ) -> tuple[_Cursor, Rows]:
-        """Return the task's cursor, and the rows that are ready for the request."""
+        """Return the task's cursor, and the places of the rows that are ready for the request."""
         cursor = self._cursor(request.task)
         if self.groups is not None:
             self.groups.check_claim(request.rows, ids)
-        self._advance(cursor)
         is_freshest = request.order == "freshest"
         return cursor, self._ready(cursor, held_by, request.rows, passes, is_freshest=is_freshest)
 
     def _is_rest(self, task: str, held_by: Mapping[str, Held], found: int) -> bool:
         cursor = self._cursor(task)
-        all_ready = len(self._ready(cursor, held_by, self._slots))
+        all_ready = self._count(cursor, held_by)
         left, leased = self._left(cursor), self._leased(task)
         return is_rest(found, have_come=self._arrivals.are_all, left=left, leased=leased, all_ready=all_ready)
 
@@ -283,7 +283,7 @@ class Claims:
         cursor = self._cursors[task]
         cursor.taken[slots] = False
         cursor.count -= len(slots)
-        cursor.start = min(cursor.start, place)
+        cursor.open.forget(place)
 
     def catch_up(self, slots: int) -> None:
         """Take in samples up to that number of slots, and release the leases that have run out."""
@@ -316,7 +316,7 @@ class Claims:
         if self.groups is not None:
             free[self.groups.broken_slots] = False
             if self.groups.is_mended:
-                units = np.array(self.groups.order).reshape(-1, self.groups.size)
+                units = self.groups.at(np.arange(self.groups.count))
                 units = units[~self._gone[units].any(axis=1)]
                 free[units[~free[units].all(axis=1)]] = False
         return int(np.count_nonzero(free))
@@ -335,57 +335,40 @@ class Claims:
         *,
         is_freshest: bool = False,
     ) -> Rows:
-        """Return the next slots that the task may have, at most `limit`."""
+        """Return the next places at which the task may have all rows, for at most `limit` rows."""
+
+        def is_open(places: Rows) -> Mask:
+            whole: Mask = np.logical_and.reduce(self._is_free(cursor, self._units(places)), axis=1)
+            return whole
+
+        cursor.open.see(self._slots if self.groups is None else self.groups.count)
         parts, found = [np.empty(0, np.int64)], 0
-        for units in self._windows(cursor.start, self._width(2 * limit), is_freshest):
-            slots = units.reshape(-1)
-            free = self._is_free(cursor, slots)
+        width = max(_WINDOW, 2 * limit) // self._size or 1
+        for places in cursor.open.walk(is_open, width, is_back=is_freshest):
+            units = self._units(places)
+            ready = np.ones(units.shape, bool)
             for held in held_by.values():
-                free &= held(slots)
-            ready = units[free.reshape(units.shape).all(axis=1)]
-            if passes is not None and len(ready):
-                ready = ready[passes(ready)]
-            parts.append(ready.reshape(-1))
-            found += ready.size
+                ready &= held(units.reshape(-1)).reshape(units.shape)
+            at = np.flatnonzero(ready.all(axis=1))[:: -1 if is_freshest else 1]
+            if passes is not None and len(at):
+                at = at[passes(units[at])]
+            parts.append(places[at])
+            found += len(at) * self._size
             if found >= limit:
                 break
-        return np.concatenate(parts)[:limit]
+        return np.concatenate(parts)[: -(-limit // self._size)]
 
-    def _windows(self, first: int, width: int, is_freshest: bool) -> Iterator[Rows]:
-        """Yield the groups from a place on, or back to it from the newest; twice as many at a time each time."""
-        last = self._slots if self.groups is None else len(self.groups.order)
-        while first < last:
-            if is_freshest:
-                start = max(first, last - width)
-                yield self._order(start, last).reshape(-1, self._size)[::-1]
-                last = start
-            else:
-                yield self._order(first, min(first + width, last)).reshape(-1, self._size)
-                first += width
-            width *= 2
-
-    def _advance(self, cursor: _Cursor) -> None:
-        """Move the place to look from to the first group (or sample) of which nothing is taken or gone."""
-        width = self._width()
-        while len(slots := self._order(cursor.start, cursor.start + width)):
-            whole = self._is_free(cursor, slots).reshape(-1, self._size).all(axis=1)
-            if whole.any():
-                cursor.start += int(whole.argmax()) * self._size
-                return
-            cursor.start += len(slots)
+    def _count(self, cursor: _Cursor, held_by: Mapping[str, Held], passes: Passes | None = None) -> int:
+        """Return how many rows the task may have."""
+        return len(self._ready(cursor, held_by, self._slots, passes)) * self._size
 
     @property
     def _size(self) -> int:
         return 1 if self.groups is None else self.groups.size
 
-    def _width(self, least: int = 0) -> int:
-        """Return how many places to look at: whole groups."""
-        return max(_WINDOW, least) // self._size * self._size or self._size
-
-    def _order(self, start: int, stop: int) -> Rows:
-        if self.groups is None:
-            return np.arange(start, min(stop, self._slots))
-        return np.array(self.groups.order[start:stop], np.int64)
+    def _units(self, places: Rows) -> Rows:
+        """Return the slots at each of some places."""
+        return places[:, None] if self.groups is None else self.groups.at(places)
 
     def _cursor(self, task: str) -> _Cursor:
         if task not in self._cursors:
@@ -404,11 +387,11 @@ class Claims:
         cursor = self._cursor(request.task)
         left = np.flatnonzero(self._is_free(cursor))
         return WaitState(
-            ready=len(self._ready(cursor, held_by, self._slots)),
+            ready=self._count(cursor, held_by),
             left=len(left),
             come=self._arrivals.count,
             expected=self._arrivals.expected,
-            passing=None if passes is None else len(self._ready(cursor, held_by, self._slots, passes)),
+            passing=None if passes is None else self._count(cursor, held_by, passes),
             written={name: int(np.count_nonzero(held(left))) for name, held in held_by.items()},
             broken=None if self.groups is None else self.groups.broken(),
             leases=[lease for lease in self.leases() if lease.task == request.task],
@@ -434,7 +417,7 @@ class Claims:
     def tasks(self) -> dict[str, TaskReport]:
         reports: dict[str, TaskReport] = {}
         for task, cursor in self._cursors.items():
-            leased, ready = self._leased(task), len(self._ready(cursor, {}, self._slots))
+            leased, ready = self._leased(task), self._count(cursor, {})
             reports[task] = TaskReport(cursor.count, leased, cursor.count - leased, ready)
         return reports
 

@@ -35,12 +35,24 @@ class Groups:
         self._of: list[_Group | None] = []
         self._loose = 0
         # Slots, `size` for each group, in the order in which groups became whole; a sample that goes leaves its slot.
-        self.order = array("q")
+        self._order = array("q")
         # Uids of groups that have lost a sample, and are not whole.
         self._broken: set[Hashable] = set()
         self._broken_slots: Rows | None = None
         self.is_mended = False
         """Whether a group that was broken ever became whole again, so that a task may have had a part of it."""
+
+    @property
+    def count(self) -> int:
+        """How many groups have become whole, those of which samples are gone included."""
+        return len(self._order) // self.size
+
+    def at(self, places: Rows) -> Rows:
+        """Return the slots of groups by their places in the order in which they became whole."""
+        if not len(places):
+            return np.empty((0, self.size), np.int64)
+        # The view is gone when this returns; the array could not grow beside it.
+        return np.frombuffer(self._order, np.int64).reshape(-1, self.size)[places]
 
     @property
     def broken_slots(self) -> Rows:
@@ -108,7 +120,7 @@ class Groups:
             self._of.extend([group] * len(slots))
             group.slots.extend(slots)
             if len(group.slots) == self.size:
-                self.order.extend(group.slots)
+                self._order.extend(group.slots)
                 self.is_mended |= uid in self._broken
                 self._broken.discard(uid)
         self._broken_slots = None
@@ -135,8 +147,8 @@ class Groups:
             group.slots[:] = place[group.slots].tolist()
         self._broken_slots = None
         self._of = [self._of[slot] for slot in slots.tolist()]
-        units = place[np.array(self.order)].reshape(-1, self.size)
-        self.order = array("q", units[(units >= 0).all(axis=1)].tobytes())
+        units = place[np.array(self._order)].reshape(-1, self.size)
+        self._order = array("q", units[(units >= 0).all(axis=1)].tobytes())
 
     def check_claim(self, count: int, ids: Sequence[str]) -> None:
         """Refuse a claim of no whole groups, or where samples have none; `ids` are those of all slots."""

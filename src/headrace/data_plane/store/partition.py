@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any, Generic, NamedTuple
 
@@ -16,7 +17,6 @@ from headrace.data_plane.store.claims import (
     Claims,
     Clock,
     Held,
-    Mask,
     Passes,
     Ready,
     Registration,
@@ -33,6 +33,8 @@ from headrace.data_plane.store.columns import (
     Slots,
     grown,
 )
+from headrace.data_plane.store.places import Mask
+from headrace.data_plane.store.refusals import Refusals
 from headrace.data_plane.store.spent import SpentIds
 from headrace.errors import CapacityExceeded, SampleNotFound, SchemaError
 from headrace.utils.arguments import shown
@@ -82,6 +84,7 @@ class Partition(Generic[Block]):
         # Columns whose last put said the lengths of its rows.
         self._saying: set[str] = set()
         self._claims = Claims(name, registration, clock)
+        self._refusals = Refusals()
         # Who named itself in a put, and by slot which of them did last.
         self._producers: dict[str, int] = {}
         self._producer_of: Lengths = np.empty(0, np.int32)
@@ -260,6 +263,8 @@ class Partition(Generic[Block]):
         else:
             for sample_id, values in zip(put.ids, put.tags or ()):
                 self._tags.setdefault(sample_id, {}).update(values)
+        if put.tags:
+            self._refusals.forget(slots.at)
         if put.producer is not None:
             self._producer_of = grown(self._producer_of, len(self._ids), _UNKNOWN)
             self._producer_of[slots.at] = self._producers.setdefault(put.producer, len(self._producers))
@@ -329,6 +334,7 @@ class Partition(Generic[Block]):
         if self._producers:
             self._producer_of = grown(self._producer_of, int(slots.max(initial=-1)) + 1, _UNKNOWN)[slots]
         self._claims.renumber(slots)
+        self._refusals.renumber(slots)
 
     # Reading.
 
@@ -407,9 +413,10 @@ class Partition(Generic[Block]):
         }
         if not request.where:
             return held_by, None
-        return held_by, lambda units: self._pass(request.where, units)
+        judge = partial(self._judged, request.where)
+        return held_by, lambda units: self._refusals.passing(request.where, units, judge)
 
-    def _pass(self, rules: Sequence[TagRule], units: Rows) -> Mask:
+    def _judged(self, rules: Sequence[TagRule], units: Rows) -> Mask:
         nothing: dict[str, Any] = {}
         groups = ([self._tags.get(self._ids[slot], nothing) for slot in unit] for unit in units.tolist())
         return np.array([all(rule.passes(tags) for rule in rules) for tags in groups], bool)
