@@ -2,12 +2,14 @@
 
 import threading
 import time
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from contract_batches import Start, claim, put_numbers, register, tokens, wire
 
-from headrace.data_plane import DataPlaneClient, KVBatchMeta
+from headrace.data_plane import DataPlaneClient, KVBatchMeta, TagRule
 from headrace.errors import CapacityExceeded, ClaimTimeout, DataPlaneError, SampleNotFound, SchemaError
 
 
@@ -197,3 +199,28 @@ def test_tags_outside_their_enum_are_refused_by_sample(client: DataPlaneClient) 
     with pytest.raises(SchemaError, match="tag 'status' of sample 'b' is 'lost'"):
         client.put_samples(["a", "b"], "p", tags=[{"status": "filtered"}, {"status": "lost"}])
     assert client.put_samples(["a"], "p").tags == [{"status": "kept"}]
+
+
+@pytest.mark.parametrize(
+    "value", [np.array([1, 2]), torch.tensor([1, 2]), [np.array([1, 2])], {"a": torch.ones(2)}]
+)
+def test_an_array_is_no_value_of_an_enum_of_a_group_or_of_a_rule(client: DataPlaneClient, value: Any) -> None:
+    register(client, "train", grpo_group_size=2, group_tag="uid", enums={"kind": [[1], {"a": 1}, "math"]})
+    tags = [{"uid": "u", "kind": "math"}, {"uid": "u", "kind": "math", "scores": value}]
+    client.put_samples(["a", "b"], "p", tags=tags)
+    with pytest.raises(
+        SchemaError, match=r"tag 'kind' of sample 'b' is .*; partition 'p' was registered with"
+    ):
+        client.put_samples(["a", "b"], "p", tags=[{}, {"kind": value}])
+    with pytest.raises(SchemaError, match=r"tag 'uid' of sample 'b' is .*; its first put said 'u'"):
+        client.put_samples(["b"], "p", tags=[{"uid": value}])
+    with pytest.raises(SchemaError, match="tag 'uid' of sample 'c' is"):
+        client.put_samples(["c"], "p", tags=[{"uid": value}])
+    rule = TagRule("scores", among=[[1], {"a": 1}, 1])
+    assert client.claim_meta("p", "train", [], 2, blocking=False, where=[rule]) is None
+    with pytest.raises(SchemaError, match=r"among has .*; expected values that a tag equals or not"):
+        TagRule("scores", among=[1, value])
+    with pytest.raises(SchemaError, match=r"enums\['kind'\] has .*; expected values that a tag equals"):
+        register(client, "train", enums={"kind": ["math", value]})
+    assert client.sample_ids("p") == ["a", "b"]
+    assert client.claim_meta("p", "train", [], 2) is not None

@@ -6,6 +6,9 @@ from math import isnan
 from numbers import Real
 from typing import Any
 
+import numpy as np
+import torch
+
 from headrace.errors import DataPlaneError, SchemaError
 from headrace.utils.arguments import names_list
 
@@ -40,7 +43,7 @@ class TagRule:
             if value is not None and not _is_number(value):
                 raise SchemaError(f"{bound}={value!r} of the rule on tag '{self.name}'; expected a number")
         if self.among is not None:
-            object.__setattr__(self, "among", tuple(names_list("among", self.among)))
+            object.__setattr__(self, "among", values_list("among", self.among))
 
     def is_as_strict_as(self, other: "TagRule") -> bool:
         """Return whether it asks of the tag what `other` does, by bounds that let no more pass."""
@@ -64,7 +67,7 @@ class TagRule:
         if not all(self.name in tag for tag in tags):
             return False
         values = [tag[self.name] for tag in tags]
-        if self.among is not None and not all(value in self.among for value in values):
+        if self.among is not None and not all(is_one_of(value, self.among) for value in values):
             return False
         if self.at_least is self.at_most is self.min_spread is None:
             return True
@@ -81,6 +84,31 @@ class TagRule:
             and (self.at_most is None or high <= self.at_most)
             and (self.min_spread is None or high - low >= self.min_spread)
         )
+
+
+def values_list(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return values that tags may have; raises SchemaError: a text in place of a list, or a value with an array."""
+    listed = tuple(names_list(name, values))
+    other = next((value for value in listed if _holds_array(value)), None)
+    if other is not None:
+        raise SchemaError(
+            f"{name} has {other!r}; expected values that a tag equals or not, which no array is"
+        )
+    return listed
+
+
+def is_one_of(value: object, allowed: Sequence[Any]) -> bool:
+    """Return whether a tag's value is one of a `values_list`; none that holds an array is."""
+    return not _holds_array(value) and value in allowed
+
+
+def _holds_array(value: object) -> bool:
+    """Return whether a comparison with a value may come to several truths."""
+    if isinstance(value, dict):
+        return any(map(_holds_array, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_array, value))
+    return isinstance(value, np.ndarray | torch.Tensor) and value.ndim > 0
 
 
 def _is_number(value: object) -> bool:

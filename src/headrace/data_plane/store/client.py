@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from tensordict import TensorDict
 
-from headrace.data_plane.claim_terms import ORDERS, PartitionReport, TagRule, seconds
+from headrace.data_plane.claim_terms import ORDERS, PartitionReport, TagRule, seconds, values_list
 from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
 from headrace.data_plane.schema import CLAIM
 from headrace.data_plane.store.claims import ClaimRequest, Registration
@@ -48,7 +48,7 @@ class StoreClient(DataPlaneClient):
                 f"grpo_group_size={size}"
             )
         tasks = tuple(texts("consumer_tasks", consumer_tasks))
-        values = {tag: tuple(names_list(f"enums['{tag}']", given)) for tag, given in (enums or {}).items()}
+        values = {tag: values_list(f"enums['{tag}']", given) for tag, given in (enums or {}).items()}
         self._ask("register", Registration(partition_id, samples, tasks, size, group_tag, values))
 
     def claim_meta(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from headrace.data_plane.claim_terms import is_one_of
 from headrace.data_plane.store.columns import Rows
 from headrace.errors import DataPlaneError, SchemaError
 from headrace.utils.arguments import shown
@@ -83,7 +84,7 @@ class Groups:
     ) -> None:
         for sample_id, slot, values in zip(ids, slots, tags):
             group = self._of[slot] if slot >= 0 else None
-            if group is not None and tag in values and values[tag] != group.uid:
+            if group is not None and tag in values and not is_one_of(values[tag], (group.uid,)):
                 raise SchemaError(
                     f"tag '{tag}' of sample '{sample_id}' is {values[tag]!r}; its first put said {group.uid!r}, and a "
                     "sample stays in its group (group_tag)"

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
-from headrace.data_plane.claim_terms import PartitionReport, RowReport, TagRule, WaitState
+from headrace.data_plane.claim_terms import PartitionReport, RowReport, TagRule, WaitState, is_one_of
 from headrace.data_plane.object_codec import copied_tag
 from headrace.data_plane.schema import FIELDS, INPUT_IDS, INPUT_LENGTHS
 from headrace.data_plane.store.claims import (
@@ -171,7 +171,7 @@ class Partition(Generic[Block]):
             self._claims.groups.check(put.ids, slots.at, put.tags)
         for tag, allowed in (registration.enums if registration else {}).items():
             for row, values in enumerate(put.tags or ()):
-                if tag in values and values[tag] not in allowed:
+                if tag in values and not is_one_of(values[tag], allowed):
                     raise SchemaError(
                         f"tag '{tag}' of sample '{put.ids[row]}' is {values[tag]!r}; partition '{self.name}' was "
                         f"registered with {', '.join(map(repr, allowed))}"
