@@ -179,6 +179,20 @@ def test_a_group_that_is_still_to_become_whole_is_waited_for(client: DataPlaneCl
     assert claim(client, 6, allow_partial=True) == ["b_g0", "b_g1", "c_g0", "c_g1"]
 
 
+def test_a_claim_of_more_than_a_partition_ever_holds_is_refused_at_once(client: DataPlaneClient) -> None:
+    register(client, "train", rows=4)
+    start = time.monotonic()
+    with pytest.raises(
+        DataPlaneError, match=r"batch_size=5 for partition 'p', .* num_samples=4 .*allow_partial"
+    ):
+        claim(client, 5, blocking=True, timeout_s=60)
+    assert time.monotonic() - start < 5
+    put_numbers(client, list("abcd"), x=0)
+    with pytest.raises(DataPlaneError, match="batch_size=5"):
+        claim(client, 5)
+    assert claim(client, 5, allow_partial=True) == list("abcd")
+
+
 # Sizes, texts and times.
 
 

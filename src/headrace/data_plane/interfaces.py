@@ -316,8 +316,9 @@ class DataPlaneClient(ABC):
 
         Raises:
             ClaimTimeout: blocking, and too few rows became ready within `timeout_s`.
-            DataPlaneError: unknown partition or task, a `batch_size` that makes no whole groups, a time that is no
-                number, another order, or samples whose ids name no group where groups are asked for.
+            DataPlaneError: unknown partition or task, a `batch_size` that makes no whole groups or that, without
+                `allow_partial`, is more than the partition ever holds; a time that is no number, another order, or
+                samples whose ids name no group where groups are asked for.
             SchemaError: a text in place of a list, or a rule that compares a tag which is no number.
         """
 

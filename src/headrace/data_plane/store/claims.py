@@ -125,7 +125,8 @@ class Claims:
         self._name, self._clock = name, clock
         self._gone: Mask = np.empty(0, bool)
         self._slots = 0
-        self._arrivals = Arrivals(1 if registration is None else max(registration.num_samples, 1))
+        self._most = 0 if registration is None else registration.num_samples
+        self._arrivals = Arrivals(max(self._most, 1))
         self._cursors: dict[str, _Cursor] = {}
         self._leases: dict[str, _Lease] = {}
         self._number: Rows = np.empty(0, np.int64)
@@ -233,6 +234,11 @@ class Claims:
     ) -> tuple[_Cursor, Rows]:
         """Return the task's cursor, and the places of the rows that are ready for the request."""
         cursor = self._cursor(request.task)
+        if request.rows > self._most and not request.allow_partial:
+            raise DataPlaneError(
+                f"batch_size={request.rows} for partition '{self._name}', which holds at most num_samples={self._most} "
+                "samples; claim fewer, set allow_partial=True, or register the partition with more"
+            )
         if self.groups is not None:
             self.groups.check_claim(request.rows, ids)
         is_freshest = request.order == "freshest"
