@@ -471,6 +471,7 @@ class Column(Generic[Block]):
 
     def _compact(self, numbers: list[int]) -> list[Block]:
         gone: list[Block] = []
+        thin: list[int] = []
         for number in numbers:
             block, in_use = self._blocks[number], self._in_use[number]
             if not in_use:
@@ -478,9 +479,21 @@ class Column(Generic[Block]):
                 del self._in_use[number]
                 self._unused.append(number)
             elif 2 * in_use < block.rows:
-                slots = np.flatnonzero(self._block_of == number)
-                shrunk = block.shrunk(self._row_of[slots])
-                if shrunk is not None:
-                    self._keep(number, shrunk)
-                    self._row_of[slots] = np.arange(in_use)
+                thin.append(number)
+        if thin:
+            self._shrink(thin)
         return gone
+
+    def _shrink(self, numbers: list[int]) -> None:
+        """Let blocks, by their numbers in rising order, keep what is in use of them; one look at all slots finds it."""
+        is_one = np.zeros(len(self._blocks) + len(self._unused) + 1, bool)
+        is_one[numbers] = True  # and the last is that of slots without a block
+        slots = np.flatnonzero(is_one[self._block_of])
+        slots = slots[np.argsort(self._block_of[slots], kind="stable")]
+        start = 0
+        for number in numbers:
+            mine = slots[start : (start := start + self._in_use[number])]
+            shrunk = self._blocks[number].shrunk(self._row_of[mine])
+            if shrunk is not None:
+                self._keep(number, shrunk)
+                self._row_of[mine] = np.arange(len(mine))
