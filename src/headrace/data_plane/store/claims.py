@@ -126,7 +126,7 @@ class Claims:
         self._gone: Mask = np.empty(0, bool)
         self._slots = 0
         self._most = 0 if registration is None else registration.num_samples
-        self._arrivals = Arrivals(max(self._most, 1))
+        self.arrivals = Arrivals(max(self._most, 1))
         self._cursors: dict[str, _Cursor] = {}
         self._leases: dict[str, _Lease] = {}
         self._number: Rows = np.empty(0, np.int64)
@@ -142,18 +142,12 @@ class Claims:
         for cursor in self._cursors.values():
             cursor.taken = grown(cursor.taken, self._slots, False)
 
-    def add(self, ids: Sequence[str], first: int, tags: Sequence[Mapping[str, Any]] | None) -> None:
-        """Take in new samples; they have the slots from `first` on."""
-        self._arrivals.add(ids)
-        if self.groups is not None:
-            self.groups.add(ids, first, tags)
-
     def drop(self, ids: Sequence[str], slots: Rows, claim: str | None = None) -> None:
         """Forget samples; the claim of which the last goes is finished."""
         self._see(int(slots.max(initial=-1)) + 1)
-        if self._cursors and not self._arrivals.are_all:
+        if self._cursors and not self.arrivals.are_all:
             had = np.any([cursor.taken[slots] for cursor in self._cursors.values()], axis=0)
-            self._arrivals.drop([ids[row] for row in np.flatnonzero(~had).tolist()])
+            self.arrivals.drop([ids[row] for row in np.flatnonzero(~had).tolist()])
         self._gone[slots] = True
         if self.groups is not None:
             self.groups.drop(slots)
@@ -226,7 +220,7 @@ class Claims:
         all_ready = self._count(cursor, held_by) if request.allow_partial else -1
         numbers = self.numbers(self._units(places)).max(axis=1, initial=0)
         leased = self._leased(request.task)
-        come, expected = self._arrivals.count, self._arrivals.expected
+        come, expected = self.arrivals.count, self.arrivals.expected
         return Ready(numbers, self._size, self._left(cursor), leased, all_ready, come, expected)
 
     def _next(
@@ -248,7 +242,7 @@ class Claims:
         cursor = self._cursor(task)
         all_ready = self._count(cursor, held_by)
         left, leased = self._left(cursor), self._leased(task)
-        return is_rest(found, have_come=self._arrivals.are_all, left=left, leased=leased, all_ready=all_ready)
+        return is_rest(found, have_come=self.arrivals.are_all, left=left, leased=leased, all_ready=all_ready)
 
     # Leases.
 
@@ -352,10 +346,11 @@ class Claims:
         width = max(_WINDOW, 2 * limit) // self._size or 1
         for places in cursor.open.walk(is_open, width, is_back=is_freshest):
             units = self._units(places)
-            ready = np.ones(units.shape, bool)
+            slots = units.reshape(-1)
+            ready = np.ones(len(slots), bool)
             for held in held_by.values():
-                ready &= held(units.reshape(-1)).reshape(units.shape)
-            at = np.flatnonzero(ready.all(axis=1))[:: -1 if is_freshest else 1]
+                ready &= held(slots)
+            at = np.flatnonzero(ready.reshape(units.shape).all(axis=1))[:: -1 if is_freshest else 1]
             if passes is not None and len(at):
                 at = at[passes(units[at])]
             parts.append(places[at])
@@ -395,8 +390,8 @@ class Claims:
         return WaitState(
             ready=self._count(cursor, held_by),
             left=len(left),
-            come=self._arrivals.count,
-            expected=self._arrivals.expected,
+            come=self.arrivals.count,
+            expected=self.arrivals.expected,
             passing=None if passes is None else self._count(cursor, held_by, passes),
             written={name: int(np.count_nonzero(held(left))) for name, held in held_by.items()},
             broken=None if self.groups is None else self.groups.broken(),
@@ -406,7 +401,7 @@ class Claims:
     def consumption(self, tasks: Sequence[str]) -> Consumption:
         """Return how far tasks have come with the samples."""
         open_rows = [self._left(self._cursor(task)) + self._leased(task) for task in tasks]
-        return Consumption(self._arrivals.expected, self._arrivals.count, open_rows)
+        return Consumption(self.arrivals.expected, self.arrivals.count, open_rows)
 
     def is_consumed(self, tasks: Sequence[str]) -> bool:
         """Return whether all samples that were registered have come, and each task has had for good what is left."""

@@ -53,7 +53,7 @@ class Groups:
         if not len(places):
             return np.empty((0, self.size), np.int64)
         # The view is gone when this returns; the array could not grow beside it.
-        return np.frombuffer(self._order, np.int64).reshape(-1, self.size)[places]
+        return np.frombuffer(self._order, np.int64).reshape(-1, self.size).take(places, axis=0)
 
     @property
     def broken_slots(self) -> Rows:

@@ -263,7 +263,7 @@ class Partition(Generic[Block]):
         else:
             for sample_id, values in zip(put.ids, put.tags or ()):
                 self._tags.setdefault(sample_id, {}).update(values)
-        if put.tags:
+        if put.tags and self._refusals.known:
             self._refusals.forget(slots.at)
         if put.producer is not None:
             self._producer_of = grown(self._producer_of, len(self._ids), _UNKNOWN)
@@ -295,7 +295,11 @@ class Partition(Generic[Block]):
         self._all_slots = None if first else Slots(slots, self.version)
         if order is not None:
             self._claims.number(first, order)
-        self._claims.add(ids, first, tags)
+        self._claims.arrivals.count += count
+        if self._claims.arrivals.unused:
+            self._claims.arrivals.know_again(ids)
+        if self._claims.groups is not None:
+            self._claims.groups.add(ids, first, tags)
         return self._all_slots or Slots(slots)
 
     def clear(self, ids: Sequence[str], claim: str | None = None) -> list[Block]:

@@ -22,7 +22,7 @@ class Refusals:
 
     def __init__(self) -> None:
         # The latest is the last. A group is refused if all its slots are.
-        self._known: list[tuple[list[TagRule], Mask]] = []
+        self.known: list[tuple[list[TagRule], Mask]] = []
 
     def passing(self, rules: Sequence[TagRule], units: Rows, judge: Callable[[Rows], Mask]) -> Mask:
         """Return which of some groups, a row of slots each, pass; `judge` tells it of those that are not known."""
@@ -35,25 +35,25 @@ class Refusals:
 
     def _of(self, rules: list[TagRule], slots: int) -> Mask:
         """Return by slot what rules refuse."""
-        known = [n for n, (others, _) in enumerate(self._known) if _are_as_strict(rules, others)]
-        same = next((n for n in known if self._known[n][0] == rules), None)
+        known = [n for n, (others, _) in enumerate(self.known) if _are_as_strict(rules, others)]
+        same = next((n for n in known if self.known[n][0] == rules), None)
         if same is not None:
-            _, refused = self._known.pop(same)
+            _, refused = self.known.pop(same)
         else:
-            refused = self._known[known[-1]][1].copy() if known else np.empty(0, bool)
+            refused = self.known[known[-1]][1].copy() if known else np.empty(0, bool)
         refused = grown(refused, slots, False)
-        self._known = [*self._known[1 - _RULES :], (rules, refused)]
+        self.known = [*self.known[1 - _RULES :], (rules, refused)]
         return refused
 
     def forget(self, slots: Rows) -> None:
         """Let groups be judged again, the tags of whose samples have changed."""
-        for _, refused in self._known:
+        for _, refused in self.known:
             refused[slots[slots < len(refused)]] = False
 
     def renumber(self, slots: Rows) -> None:
         """Let what is slot `slots[i]` now be slot i; all other slots are free."""
         size = int(slots.max(initial=-1)) + 1
-        self._known = [(rules, grown(refused, size, False)[slots]) for rules, refused in self._known]
+        self.known = [(rules, grown(refused, size, False)[slots]) for rules, refused in self.known]
 
 
 def _are_as_strict(rules: Sequence[TagRule], others: Sequence[TagRule]) -> bool:
