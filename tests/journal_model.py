@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from headrace.data_plane import DataPlaneClient, KVBatchMeta, pack_jagged_fields
+from headrace.data_plane import (
+    DataPlaneClient,
+    JournalDataPlaneClient,
+    KVBatchMeta,
+    kv_first_write,
+    pack_jagged_fields,
+    restore,
+    write_columns,
+)
+from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.journal.segments import position_of
 from headrace.data_plane.wire import read_wire
 from headrace.distributed.columns import object_array
@@ -132,3 +141,34 @@ def cut_to(folder: Path, size: int) -> None:
                 file.truncate(kept)
         else:
             path.unlink()
+
+
+def journaled(folder: Path, **options: Any) -> JournalDataPlaneClient:
+    return JournalDataPlaneClient(LocalDataPlaneClient(), folder, **{"fsync": "never", **options})
+
+
+def restored(folder: Path, **options: Any) -> LocalDataPlaneClient:
+    client = LocalDataPlaneClient()
+    restore(client, folder, **options)
+    return client
+
+
+def put_group(
+    client: Any,
+    number: int,
+    tokens: int = 3,
+    partition: str = "train",
+    once: bool = False,
+    v: int | None = None,
+) -> list[str]:
+    """Put a group, with the tag `v` if there is one; return the ids that were written."""
+    ids = [f"u{number}_g{i}" for i in range(2)]
+    rows = [torch.arange(tokens + i) for i in range(2)]
+    batch = {"input_ids": rows, "input_lengths": torch.tensor([len(row) for row in rows])}
+    tags = None if v is None else [{"v": v}] * 2
+    meta = kv_first_write(
+        batch, sample_ids=ids, dp_client=client, partition_id=partition, once=once, tags=tags
+    )
+    if meta.size:
+        write_columns(client, meta, {"advantages": torch.tensor([0.5, number])})
+    return meta.sample_ids

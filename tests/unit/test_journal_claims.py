@@ -1,0 +1,79 @@
+"""What a journal knows of claims, and of rows that are gone."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.data_plane import kv_first_write, write_columns
+from headrace.errors import ClaimExpired
+from journal_model import journaled, put_group, restored
+
+
+def test_what_some_tasks_have_had_they_do_not_get_again(tmp_path: Path) -> None:
+    client = journaled(tmp_path, segment_bytes=1_500)
+    client.register_partition("train", ["input_ids"], 100, ["score", "train"], grpo_group_size=2)
+    groups = [put_group(client, number) for number in range(5)]
+
+    def claim(store: Any, task: str, rows: int = 2, **more: Any) -> Any:
+        return store.claim_meta("train", task, ["input_ids"], rows, blocking=False, **more)
+
+    finished, stalled, released = (claim(client, "score", lease_s=60, order="freshest") for _ in range(3))
+    client.finish_claim(finished.subset([0]))  # the claim as a whole
+    client.release_claim(released)
+    for_good = claim(client, "train", 4)
+    assert for_good.sample_ids == [*groups[0], *groups[1]]
+    for number in range(5):  # old files go, and with them the records of these claims
+        client.clear_samples(put_group(client, 100 + number, tokens=50), "train")
+    back = restored(tmp_path)
+    assert stalled.sample_ids == groups[3]
+    assert claim(back, "score", 8).sample_ids == [i for group in groups[:4] for i in group]
+    assert claim(back, "train", 6).sample_ids == [i for group in groups[2:] for i in group]
+    assert claim(back, "score") is claim(back, "train") is None
+
+
+def test_a_producer_that_tries_again_after_a_restore_writes_nothing_twice(tmp_path: Path) -> None:
+    def put_once(store: Any, number: int) -> int:
+        ids = [f"u{number}_g{i}" for i in range(2)]
+        batch = {"input_ids": [torch.arange(2), torch.arange(3)], "input_lengths": torch.tensor([2, 3])}
+        meta = kv_first_write(
+            batch, sample_ids=ids, dp_client=store, partition_id="train", producer="p", once=True
+        )
+        return int(meta.size)
+
+    client = journaled(tmp_path, segment_bytes=400)
+    client.register_partition("train", ["input_ids"], 6, ["train"], grpo_group_size=2)
+    for number in range(4):
+        assert put_once(client, number) == 2
+        assert put_once(client, number) == 0
+        client.clear_samples([f"u{number}_g0", f"u{number}_g1"], "train")
+    for number in (4, 5):
+        put_once(client, number)
+    client.claim_meta("train", "train", ["input_ids"], 2)
+    back = restored(tmp_path)
+    assert back.sample_ids("train") == ["u5_g0", "u5_g1"]
+    assert [put_once(back, number) for number in range(8)] == [0, 0, 0, 0, 0, 0, 2, 2]
+    assert back.partition_report("train").rows_by_producer == {"p": 6}
+
+
+def test_a_late_writer_and_a_late_clear_are_not_journaled(tmp_path: Path) -> None:
+    client = journaled(tmp_path)
+    client.register_partition("train", ["input_ids"], 6, ["train"])
+    ids = put_group(client, 0)
+    meta = client.claim_meta("train", "train", ["input_ids"], 2, lease_s=0.01)
+    assert meta is not None
+    time.sleep(0.02)
+    again = client.claim_meta("train", "train", ["input_ids"], 2, lease_s=60)
+    assert again is not None
+    with pytest.raises(ClaimExpired):
+        write_columns(client, meta, {"advantages": torch.tensor([7.0, 7.0])})
+    with pytest.raises(ClaimExpired):
+        client.clear_samples(ids, "train", claim=meta.extra_info["claim"])
+    with pytest.raises(ClaimExpired):
+        client.finish_claim(meta)
+    back = restored(tmp_path)
+    assert back.get_samples(ids, "train", ["advantages"])["advantages"].tolist() == [0.5, 0.0]
+    client.clear_samples(ids, "train", claim=again.extra_info["claim"])
+    assert restored(tmp_path).sample_ids("train") == []

@@ -1,0 +1,100 @@
+"""What a journal keeps on disk: which files go, what a full or bad disk does."""
+
+from pathlib import Path
+
+import pytest
+
+from full_disk import files_of_at_most
+from headrace.data_plane import build_data_plane_client, restore
+from headrace.data_plane.adapters.local import LocalDataPlaneClient
+from headrace.data_plane.journal.client import journal_of
+from headrace.data_plane.journal.segments import segments
+from headrace.errors import CapacityExceeded, ConfigError, DataPlaneError, WriteError
+from journal_model import bytes_written, journaled, put_group, restored
+
+
+def test_files_go_with_their_rows_and_the_folder_stays_small(tmp_path: Path) -> None:
+    client = journaled(tmp_path, segment_bytes=20_000, max_bytes=100_000)
+    client.register_partition("train", ["input_ids"], 8, ["train"], grpo_group_size=2)
+    kept = put_group(client, 1000)
+    for number in range(100):
+        ids = put_group(client, number, tokens=1000)
+        client.clear_samples(ids, "train")
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) < 80_000
+    assert restored(tmp_path).sample_ids("train") == kept
+
+
+def test_a_put_beyond_the_size_limit_is_refused_and_nothing_of_it_stays(tmp_path: Path) -> None:
+    client = journaled(tmp_path, segment_bytes=4_000, max_bytes=40_000)
+    ids = [put_group(client, number, tokens=1000) for number in range(2)]
+    with pytest.raises(CapacityExceeded, match=r"data_plane\.journal\.max_bytes=40000"):
+        put_group(client, 2, tokens=1000)
+    assert client.sample_ids("train") == [*ids[0], *ids[1]] == restored(tmp_path).sample_ids("train")
+    client.clear_samples(ids[0], "train")
+    again = put_group(client, 2, tokens=1000)
+    assert restored(tmp_path).sample_ids("train") == [*ids[1], *again]
+
+
+def test_a_full_disk_refuses_the_put_whole(tmp_path: Path) -> None:
+    client = journaled(tmp_path)
+    ids = put_group(client, 0)
+    with files_of_at_most(20_000), pytest.raises(WriteError, match="make room"):
+        put_group(client, 1, tokens=2000)
+    assert client.sample_ids("train") == ids
+    later = put_group(client, 2)
+    assert restored(tmp_path).sample_ids("train") == [*ids, *later]
+
+
+def test_a_damaged_record_is_told_and_a_damaged_last_one_is_cut_off(tmp_path: Path) -> None:
+    client = journaled(tmp_path)
+    first, ends = put_group(client, 0, tokens=500), [bytes_written(tmp_path)]
+    put_group(client, 1, tokens=500)
+    ends.append(bytes_written(tmp_path))
+    (file,) = tmp_path.glob("*/*")
+    whole = bytearray(file.read_bytes())
+
+    def with_byte_changed(at: int) -> None:
+        changed = whole.copy()
+        changed[at] ^= 1
+        file.write_bytes(changed)
+
+    for at in (ends[0] - 60, 200):  # of a body, of a head
+        with_byte_changed(at)
+        with pytest.raises(DataPlaneError, match="is damaged"):
+            restored(tmp_path)
+    file.write_bytes(whole[: ends[0]])
+    with_byte_changed(ends[1] - 20)
+    client, report = LocalDataPlaneClient(), None
+    report = restore(client, tmp_path)
+    assert report.cut_bytes > 0
+    assert client.sample_ids("train") == [*first, "u1_g0", "u1_g1"]
+    with pytest.raises(DataPlaneError, match="not written"):
+        client.get_samples(["u1_g0"], "train", ["advantages"])
+    (tmp_path / "9-x").mkdir()
+    (tmp_path / "9-x" / "000001.journal").write_bytes(b"something else")
+    with pytest.raises(DataPlaneError, match="no file of a journal"):
+        restored(tmp_path)
+
+
+def test_a_client_is_built_by_its_config(tmp_path: Path) -> None:
+    journal = {"enabled": True, "folder": str(tmp_path / "j")}
+    config = {
+        "enabled": True,
+        "journal": journal,
+        "observability": {"enabled": True},
+        "store_name": "journaled",
+    }
+    client = build_data_plane_client(config, bootstrap=True)
+    other = build_data_plane_client(config, bootstrap=False)
+    put_group(client, 0)
+    other.clear_samples(["u0_g0"], "train")
+    inside = journal_of(client)
+    assert inside is not None
+    assert len({segment.writer for segment in segments(tmp_path / "j")}) == 2
+    assert restored(tmp_path / "j").sample_ids("train") == ["u0_g1"]
+    client.close()
+    client.close()
+    with pytest.raises(ConfigError, match=r"data_plane\.journal\.folder is not set"):
+        build_data_plane_client({"enabled": True, "journal": {"enabled": True}}, bootstrap=True)
+    with pytest.raises(ConfigError, match="fewer than two files"):
+        build_data_plane_client({"enabled": True, "journal": {"max_bytes": 5}}, bootstrap=True)
