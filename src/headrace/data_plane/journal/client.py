@@ -273,52 +273,60 @@ class Janitor:
         self._ledger = Ledger()
         self._kept: Position | None = None
         self._read: dict[Segment, int] = {}
+        self._sizes: dict[Segment, int] = {}
+        self._newest = 0
 
-    def read(self) -> dict[Segment, int]:
-        """Take in what is new in all files, up to the checkpoint that is kept, and return the sizes of all."""
-        there = files.segments(self._folder)
-        sizes = {segment: files.size_of(self._folder, segment) for segment in there}
-        self._kept = files.kept_position(self._folder)
+    def _read_in(self, sizes: Mapping[Segment, int]) -> None:
+        """Take in what is new in files of these sizes, up to the checkpoint that is kept."""
         found = [
             record
-            for segment in there
+            for segment, size in sizes.items()
             for record in files.records(
-                self._folder, segment, self._read.get(segment, 0), self._bound(segment, sizes[segment])
+                self._folder, segment, self._read.get(segment, 0), self._bound(segment, size)
             )
         ]
         for record in sorted(found, key=lambda record: record.head.at):
             self._read[record.segment] = record.end
+            self._newest = max(self._newest, record.head.at)
             self._ledger.apply(record.head, record.segment)
-        return sizes
 
     def _bound(self, segment: Segment, size: int) -> int:
         return files.bound(segment, self._kept, size)
 
+    def _own(self) -> list[Segment]:
+        """Return the files of `writers` that have been read to their end."""
+        return [
+            s for s, size in self._sizes.items() if s.writer in self.writers and self._bound(s, size) == size
+        ]
+
     def listed(self) -> Listed:
         """Return a record of what is left of the rows in the files that have been read to their end."""
-        at, until = now(), dict[str, int]()
-        for segment, size in self.read().items():
-            if segment.writer in self.writers and self._bound(segment, size) == size:
-                until[segment.writer] = segment.number + (segment.writer != self.name)
+        self._kept = files.kept_position(self._folder)
+        there = files.segments(self._folder)
+        self._sizes = {segment: files.size_of(self._folder, segment) for segment in there}
+        self._read_in(self._sizes)
+        until = self._ledger.covering({s.writer: s.number + (s.writer != self.name) for s in self._own()})
+        # It is of the time up to which it tells: what others write meanwhile comes after it.
         return Listed(
-            at=at, partition="", until=until, rows=self._ledger.listing(until), spent=self._ledger.spent_ids()
+            at=self._newest + 1,
+            partition="",
+            until=until,
+            rows=self._ledger.listing(until),
+            spent=self._ledger.spent_ids(),
         )
 
     def clean(self, in_use: Segment) -> int:
-        """Remove files, and return the bytes of those that stay.
+        """Remove files, by what was `listed`, and return the bytes of those that stay.
 
         If a checkpoint is to be kept restorable, the files stay that it needs.
         """
-        sizes = self.read()
-        may_go = [
-            segment
-            for segment, size in sizes.items()
-            if segment.writer in self.writers and segment != in_use and self._bound(segment, size) == size
-        ]
-        for segment in self._ledger.removable(sizes, may_go):
+        self._sizes[in_use] = files.size_of(self._folder, in_use)
+        self._read_in({in_use: self._sizes[in_use]})
+        may_go = [segment for segment in self._own() if segment != in_use]
+        for segment in self._ledger.removable(self._sizes, may_go):
             segment.path(self._folder).unlink(missing_ok=True)
-            sizes.pop(segment)
-        return sum(sizes.values())
+            del self._sizes[segment]
+        return sum(self._sizes.values())
 
 
 def journal_position(client: DataPlaneClient) -> dict[str, list[int]] | None:

@@ -3,6 +3,8 @@
 A row is left until it is cleared, or until all tasks of its partition have consumed it. A file is needed while
 
 - a row that is left was put in it, or was consumed in it by some of the tasks;
+- a row that all tasks have consumed, and that is not cleared, was consumed in it, or put while no `Listed` record names
+  it: else a column that is written to it later would look like a new row;
 - a partition's present registration is in it;
 - it clears rows of other files that are there still: without it they would come back. A `Listed` record, with which a
   file begins, says which rows of earlier files are left, so that clears before it need not stay;
@@ -10,7 +12,7 @@ A row is left until it is cleared, or until all tasks of its partition have cons
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from headrace.data_plane.journal.records import AnyHead, Cleared, Consumed, Listed, Opened, Undone, Written
@@ -22,10 +24,14 @@ _MOST_SPENT = 10_000
 
 @dataclass
 class Row:
-    """A row that is in the store: the time and file of each put, and of what it was consumed by."""
+    """A row that is in the store: the time and file of each put, and of what it was consumed by.
+
+    `listed` are the files whose `Listed` records say that it was consumed.
+    """
 
     puts: dict[int, Segment] = field(default_factory=dict)
     consumed: dict[str, Segment] = field(default_factory=dict)
+    listed: tuple[Segment, ...] = ()
     is_done: bool = False
     once: bool = False
 
@@ -58,7 +64,7 @@ class Ledger:
                     row.once |= once
                     self._left[segment] += not row.is_done
             case Undone(ids=ids, of=of):
-                self._clear(head.partition, ids, segment, [of])
+                self._undo(head.partition, ids, segment, of)
             case Cleared(ids=ids):
                 self._spend(head.partition, ids)
                 self._clear(head.partition, ids, segment, range(head.before))
@@ -106,16 +112,34 @@ class Ledger:
         for sample_id in list(rows) if ids is None else ids:
             row = rows.get(sample_id)
             gone = [] if row is None else [at for at in row.puts if at in times]
-            if row is None or not (gone or not row.puts):
+            if row is None or (row.puts and not gone):
                 continue
-            for at in gone:
-                put = row.puts.pop(at)
-                self._left[put] -= not row.is_done
-                if segment is not None and segment != put:
-                    self._clears[segment].add((partition, sample_id, put))
+            self._count(row, -1)
+            # What was put meanwhile is another row, which nobody has had.
+            places = {*(row.puts.pop(at) for at in gone), *row.consumed.values(), *row.listed}
+            row.consumed, row.listed, row.is_done = {}, (), False
+            self._count(row, 1)
+            if segment is not None:
+                self._clears[segment] |= {
+                    (partition, sample_id, place) for place in places if place != segment
+                }
             if not row.puts:
                 del rows[sample_id]
-                self._left.subtract(() if row.is_done else row.consumed.values())
+
+    def _undo(self, partition: str, ids: Iterable[str], segment: Segment, at: int) -> None:
+        """Let go of a put that the store refused; a row that was there before stays."""
+        rows = self.partitions[partition]
+        for sample_id in ids:
+            row = rows.get(sample_id)
+            if row is None or at not in row.puts:
+                continue
+            self._count(row, -1)
+            put = row.puts.pop(at)
+            self._count(row, 1)
+            if put != segment:
+                self._clears[segment].add((partition, sample_id, put))
+            if not row.puts and not row.consumed:
+                del rows[sample_id]
 
     def _count(self, row: Row, rows: int) -> None:
         if not row.is_done:
@@ -140,15 +164,14 @@ class Ledger:
         for partition, rows in self.partitions.items():
             listed = head.rows.get(partition, {})
             for sample_id in [sample_id for sample_id in rows if sample_id not in listed]:
-                row = rows[sample_id]
-                times = [at for at, put in row.puts.items() if covered(put)]
-                if times or (not row.puts and all(map(covered, row.consumed.values()))):
-                    self._clear(partition, [sample_id], None, times)
+                self._unlist(partition, sample_id, covered)
         for partition, listed in head.rows.items():
             for sample_id, tasks in listed.items():
-                known = self.partitions[partition].get(sample_id, Row()).consumed
-                others = {task: place for task, place in known.items() if not covered(place)}
+                row = self.partitions[partition].setdefault(sample_id, Row())
+                others = {task: place for task, place in row.consumed.items() if not covered(place)}
                 self._consume(partition, sample_id, {**others, **dict.fromkeys(tasks, segment)})
+                own = (segment,) if tasks else ()
+                row.listed = (*(place for place in row.listed if not covered(place)), *own)
         for partition, ids in head.spent.items():
             self.spent[partition] = {**dict.fromkeys(ids), **self.spent[partition]}
         for clears in self._clears.values():
@@ -157,12 +180,44 @@ class Ledger:
             if number >= self._listed.get(writer, (0, segment))[0]:
                 self._listed[writer] = (number, segment)
 
-    def listing(self, until: dict[str, int]) -> dict[str, dict[str, list[str]]]:
-        """Return the rows that were put in files before these numbers, each with the tasks that have consumed it."""
+    def _unlist(self, partition: str, sample_id: str, covered: Callable[[Segment], bool]) -> None:
+        """Let go of what files say of a row that they do not have any more."""
+        rows = self.partitions[partition]
+        row = rows[sample_id]
+        self._count(row, -1)
+        was_covered = any(map(covered, row.puts.values()))
+        row.puts = {at: put for at, put in row.puts.items() if not covered(put)}
+        tasks = {task: place for task, place in row.consumed.items() if not covered(place)}
+        self._count(row, 1)
+        self._consume(partition, sample_id, tasks)
+        row.listed = tuple(place for place in row.listed if not covered(place))
+        if not row.puts and (was_covered or not tasks):
+            self._count(row, -1)
+            del rows[sample_id]
+
+    def covering(self, until: Mapping[str, int]) -> dict[str, int]:
+        """Return these numbers, and those that records have listed in the files before them.
+
+        So files that have gone stay covered: their rows may be in the store, and written to.
+        """
+        covered = {
+            writer: number
+            for writer, (number, place) in self._listed.items()
+            if place.number < until.get(place.writer, 0)
+        }
+        return {writer: max(covered.get(writer, 0), until.get(writer, 0)) for writer in {**covered, **until}}
+
+    def listing(self, until: Mapping[str, int]) -> dict[str, dict[str, list[str]]]:
+        """Return the rows of which files before these numbers say something, each with the tasks that have had it.
+
+        Rows that all tasks have had are among them until they are cleared: they are in the store, and a column that is
+        written to them later makes no new rows.
+        """
         found: dict[str, dict[str, list[str]]] = {}
         for partition, rows in self.partitions.items():
             for sample_id, row in rows.items():
-                if not row.puts or any(put.number < until.get(put.writer, 0) for put in row.puts.values()):
+                places = (*row.puts.values(), *row.consumed.values())
+                if any(place.number < until.get(place.writer, 0) for place in places):
                     found.setdefault(partition, {})[sample_id] = sorted(row.consumed)
         return found
 
@@ -180,7 +235,7 @@ class Ledger:
         for rows in self.partitions.values():
             for row in rows.values():
                 if row.is_done:
-                    needed.update(row.consumed.values())
+                    needed.update(row.consumed.values(), () if row.listed else row.puts.values())
         gone: list[Segment] = []
         while True:
             left = there - needed
