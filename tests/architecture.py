@@ -192,6 +192,9 @@ COMPUTED_IMPORTS = {"__init__.py", "distributed/worker_groups/wire.py", "utils/t
 # Where a process answers another one and goes on, whatever the error, or looks at what may be broken: (file, function).
 BROAD_EXCEPTS = {
     ("data_plane/adapters/transfer_queue_index.py", "reply_to"),
+    # A put that ends with any error is told to be refused.
+    ("data_plane/journal/client.py", "put_samples"),
+    ("data_plane/journal/restore.py", "_is_put"),
     ("distributed/collectives.py", "from_first_rank"),
     ("distributed/worker_groups/rank.py", "answers"),
     ("distributed/worker_groups/rank.py", "build"),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.data_plane import (
-    JournalDataPlaneClient,
-    restore,
-)
+from headrace.data_plane import DataPlaneClient, JournalDataPlaneClient, restore
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.journal.client import keep_since
-from headrace.errors import (
-    SchemaError,
-)
+from headrace.data_plane.journal.segments import records as records_of
+from headrace.data_plane.journal.segments import segments
+from headrace.data_plane.passing_client import PassingClient
+from headrace.errors import SchemaError, TransportError
 from journal_model import (
     IDS,
     Model,
@@ -211,6 +210,43 @@ def test_columns_of_every_form_come_back(tmp_path: Path) -> None:
         assert one.dtype == two.dtype
         assert one.is_nested == two.is_nested
         assert torch.equal(one.values() if one.is_nested else one, two.values() if two.is_nested else two)
+
+
+class Refusing(PassingClient):
+    """A store that ends each put of some rows with an error of its own."""
+
+    def __init__(self, inner: DataPlaneClient, error: Exception) -> None:
+        self.inner, self._error = inner, error
+
+    def _pass(self, name: str, *args: Any, **more: Any) -> Any:
+        if name == "put_samples" and "refused" in args[0]:
+            raise self._error
+        return super()._pass(name, *args, **more)
+
+
+def test_a_put_that_ends_with_any_error_keeps_no_restore_from_the_others(tmp_path: Path) -> None:
+    store = Refusing(LocalDataPlaneClient(), ValueError("something else"))
+    client = JournalDataPlaneClient(store, tmp_path, fsync="never")
+    for sample_id in ("a", "refused", "b"):
+        with pytest.raises(ValueError, match="something else") if sample_id == "refused" else nullcontext():
+            client.put_samples([sample_id], "train", tags=[{"v": 1}])
+    assert restored(tmp_path).sample_ids("train") == ["a", "b"]
+    # So it is when the crash came before the journal was told.
+    (file,) = tmp_path.glob("*/*")
+    records = [r for s in segments(tmp_path) for r in records_of(tmp_path, s, 0, file.stat().st_size)]
+    end = next(record.end for record in records if getattr(record.head, "ids", []) == ["refused"])
+    os.truncate(file, end)
+    back = Refusing(LocalDataPlaneClient(), ValueError("something else"))
+    assert restore(back, tmp_path).refused == 1
+    assert back.sample_ids("train") == ["a"]
+
+
+def test_a_store_that_does_not_answer_loses_no_row_of_a_journal(tmp_path: Path) -> None:
+    client = journaled(tmp_path)
+    client.put_samples(["refused"], "train", tags=[{"v": 1}])
+    with pytest.raises(TransportError):
+        restore(Refusing(LocalDataPlaneClient(), TransportError("no answer")), tmp_path)
+    assert restored(tmp_path).sample_ids("train") == ["refused"]
 
 
 def test_what_the_model_puts_is_what_it_reads() -> None:

@@ -30,7 +30,7 @@ from headrace.data_plane.object_codec import encode
 from headrace.data_plane.passing_client import PassingClient
 from headrace.data_plane.schema import CLAIM
 from headrace.data_plane.store.columns import checked_put
-from headrace.errors import CapacityExceeded, HeadraceError, TransportError
+from headrace.errors import CapacityExceeded, TransportError
 from headrace.utils.arguments import texts
 
 HeadType = TypeVar("HeadType", bound=AnyHead)
@@ -136,7 +136,7 @@ class JournalDataPlaneClient(PassingClient):
             meta = self.inner.put_samples(put.ids, partition_id, fields, put.tags, **more)
         except TransportError:
             raise  # the store may have the rows
-        except HeadraceError:
+        except Exception:  # whatever it is, a restore would meet it again
             self._undo(partition_id, put.ids, record.at)
             raise
         if not meta.size:  # the store has had them, and has written nothing

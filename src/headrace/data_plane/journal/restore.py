@@ -18,7 +18,7 @@ from headrace.data_plane.journal.segments import Position, Record
 from headrace.data_plane.object_codec import decode
 from headrace.data_plane.store.columns import Known
 from headrace.data_plane.wire import wire_tensordict
-from headrace.errors import HeadraceError
+from headrace.errors import TransportError
 
 _LEASE_S = 3600.0
 _log = logging.getLogger(__name__)
@@ -91,13 +91,9 @@ def restore(
     report.revived = sum(len(left[partition].keys() - rows.keys()) for partition, rows in known.items())
     last = {record.segment.writer: record for record in found}
     for record in found:
+        is_last = record is last[record.segment.writer]
         for target, ids in _targets(record, left, {} if later else known, begins, quiet, client):
-            try:
-                _put(target, folder, record, ids)
-            except HeadraceError:
-                if record is not last[record.segment.writer]:
-                    raise
-                # The store refused it then as well, and the crash came before the journal was told.
+            if not _is_put(target, folder, record, ids, is_last):
                 report.refused += len(ids)
                 before.drop(record.head, ids)
     for partition in before.partitions:
@@ -242,6 +238,24 @@ def _targets(
     if len(held) < len(mine):
         gone = set(mine) - set(held)
         yield client, [sample_id for sample_id in mine if sample_id in gone]
+
+
+def _is_put(
+    client: DataPlaneClient, folder: Path, record: Record, ids: Collection[str], is_last: bool
+) -> bool:
+    """Put rows again; return False where the store refuses the put that a writer ended with.
+
+    The store refused it then as well, and the crash came before the journal was told.
+    """
+    try:
+        _put(client, folder, record, ids)
+    except TransportError:
+        raise
+    except Exception:
+        if not is_last:
+            raise
+        return False
+    return True
 
 
 def _put(client: DataPlaneClient, folder: Path, record: Record, ids: Collection[str]) -> None:
