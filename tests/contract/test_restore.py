@@ -3,10 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from contract_batches import Start
+from tensordict import TensorDict
 
-from headrace.data_plane import build_data_plane_client, kv_first_write, read_columns, restore, write_columns
+from headrace.data_plane import (
+    DataPlaneClient,
+    build_data_plane_client,
+    kv_first_write,
+    read_columns,
+    restore,
+    write_columns,
+)
+from headrace.errors import ClaimExpired, DataPlaneError
 
 COLUMNS = ["input_ids", "advantages", "message_log", "routed_experts"]
 
@@ -60,3 +70,39 @@ def test_what_is_journaled_over_one_store_is_restored_into_any_other(
             assert meta.tags == [{"v": n} for n in (1, 2, 3) for _ in range(2)]
     finally:
         local.close()
+
+
+def test_a_claim_s_rows_are_told_by_any_part_of_its_meta_until_they_are_cleared(
+    client: DataPlaneClient,
+) -> None:
+    client.register_partition("train", ["x"], 6, ["train"])
+    ids = [f"s{i}" for i in range(6)]
+    client.put_samples(ids, "train", TensorDict({"x": torch.arange(6)}, [6]))
+    meta = client.claim_meta("train", "train", ["x"], 5, lease_s=60)
+    assert meta is not None
+    client.clear_samples(["s1", "s5"], "train")
+    client.put_samples(["s1"], "train", TensorDict({"x": torch.arange(1)}, [1]))
+    assert sorted(client.claimed_ids(meta.subset([3]))) == ["s0", "s2", "s3", "s4"]
+    client.finish_claim(meta)
+    with pytest.raises(ClaimExpired):
+        client.claimed_ids(meta)
+
+
+def test_rows_that_are_marked_as_consumed_are_handed_out_to_other_tasks_only(client: DataPlaneClient) -> None:
+    client.register_partition("train", ["x"], 6, ["score", "train"], grpo_group_size=2)
+
+    def put(*ids: str) -> None:
+        client.put_samples(ids, "train", TensorDict({"x": torch.arange(len(ids))}, [len(ids)]))
+
+    put("u_g0", "u_g1", "v_g0", "w_g0", "w_g1")
+    client.mark_consumed("train", "score", ["u_g0", "u_g1", "v_g0", "nowhere"])
+    client.mark_consumed("train", "score", ["u_g0"])
+    put("v_g1")
+    meta = client.claim_meta("train", "score", ["x"], 2, blocking=False)
+    assert meta is not None
+    assert meta.sample_ids == ["w_g0", "w_g1"]
+    assert client.claim_meta("train", "score", ["x"], 2, blocking=False) is None
+    assert client.claim_meta("train", "train", ["x"], 6, blocking=False) is not None
+    assert client.partition_report("train").tasks["score"].finished == 5
+    with pytest.raises(DataPlaneError, match="no task 'other'"):
+        client.mark_consumed("train", "other", ["u_g0"])

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.data_plane import kv_first_write, write_columns
+from headrace.data_plane import JournalDataPlaneClient, kv_first_write, write_columns
+from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.errors import ClaimExpired
 from journal_model import journaled, put_group, restored
 
@@ -77,3 +78,35 @@ def test_a_late_writer_and_a_late_clear_are_not_journaled(tmp_path: Path) -> Non
     assert back.get_samples(ids, "train", ["advantages"])["advantages"].tolist() == [0.5, 0.0]
     client.clear_samples(ids, "train", claim=again.extra_info["claim"])
     assert restored(tmp_path).sample_ids("train") == []
+
+
+def test_a_claim_that_another_client_finishes_by_a_part_is_finished_as_a_whole(tmp_path: Path) -> None:
+    store = LocalDataPlaneClient()
+    driver, worker = (JournalDataPlaneClient(store, tmp_path, fsync="never") for _ in range(2))
+    driver.register_partition("train", ["input_ids"], 8, ["train"], grpo_group_size=2)
+    for number in range(3):
+        put_group(driver, number)
+    meta = driver.claim_meta("train", "train", ["input_ids"], 4, lease_s=60)
+    assert meta is not None
+    driver.clear_samples(["u1_g0", "u1_g1"], "train")
+    put_group(driver, 1)
+    worker.finish_claim(meta.subset([0]))
+    assert restored(tmp_path).sample_ids("train") == ["u2_g0", "u2_g1", "u1_g0", "u1_g1"]
+
+
+def test_a_group_that_is_not_whole_any_more_stays_consumed(tmp_path: Path) -> None:
+    store = LocalDataPlaneClient()
+    client = JournalDataPlaneClient(store, tmp_path, fsync="never")
+    client.register_partition("train", ["input_ids"], 8, ["score", "train"], grpo_group_size=2)
+    ids = put_group(client, 0)
+    client.claim_meta("train", "score", ["input_ids"], 2)
+    client.clear_samples(ids[1:], "train")
+    other = put_group(client, 1)
+    client.claim_meta("train", "score", ["input_ids"], 2)
+    client.clear_samples(other[1:], "train")
+    client.put_samples(other[1:], "train")
+    back = restored(tmp_path)
+    for one in (store, back):
+        one.put_samples(ids[1:], "train")
+        assert one.claim_meta("train", "score", [], 2, blocking=False) is None
+        assert one.claim_meta("train", "train", [], 4, blocking=False) is not None

@@ -342,6 +342,24 @@ class DataPlaneClient(ABC):
         """
         raise self._cannot("lease claims")
 
+    # For a journal: what is claimed, and what was claimed before a restart.
+
+    def claimed_ids(self, meta: KVBatchMeta) -> list[str]:
+        """Return the rows of the claim of `meta`, all that are not cleared.
+
+        Raises:
+            ClaimExpired: it is no longer in force.
+        """
+        raise self._cannot("tell the rows of a claim")
+
+    def mark_consumed(self, partition_id: str, task_name: str, sample_ids: Sequence[str]) -> None:
+        """Let a task have had rows for good, whole groups or not; what is not there is ignored.
+
+        Raises:
+            DataPlaneError: unknown partition or task.
+        """
+        raise self._cannot("mark rows as consumed")
+
     @abstractmethod
     def get_data(self, meta: KVBatchMeta, select_fields: Sequence[str] | None = None) -> TensorDict:
         """Read the rows of `meta`: `select_fields`, or else `meta.fields`, or else every column they share."""

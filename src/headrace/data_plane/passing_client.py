@@ -28,6 +28,8 @@ class PassingClient(DataPlaneClient):
     renew_claim = _passed_on("renew_claim")
     release_claim = _passed_on("release_claim")
     finish_claim = _passed_on("finish_claim")
+    claimed_ids = _passed_on("claimed_ids")
+    mark_consumed = _passed_on("mark_consumed")
     get_data = _passed_on("get_data")
     check_consumption_status = _passed_on("check_consumption_status")
     put_samples = _passed_on("put_samples")

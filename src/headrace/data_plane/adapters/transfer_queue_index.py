@@ -184,6 +184,7 @@ _OF_ENGINE = (
 _OF_STORE = (
     *("register", "begin_put", "commit", "locate", "shared_columns", "clear", "claim"),
     *("claim_timeout_text", "has_room", "room", "renew", "release", "finish", "report"),
+    *("claimed_ids", "mark_consumed"),
     *("is_consumed", "sample_ids", "stored_bytes", "give_back"),
     # Of one of several indexes.
     *("is_tagged", "begin_part", "beside", "standing", "prepare", "next_numbers", "abandon", "faults"),
@@ -193,7 +194,7 @@ _OF_STORE = (
 # After these, no call that waits has to be run again.
 READS = (
     *("hello", "begin_put", "locate", "shared_columns", "has_room", "room", "is_consumed"),
-    *("report", "claim_timeout_text", "sample_ids", "stored_bytes"),
+    *("report", "claim_timeout_text", "sample_ids", "stored_bytes", "claimed_ids"),
     *("is_tagged", "begin_part", "beside", "standing", "prepare", "next_numbers", "faults", "check_clear"),
     *("hold", "ready", "waiting", "report_part", "consumption", "numbered_ids"),
 )

@@ -14,6 +14,7 @@ from zlib import crc32
 import numpy as np
 
 from headrace.data_plane.adapters.transfer_queue_ask import HOLD_S, IndexAsker, IndexCall, Watch, or_error
+from headrace.data_plane.adapters.transfer_queue_history import SharedHistory
 from headrace.data_plane.adapters.transfer_queue_rows import Begun
 from headrace.data_plane.adapters.transfer_queue_socket import Elsewhere, Garbage
 from headrace.data_plane.claim_terms import PartitionReport
@@ -69,7 +70,7 @@ class _Part(NamedTuple):
     packed: PackedColumns
 
 
-class Several:
+class Several(SharedHistory):
     """The indexes of a store; methods are named as, and return what, those of `SampleIndex` do."""
 
     def __init__(self, asker: IndexAsker) -> None:

@@ -28,14 +28,12 @@ from headrace.data_plane.journal.records import (
 from headrace.data_plane.journal.segments import Position, Segment, Writer, now
 from headrace.data_plane.object_codec import encode
 from headrace.data_plane.passing_client import PassingClient
-from headrace.data_plane.schema import CLAIM
 from headrace.data_plane.store.columns import checked_put
 from headrace.errors import CapacityExceeded, TransportError
 from headrace.utils.arguments import texts
 
 HeadType = TypeVar("HeadType", bound=AnyHead)
 _MARK = "_g"
-_MOST_LEASES = 4096
 
 
 class JournalDataPlaneClient(PassingClient):
@@ -71,8 +69,6 @@ class JournalDataPlaneClient(PassingClient):
         self._janitor = Janitor(folder, name)
         self._bytes, self._frees = 0, False
         self._opened: dict[str, Opened] = {}
-        # What the latest claims of this client have leased.
-        self._leased: dict[str, KVBatchMeta] = {}
         # Samples that were put of groups that are not whole yet, by partition and uid.
         self._parts: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
 
@@ -155,28 +151,23 @@ class JournalDataPlaneClient(PassingClient):
     def claim_meta(self, *args: Any, **more: Any) -> KVBatchMeta | None:
         meta = self.inner.claim_meta(*args, **more)
         if meta is not None and more.get("lease_s") is None:
-            self._consume(meta)
-        elif meta is not None:
-            with self._lock:
-                self._leased[meta.extra_info[CLAIM]] = meta
-                if len(self._leased) > _MOST_LEASES:
-                    del self._leased[next(iter(self._leased))]
+            self._consume(meta.partition_id, meta.task_name, meta.sample_ids)
         return meta
 
     def finish_claim(self, meta: KVBatchMeta) -> None:
+        # The meta may name a part of the claim, or rows that were cleared and put again meanwhile.
+        ids = self.inner.claimed_ids(meta)
         self.inner.finish_claim(meta)
-        # The meta may name a part of the claim, which is finished as a whole.
-        self._consume(self._leased.pop(meta.extra_info[CLAIM], meta))
+        self._consume(meta.partition_id, meta.task_name, ids)
 
-    def release_claim(self, meta: KVBatchMeta) -> None:
-        self.inner.release_claim(meta)
-        self._leased.pop(meta.extra_info[CLAIM], None)
+    def mark_consumed(self, partition_id: str, task_name: str, sample_ids: Sequence[str]) -> None:
+        ids = texts("sample_ids", sample_ids)
+        self.inner.mark_consumed(partition_id, task_name, ids)
+        self._consume(partition_id, task_name, ids)
 
-    def _consume(self, meta: KVBatchMeta) -> None:
-        if meta.sample_ids:
-            self._journal(
-                partial(Consumed, partition=meta.partition_id, task=meta.task_name, ids=meta.sample_ids)
-            )
+    def _consume(self, partition: str, task: str, ids: list[str]) -> None:
+        if ids:
+            self._journal(partial(Consumed, partition=partition, task=task, ids=ids))
 
     def close(self) -> None:
         """Close the journal's file, and the store's client; may be called twice."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.data_plane.interfaces import DataPlaneClient, KVBatchMeta
+from headrace.data_plane.interfaces import DataPlaneClient
 from headrace.data_plane.journal import segments as files
 from headrace.data_plane.journal.client import JournalDataPlaneClient, journal_of
 from headrace.data_plane.journal.ledger import Ledger, Row
@@ -20,7 +20,6 @@ from headrace.data_plane.store.columns import Known
 from headrace.data_plane.wire import wire_tensordict
 from headrace.errors import TransportError
 
-_LEASE_S = 3600.0
 _log = logging.getLogger(__name__)
 
 
@@ -279,16 +278,8 @@ def _spend(client: DataPlaneClient, opened: Opened, ids: Sequence[str]) -> None:
 
 
 def _consume(client: DataPlaneClient, opened: Opened, rows: Mapping[str, Row]) -> None:
-    """Have tasks consume the rows again that they had, where others have not had them."""
+    """Have tasks consume the rows again that they had."""
     for task in opened.tasks:
-        if not any(task in row.consumed for row in rows.values()):
-            continue
-        others: list[KVBatchMeta] = []
-        size = opened.group_size or 1
-        while meta := client.claim_meta(opened.partition, task, [], size, blocking=False, lease_s=_LEASE_S):
-            if all(task in rows[sample_id].consumed for sample_id in meta.sample_ids):
-                client.finish_claim(meta)
-            else:
-                others.append(meta)
-        for meta in others:
-            client.release_claim(meta)
+        had = [sample_id for sample_id, row in rows.items() if task in row.consumed]
+        if had:
+            client.mark_consumed(opened.partition, task, had)

@@ -272,6 +272,17 @@ class Claims:
         if lease is not None:
             self._give_back(lease.task, self._rest(lease), lease.place)
 
+    def claimed(self, claim: str) -> Rows:
+        """Return the slots of a claim in force that are not cleared."""
+        return self._rest(self._lease(claim))
+
+    def mark(self, task: str, slots: Rows) -> None:
+        """Let a task have had samples for good, without a claim."""
+        cursor = self._cursor(task)
+        new = slots[~cursor.taken[slots]]
+        cursor.taken[new] = True
+        cursor.count += len(new)
+
     def take_back(self, task: str, slots: Rows, claim: str | None) -> None:
         """Undo the claim that was made last."""
         if claim is not None:

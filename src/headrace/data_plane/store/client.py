@@ -97,6 +97,13 @@ class StoreClient(DataPlaneClient):
     def finish_claim(self, meta: KVBatchMeta) -> None:
         self._ask("finish", meta.partition_id, _claim_of(meta))
 
+    def claimed_ids(self, meta: KVBatchMeta) -> list[str]:
+        ids: list[str] = self._ask("claimed_ids", meta.partition_id, _claim_of(meta))
+        return ids
+
+    def mark_consumed(self, partition_id: str, task_name: str, sample_ids: Sequence[str]) -> None:
+        self._ask("mark_consumed", partition_id, task_name, texts("sample_ids", sample_ids))
+
     def wait_for_room(self, partition_id: str, rows: int, timeout_s: float = 60.0) -> None:
         count, wait_s = whole_number("rows", rows, 0, DataPlaneError), seconds("timeout_s", timeout_s)
         if not self._await("has_room", partition_id, count, wait_s=wait_s):

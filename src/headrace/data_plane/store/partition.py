@@ -399,6 +399,15 @@ class Partition(Generic[Block]):
         slots, claim = claimed
         return [self._ids[slot] for slot in slots.tolist()], Slots(slots), claim
 
+    def claimed_ids(self, claim: str) -> list[str]:
+        """Return the samples of a claim that are there; raises ClaimExpired."""
+        return [self._ids[slot] for slot in self.claims.claimed(claim).tolist()]
+
+    def mark_consumed(self, task: str, ids: Sequence[str]) -> None:
+        """Let a task have had samples for good."""
+        slots = self.locate(ids).at
+        self.claims.mark(task, slots[slots >= 0])
+
     def ready(self, request: ClaimRequest) -> Ready:
         """Return what a claim would take; raises what `Claims.claim` raises."""
         return self.claims.ready(request, self._ids, *self._wanted(request))

@@ -234,6 +234,17 @@ class SampleStore(Generic[Block]):
             self._claimed(partition_id, claim).claims.finish(claim)
             self._changed.notify_all()
 
+    def claimed_ids(self, partition_id: str, claim: str) -> list[str]:
+        """Return the rows of a claim that are there; raises ClaimExpired."""
+        with self._changed:
+            return self._claimed(partition_id, claim).claimed_ids(claim)
+
+    def mark_consumed(self, partition_id: str, task: str, ids: Sequence[str]) -> None:
+        """Let a task have had rows for good; what is not there is ignored."""
+        with self._changed:
+            self._registered(partition_id).mark_consumed(task, ids)
+            self._changed.notify_all()
+
     def release(self, partition_id: str, claim: str) -> None:
         """Give the rows of a claim back to its task, if it is in force."""
         with self._changed:
