@@ -110,3 +110,48 @@ def test_a_group_that_is_not_whole_any_more_stays_consumed(tmp_path: Path) -> No
         one.put_samples(ids[1:], "train")
         assert one.claim_meta("train", "score", [], 2, blocking=False) is None
         assert one.claim_meta("train", "train", [], 4, blocking=False) is not None
+
+
+def test_a_uid_that_came_again_and_again_is_no_obstacle_to_a_restore(tmp_path: Path) -> None:
+    client = journaled(tmp_path)
+    client.register_partition("train", ["x"], 6, ["train"], grpo_group_size=2)
+    had = [f"u_g{i}" for i in range(8)]
+    for first in range(0, 8, 2):
+        client.put_samples(had[first : first + 2], "train", once=True)
+        client.clear_samples(had[first : first + 2], "train")
+    client.put_samples(["v_g0", "v_g1"], "train", once=True)
+    back = restored(tmp_path)
+    assert back.sample_ids("train") == ["v_g0", "v_g1"]
+    for first in range(0, 8, 2):
+        assert back.put_samples(had[first : first + 2], "train", once=True).size == 0
+
+
+def test_rows_that_all_tasks_have_had_stay_away_where_their_registration_is_told_later(
+    tmp_path: Path,
+) -> None:
+    store = LocalDataPlaneClient()
+    driver, producer, consumer = (
+        JournalDataPlaneClient(store, tmp_path, segment_bytes=1500, fsync="never") for _ in range(3)
+    )
+    driver.register_partition("train", [], 8, ["train"])
+    producer.put_samples(["a", "b"], "train")
+    consumer.claim_meta("train", "train", [], 1)
+    for number in range(30):  # the driver's first file goes, and the registration is in a later one
+        put_group(driver, number)
+        driver.clear_samples([f"u{number}_g0", f"u{number}_g1"], "train")
+    assert restored(tmp_path).sample_ids("train") == ["b"]
+
+
+def test_a_registration_that_another_client_has_changed_is_not_told_again(tmp_path: Path) -> None:
+    store = LocalDataPlaneClient()
+    first, second = (
+        JournalDataPlaneClient(store, tmp_path, segment_bytes=1500, fsync="never") for _ in range(2)
+    )
+    first.register_partition("train", [], 8, ["old"])
+    second.register_partition("train", [], 10, ["new"])
+    for client in (first, second):
+        for number in range(30):
+            put_group(client, number)
+            client.clear_samples([f"u{number}_g0", f"u{number}_g1"], "train")
+    report = restored(tmp_path).partition_report("train")
+    assert (report.num_samples, list(report.tasks)) == (10, ["new"])

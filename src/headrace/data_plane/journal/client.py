@@ -29,11 +29,11 @@ from headrace.data_plane.journal.segments import Position, Segment, Writer, now
 from headrace.data_plane.object_codec import encode
 from headrace.data_plane.passing_client import PassingClient
 from headrace.data_plane.store.columns import checked_put
+from headrace.data_plane.store.groups import MARK
 from headrace.errors import CapacityExceeded, TransportError
 from headrace.utils.arguments import texts
 
 HeadType = TypeVar("HeadType", bound=AnyHead)
-_MARK = "_g"
 
 
 class JournalDataPlaneClient(PassingClient):
@@ -248,7 +248,7 @@ class JournalDataPlaneClient(PassingClient):
         ends = False
         with self._lock:
             for sample_id in ids:
-                parts, uid = self._parts[partition], sample_id.rpartition(_MARK)[0]
+                parts, uid = self._parts[partition], sample_id.rpartition(MARK)[0]
                 parts[uid].add(sample_id)
                 if len(parts[uid]) >= size:
                     del parts[uid]

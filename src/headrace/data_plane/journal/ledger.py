@@ -85,8 +85,12 @@ class Ledger:
         if head.first is None:
             self.spent.pop(head.partition, None)
             self._clear(head.partition, None, segment, range(head.before))
-        if head.first is None or known is None or head.first in (known[0].at, known[0].first):
+        # A writer repeats what it knows, which another may have registered anew.
+        if known is None or _first(head) >= _first(known[0]):
             self.registered[head.partition] = (head, segment)
+            if known is None or _first(head) != _first(known[0]):
+                for sample_id, row in self.partitions[head.partition].items():
+                    self._consume(head.partition, sample_id, row.consumed)
 
     def _spend(self, partition: str, ids: list[str] | None) -> None:
         """Remember the latest ids, put once or consumed, that are cleared; clearing a partition forgets them."""
@@ -184,13 +188,16 @@ class Ledger:
         """Let go of what files say of a row that they do not have any more."""
         rows = self.partitions[partition]
         row = rows[sample_id]
+        places = (*row.puts.values(), *row.consumed.values(), *row.listed)
+        if places and not any(map(covered, places)):
+            return
         self._count(row, -1)
         was_covered = any(map(covered, row.puts.values()))
         row.puts = {at: put for at, put in row.puts.items() if not covered(put)}
+        row.listed = tuple(place for place in row.listed if not covered(place))
         tasks = {task: place for task, place in row.consumed.items() if not covered(place)}
         self._count(row, 1)
         self._consume(partition, sample_id, tasks)
-        row.listed = tuple(place for place in row.listed if not covered(place))
         if not row.puts and (was_covered or not tasks):
             self._count(row, -1)
             del rows[sample_id]
@@ -244,3 +251,8 @@ class Ledger:
                 return gone
             gone += free
             there -= set(free)
+
+
+def _first(opened: Opened) -> int:
+    """Return the time of a registration, also if this is it once more."""
+    return opened.at if opened.first is None else opened.first

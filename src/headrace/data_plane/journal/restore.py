@@ -1,6 +1,7 @@
 """From a journal back into a store."""
 
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from headrace.data_plane.journal.records import Opened, Undone, Written, read_pu
 from headrace.data_plane.journal.segments import Position, Record
 from headrace.data_plane.object_codec import decode
 from headrace.data_plane.store.columns import Known
+from headrace.data_plane.store.groups import MARK
 from headrace.data_plane.wire import wire_tensordict
 from headrace.errors import TransportError
 
@@ -271,10 +273,25 @@ def _put(client: DataPlaneClient, folder: Path, record: Record, ids: Collection[
 
 def _spend(client: DataPlaneClient, opened: Opened, ids: Sequence[str]) -> None:
     """Have a partition refuse rows that it had: a producer that has got no answer may put them once more."""
-    for start in range(0, len(ids) if opened.group_tag is None else 0, max(opened.num_samples, 1)):
-        some = ids[start : start + opened.num_samples]
-        client.put_samples(some, opened.partition, once=True)
-        client.clear_samples(some, opened.partition)
+    if opened.group_tag is not None:
+        return
+    most = max(opened.num_samples, 1)
+    for some in _whole_puts(ids, opened.group_size or 1):
+        for start in range(0, len(some), most):
+            part = some[start : start + most]
+            client.put_samples(part, opened.partition, once=True)
+            client.clear_samples(part, opened.partition)
+
+
+def _whole_puts(ids: Sequence[str], size: int) -> Iterable[list[str]]:
+    """Return ids in puts of which none has more samples of a group than it takes: a uid may come again and again."""
+    seen: Counter[str] = Counter()
+    puts: dict[int, list[str]] = defaultdict(list)
+    for sample_id in ids:
+        uid = sample_id.rpartition(MARK)[0]
+        puts[seen[uid] // size if uid else 0].append(sample_id)
+        seen[uid] += 1
+    return puts.values() if size > 1 else [list(ids)]
 
 
 def _consume(client: DataPlaneClient, opened: Opened, rows: Mapping[str, Row]) -> None:
