@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 from full_disk import files_of_at_most
 from headrace.data_plane import build_data_plane_client, restore
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.journal.client import journal_of
-from headrace.data_plane.journal.segments import segments
+from headrace.data_plane.journal.records import FRAME_BYTES
+from headrace.data_plane.journal.segments import records, segments
 from headrace.errors import CapacityExceeded, ConfigError, DataPlaneError, WriteError
 from journal_model import bytes_written, journaled, put_group, restored
 
@@ -98,3 +101,22 @@ def test_a_client_is_built_by_its_config(tmp_path: Path) -> None:
         build_data_plane_client({"enabled": True, "journal": {"enabled": True}}, bootstrap=True)
     with pytest.raises(ConfigError, match="fewer than two files"):
         build_data_plane_client({"enabled": True, "journal": {"max_bytes": 5}}, bootstrap=True)
+
+
+def test_a_damaged_size_of_a_record_does_not_cut_off_those_behind_it(tmp_path: Path) -> None:
+    client = journaled(tmp_path)
+    for number in range(10):
+        client.put_samples([f"s{number}"], "train", TensorDict({"x": torch.rand(1, 1000)}, [1]))
+    (file,) = tmp_path.glob("*/*")
+    whole, (segment,) = file.read_bytes(), segments(tmp_path)
+    there = list(records(tmp_path, segment, 0, len(whole)))
+    for record in there[1:-1]:
+        for at in range(record.start, record.start + FRAME_BYTES):
+            changed = bytearray(whole)
+            changed[at] ^= 1
+            file.write_bytes(changed)
+            with pytest.raises(DataPlaneError, match=f"at byte {record.start} is damaged"):
+                restored(tmp_path)
+            assert file.stat().st_size == len(whole)
+    file.write_bytes(whole[:-5])
+    assert restored(tmp_path).sample_ids("train") == [f"s{number}" for number in range(9)]

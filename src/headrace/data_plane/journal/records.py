@@ -4,10 +4,11 @@ A frame is little-endian: bytes of the head (uint32), of the body (uint64), CRC-
 far and the head. Buffers begin at multiples of 16 bytes of the body: offsets first, then the values of each column.
 """
 
+import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -102,6 +103,10 @@ class Listed(Head, frozen=True, kw_only=True):
 
 
 AnyHead = Opened | Written | Undone | Cleared | Consumed | Listed
+HEAD_START = re.compile(
+    rb"[\x90-\x9f](?:" + b"|".join(msgspec.msgpack.encode(kind.__name__) for kind in get_args(AnyHead)) + b")"
+)
+"""What every head begins with: an array, which names its kind first."""
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyHead] = msgspec.msgpack.Decoder(AnyHead)
 

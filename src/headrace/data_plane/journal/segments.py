@@ -15,6 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 from headrace.data_plane.journal.records import (
     FRAME_BYTES,
+    HEAD_START,
     AnyHead,
     Frame,
     framed,
@@ -31,6 +32,7 @@ Position = Mapping[str, Sequence[int]]
 _SUFFIX = ".journal"
 _MAGIC = b"HRJOURN1"
 _KEEP, _CLOCK = "keep.json", "clock.json"
+_LOOK_BYTES = 16 * 1024**2
 _MOST_BUFFERS = 512
 """The system takes 1,024 in one call."""
 
@@ -166,9 +168,7 @@ def records(folder: Path, segment: Segment, start: int, stop: int) -> Iterator[R
         while (record := _record(file, segment, start, stop)) is not None:
             yield record
             start = record.end
-        file.seek(start)
-        data = file.read(FRAME_BYTES)
-        if len(data) == FRAME_BYTES and _record(file, segment, start + read_frame(data).nbytes, stop):
+        if start < stop and _has_record(file, segment, start, stop):
             raise damaged(path, start)
 
 
@@ -191,6 +191,18 @@ def _record(file: BinaryIO, segment: Segment, start: int, stop: int) -> Record |
         return None
     head = read_head(frame, data, file.read(frame.head_bytes))
     return None if head is None else Record(head, segment, frame, start)
+
+
+def _has_record(file: BinaryIO, segment: Segment, start: int, stop: int) -> bool:
+    """Return whether there is a whole record somewhere behind a byte, whatever the sizes say that stand there."""
+    for at in range(start + 1 + FRAME_BYTES, stop, _LOOK_BYTES):
+        file.seek(at)
+        # A little more, for one that begins at the end.
+        data = file.read(min(_LOOK_BYTES + FRAME_BYTES, stop - at))
+        starts = (at + head.start() - FRAME_BYTES for head in HEAD_START.finditer(data))
+        if any(_record(file, segment, one, stop) for one in starts):
+            return True
+    return False
 
 
 _clock_lock = threading.Lock()
