@@ -1,5 +1,7 @@
 """What a journal keeps on disk: which files go, what a full or bad disk does."""
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -120,3 +122,36 @@ def test_a_damaged_size_of_a_record_does_not_cut_off_those_behind_it(tmp_path: P
             assert file.stat().st_size == len(whole)
     file.write_bytes(whole[:-5])
     assert restored(tmp_path).sample_ids("train") == [f"s{number}" for number in range(9)]
+
+
+def test_when_a_file_goes_the_disk_says_what_the_files_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, synced, copies = tmp_path / "journal", dict[str, int](), list[tuple[Path, Path]]()
+    fsync, unlink = os.fsync, Path.unlink
+
+    def synced_up_to(descriptor: int) -> None:
+        fsync(descriptor)
+        synced[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+
+    def then_the_power_fails(path: Path, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok=missing_ok)
+        whole, disk = tmp_path / f"whole{len(copies)}", tmp_path / f"disk{len(copies)}"
+        shutil.copytree(folder, whole)
+        shutil.copytree(folder, disk)
+        for one in folder.glob("*/*.journal"):
+            os.truncate(disk / one.relative_to(folder), synced.get(str(one), 0))
+        copies.append((whole, disk))
+
+    monkeypatch.setattr(os, "fsync", synced_up_to)
+    monkeypatch.setattr(Path, "unlink", then_the_power_fails)
+    client = journaled(folder, segment_bytes=2000, fsync="groups")
+    client.register_partition("train", ["input_ids"], 100, ["train"], grpo_group_size=2)
+    for number in range(40):
+        client.clear_samples(put_group(client, number, tokens=number), "train")
+    monkeypatch.undo()
+    assert len(copies) > 3
+    for whole, disk in copies:
+        one, other = restored(whole), restored(disk)
+        assert one.sample_ids("train") == other.sample_ids("train")
+        assert other.partition_report("train").num_samples == 100

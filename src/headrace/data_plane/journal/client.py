@@ -31,6 +31,7 @@ from headrace.data_plane.passing_client import PassingClient
 from headrace.data_plane.store.columns import checked_put
 from headrace.data_plane.store.groups import MARK
 from headrace.errors import CapacityExceeded, TransportError
+from headrace.utils import atomic
 from headrace.utils.arguments import texts
 
 HeadType = TypeVar("HeadType", bound=AnyHead)
@@ -66,7 +67,7 @@ class JournalDataPlaneClient(PassingClient):
         files.set_clock(folder)
         name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._writer = Writer(folder, name, segment_bytes=segment_bytes, syncs=self._syncs)
-        self._janitor = Janitor(folder, name)
+        self._janitor = Janitor(folder, name, syncs=self._syncs)
         self._bytes, self._frees = 0, False
         self._opened: dict[str, Opened] = {}
         # Samples that were put of groups that are not whole yet, by partition and uid.
@@ -226,6 +227,8 @@ class JournalDataPlaneClient(PassingClient):
             first = opened.at if opened.first is None else opened.first
             self._writer.append(msgspec.structs.replace(opened, at=now(), first=first))
         self._writer.append(self._janitor.listed())
+        # Before what it stands for goes.
+        self._writer.sync()
         self._bytes, self._frees = self._janitor.clean(self._writer.segment), False
 
     def _make_room(self, size: int) -> None:
@@ -259,8 +262,8 @@ class JournalDataPlaneClient(PassingClient):
 class Janitor:
     """Removes files that nothing needs any more, of `writers`."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self.name, self.writers = folder, name, {name}
+    def __init__(self, folder: Path, name: str, *, syncs: bool) -> None:
+        self._folder, self.name, self.writers, self._syncs = folder, name, {name}, syncs
         self._ledger = Ledger()
         self._kept: Position | None = None
         self._read: dict[Segment, int] = {}
@@ -315,7 +318,10 @@ class Janitor:
         self._read_in({in_use: self._sizes[in_use]})
         may_go = [segment for segment in self._own() if segment != in_use]
         for segment in self._ledger.removable(self._sizes, may_go):
-            segment.path(self._folder).unlink(missing_ok=True)
+            path = segment.path(self._folder)
+            path.unlink(missing_ok=True)
+            if self._syncs:  # else one that has to go later may have gone alone
+                atomic.sync(path.parent)
             del self._sizes[segment]
         return sum(self._sizes.values())
 
