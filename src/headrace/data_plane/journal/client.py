@@ -26,6 +26,7 @@ from headrace.data_plane.journal.records import (
     put_body,
 )
 from headrace.data_plane.journal.segments import Position, Segment, Writer, now
+from headrace.data_plane.journal.turns import turn
 from headrace.data_plane.object_codec import encode
 from headrace.data_plane.passing_client import PassingClient
 from headrace.data_plane.store.columns import checked_put
@@ -86,14 +87,9 @@ class JournalDataPlaneClient(PassingClient):
         *,
         group_tag: str | None = None,
     ) -> None:
-        before = now()
-        self.inner.register_partition(
-            partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, group_tag=group_tag
-        )
         head = partial(
             Opened,
             partition=partition_id,
-            before=before,
             fields=list(map(str, fields)),
             num_samples=int(num_samples),
             tasks=list(map(str, consumer_tasks)),
@@ -101,9 +97,14 @@ class JournalDataPlaneClient(PassingClient):
             enums=None if enums is None else encode({tag: list(values) for tag, values in enums.items()}),
             group_tag=group_tag,
         )
-        self._opened.pop(partition_id, None)
-        self._parts.pop(partition_id, None)
-        self.remember(self._journal(head))
+        with turn(self.folder, partition_id, None):
+            before = now()
+            self.inner.register_partition(
+                partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, group_tag=group_tag
+            )
+            self._opened.pop(partition_id, None)
+            self._parts.pop(partition_id, None)
+            self.remember(self._journal(partial(head, before=before)))
 
     def put_samples(
         self,
@@ -128,26 +129,29 @@ class JournalDataPlaneClient(PassingClient):
             producer=more.get("producer"),
             once=bool(more.get("once")),
         )
-        record = self._journal(head, body, self._ends_group(partition_id, put.ids))
-        try:
-            meta = self.inner.put_samples(put.ids, partition_id, fields, put.tags, **more)
-        except TransportError:
-            raise  # the store may have the rows
-        except Exception:  # whatever it is, a restore would meet it again
-            self._undo(partition_id, put.ids, record.at)
-            raise
-        if not meta.size:  # the store has had them, and has written nothing
-            self._undo(partition_id, put.ids, record.at)
+        with turn(self.folder, partition_id, put.ids):
+            record = self._journal(head, body, self._ends_group(partition_id, put.ids))
+            try:
+                meta = self.inner.put_samples(put.ids, partition_id, fields, put.tags, **more)
+            except TransportError:
+                raise  # the store may have the rows
+            except Exception:  # whatever it is, a restore would meet it again
+                self._undo(partition_id, put.ids, record.at)
+                raise
+            if not meta.size:  # the store has had them, and has written nothing
+                self._undo(partition_id, put.ids, record.at)
         return meta
 
     def _undo(self, partition: str, ids: list[str], at: int) -> None:
         self._journal(partial(Undone, partition=partition, ids=ids, of=at))
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str, **more: Any) -> None:
-        before, ids = now(), None if sample_ids is None else texts("sample_ids", sample_ids)
-        self.inner.clear_samples(ids, partition_id, **more)
-        if ids is None or len(ids):
-            self._journal(partial(Cleared, partition=partition_id, before=before, ids=ids))
+        ids = None if sample_ids is None else texts("sample_ids", sample_ids)
+        with turn(self.folder, partition_id, ids):
+            before = now()
+            self.inner.clear_samples(ids, partition_id, **more)
+            if ids is None or len(ids):
+                self._journal(partial(Cleared, partition=partition_id, before=before, ids=ids))
 
     def claim_meta(self, *args: Any, **more: Any) -> KVBatchMeta | None:
         meta = self.inner.claim_meta(*args, **more)
