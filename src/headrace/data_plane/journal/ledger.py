@@ -42,8 +42,9 @@ class Ledger:
     def __init__(self) -> None:
         self.partitions: dict[str, dict[str, Row]] = defaultdict(dict)
         self.registered: dict[str, tuple[Opened, Segment]] = {}
-        # In the order in which they were cleared.
-        self.spent: dict[str, dict[str, None]] = defaultdict(dict)
+        # In the order in which they were cleared, each with the file that says so; and all files that say so of any.
+        self.spent: dict[str, dict[str, Segment]] = defaultdict(dict)
+        self._spent_in: dict[str, set[Segment]] = defaultdict(set)
         # Rows that are left, by file.
         self._left: Counter[Segment] = Counter()
         # By file, the rows that it clears, each with a file that it was put in.
@@ -66,7 +67,7 @@ class Ledger:
             case Undone(ids=ids, of=of):
                 self._undo(head.partition, ids, segment, of)
             case Cleared(ids=ids):
-                self._spend(head.partition, ids)
+                self._spend(head.partition, ids, segment)
                 self._clear(head.partition, ids, segment, range(head.before))
             case Consumed(ids=ids, task=task):
                 for sample_id in ids:
@@ -83,7 +84,7 @@ class Ledger:
     def _open(self, head: Opened, segment: Segment) -> None:
         known = self.registered.get(head.partition)
         if head.first is None:
-            self.spent.pop(head.partition, None)
+            self._spend(head.partition, None, segment)
             self._clear(head.partition, None, segment, range(head.before))
         # A writer repeats what it knows, which another may have registered anew.
         if known is None or _first(head) >= _first(known[0]):
@@ -92,16 +93,19 @@ class Ledger:
                 for sample_id, row in self.partitions[head.partition].items():
                     self._consume(head.partition, sample_id, row.consumed)
 
-    def _spend(self, partition: str, ids: list[str] | None) -> None:
+    def _spend(self, partition: str, ids: list[str] | None, segment: Segment) -> None:
         """Remember the latest ids, put once or consumed, that are cleared; clearing a partition forgets them."""
         if ids is None:
             self.spent.pop(partition, None)
+            places = self._spent_in.pop(partition, set[Segment]()) - {segment}
+            self._clears[segment] |= {(partition, "", place) for place in places}
             return
         rows = self.partitions[partition]
         known = {sample_id: rows[sample_id] for sample_id in ids if sample_id in rows}
         spent = [sample_id for sample_id, row in known.items() if row.once or row.is_done]
         if spent:
-            self.spent[partition].update(dict.fromkeys(spent))
+            self._spent_in[partition].add(segment)
+            self.spent[partition].update(dict.fromkeys(spent, segment))
             for sample_id in list(self.spent[partition])[:-_MOST_SPENT]:
                 del self.spent[partition][sample_id]
 
@@ -176,8 +180,12 @@ class Ledger:
                 self._consume(partition, sample_id, {**others, **dict.fromkeys(tasks, segment)})
                 own = (segment,) if tasks else ()
                 row.listed = (*(place for place in row.listed if not covered(place)), *own)
-        for partition, ids in head.spent.items():
-            self.spent[partition] = {**dict.fromkeys(ids), **self.spent[partition]}
+        for partition in {*self.spent, *head.spent}:
+            told = dict.fromkeys(head.spent.get(partition, ()), segment)
+            others = {i: place for i, place in self.spent[partition].items() if not covered(place)}
+            self.spent[partition] = {**told, **others}
+            places = {place for place in self._spent_in[partition] if not covered(place)}
+            self._spent_in[partition] = places | ({segment} if told else set())
         for clears in self._clears.values():
             clears -= {one for one in clears if covered(one[2]) and one[1] not in head.rows.get(one[0], {})}
         for writer, number in head.until.items():
