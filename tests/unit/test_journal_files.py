@@ -155,3 +155,11 @@ def test_when_a_file_goes_the_disk_says_what_the_files_say(
         one, other = restored(whole), restored(disk)
         assert one.sample_ids("train") == other.sample_ids("train")
         assert other.partition_report("train").num_samples == 100
+
+
+def test_a_client_that_writes_parts_of_groups_only_does_not_remember_all(tmp_path: Path) -> None:
+    client = journaled(tmp_path, fsync="groups")
+    client.register_partition("train", [], 20_000, ["train"], grpo_group_size=2)
+    for first in range(0, 10_000, 1000):
+        client.put_samples([f"u{number}_g0" for number in range(first, first + 1000)], "train")
+    assert len(client._parts["train"]) <= 4096

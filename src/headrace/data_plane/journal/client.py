@@ -36,6 +36,8 @@ from headrace.utils import atomic
 from headrace.utils.arguments import texts
 
 HeadType = TypeVar("HeadType", bound=AnyHead)
+_MOST_PARTS = 4096
+"""Groups of a partition of which a client remembers that they are not whole."""
 
 
 class JournalDataPlaneClient(PassingClient):
@@ -71,7 +73,7 @@ class JournalDataPlaneClient(PassingClient):
         self._janitor = Janitor(folder, name, syncs=self._syncs)
         self._bytes, self._frees = 0, False
         self._opened: dict[str, Opened] = {}
-        # Samples that were put of groups that are not whole yet, by partition and uid.
+        # Samples that were put of groups that are not whole yet, by partition and uid, the latest groups.
         self._parts: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
 
     # Operations that are journaled.
@@ -259,6 +261,10 @@ class JournalDataPlaneClient(PassingClient):
                 parts[uid].add(sample_id)
                 if len(parts[uid]) >= size:
                     del parts[uid]
+                    ends = True
+                elif len(parts) > _MOST_PARTS:
+                    # Its rest goes through another client, or never comes.
+                    del parts[next(iter(parts))]
                     ends = True
         return ends
 
