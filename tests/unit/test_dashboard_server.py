@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 from headrace.cli import app
 from headrace.dashboard.runs import find_runs
 from headrace.dashboard.server import make_app, read_query, serve
+from headrace.errors import ConfigError
 from page_runs import write_long_run
 
-TOKEN = "a token of some length"
+TOKEN = "a-token~of_some.length"
 
 
 def listening(*args: Any, **kwargs: Any) -> int:
@@ -147,7 +148,7 @@ def test_with_a_token_nothing_is_told_to_who_has_none(guarded_port: int) -> None
 
 
 def test_a_token_in_the_address_becomes_a_cookie_and_leaves_the_address(guarded_port: int) -> None:
-    status, headers, _ = ask(guarded_port, f"/?token={TOKEN.replace(' ', '%20')}", Host="elsewhere.example")
+    status, headers, _ = ask(guarded_port, f"/?token={TOKEN}", Host="elsewhere.example")
     assert (status, headers["location"]) == (303, "/")
     cookie = headers["set-cookie"]
     assert "HttpOnly" in cookie
@@ -228,6 +229,18 @@ def test_a_port_that_is_taken_and_a_run_that_is_not_there_are_one_line(run_dir: 
         "free one\n"
     )
     assert "no such directory" in cli("dashboard", run_dir / "nowhere").stderr
+
+
+@pytest.mark.parametrize("token", ["", " ", "ключ", "a&b#c é", "a b", "a\n", "a;b", "a%20b"])
+def test_a_token_that_lets_everybody_in_or_that_no_address_carries_is_refused_before_the_page_is_served(
+    run_dir: Path, port: int, token: str
+) -> None:
+    with pytest.raises(ConfigError, match="--token"):
+        make_app(find_runs([run_dir]), token=token)
+    # The port is taken: nothing is served even where the token passes.
+    result = cli("dashboard", run_dir, "--port", port, "--host", "127.0.0.1", "--token", token)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(f"headrace: error: --token {token!r}: expected letters of ASCII")
 
 
 def test_the_command_prints_an_address_with_a_token_where_others_reach_it_and_ends_by_ctrl_c(

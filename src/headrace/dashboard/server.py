@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headrace.dashboard.palette import about
 from headrace.dashboard.runs import Cursor, Run
 from headrace.dashboard.samples import Query
+from headrace.errors import ConfigError
 
 STATIC = Path(__file__).parent / "static"
 _COOKIE = "headrace_token"
@@ -44,6 +45,8 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 _PORT = re.compile(r":\d+$")
+# What an address and a cookie take as it is.
+_TOKEN = re.compile(r"[A-Za-z0-9._~-]+")
 
 
 def make_app(runs: Sequence[Run], *, token: str | None = None, hosts: Sequence[str] = _LOOPBACK) -> Starlette:
@@ -51,7 +54,15 @@ def make_app(runs: Sequence[Run], *, token: str | None = None, hosts: Sequence[s
 
     Without a token it answers only under a name in `hosts`, so that a page from elsewhere, whose name is made to
     resolve to this machine, reads nothing.
+
+    Raises:
+        ConfigError: a token that lets everybody in, or that no address can carry as it is.
     """
+    if token is not None and not _TOKEN.fullmatch(token):
+        raise ConfigError(
+            f"--token {token!r}: expected letters of ASCII, digits and . _ ~ -, and at least one; give another, or "
+            "leave it out"
+        )
     board = _Board(runs)
     routes = [
         Route("/api/about", board.about),
