@@ -13,7 +13,7 @@ import pytest
 from headrace.dashboard.palette import CHARTS, MAIN_METRICS, colour
 from headrace.dashboard.runs import Cursor, Run, find_runs
 from headrace.dashboard.samples import Query
-from headrace.dashboard.series import Table
+from headrace.dashboard.series import MOST_POINTS, Table
 from headrace.errors import ConfigError
 from headrace.metric_names import meaning_of
 from page_runs import LAYERS, sample_of, write_long_run
@@ -112,6 +112,27 @@ def test_what_is_new_since_any_moment_makes_of_that_state_the_present_one(tmp_pa
         if news is not None:
             merged = grown(state, as_json(news))
             assert {**merged, "colours": None} == {**states[-1], "colours": None}
+
+
+@pytest.mark.parametrize("start", [-2_000_000, -1, 0, 2, 3, 4, 10**30])
+def test_rows_from_a_number_that_no_row_has_are_those_that_there_are(start: int) -> None:
+    table = Table()
+    for step in (1, 2, 3):
+        table.add(step, {"x": step})
+    expected = [step for step in (1, 2, 3) if step > start]
+    values = {"x": expected} if expected else {}
+    assert table.rows_from(start) == {"steps": expected, "values": values}
+
+
+def test_who_is_more_rows_behind_than_are_given_whole_reads_the_run_anew(tmp_path: Path) -> None:
+    rows = MOST_POINTS + 2
+    append(tmp_path / "metrics.jsonl", *({"kind": "step", "step": step, "x": 1.0} for step in range(rows)))
+    run = open_run(tmp_path)
+    cursor: Cursor = run.payload()["cursor"]
+    far, near = run.news({**cursor, "rows": (1, 0, 0)}), run.news({**cursor, "rows": (2, 0, 0)})
+    assert far == {"name": run.name, "cursor": cursor, "reload": True}
+    assert near is not None
+    assert len(near["steps"]["steps"]) == MOST_POINTS
 
 
 def test_a_run_that_is_continued_from_an_earlier_step_is_read_anew(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -64,10 +65,25 @@ def ask(port: int, path: str, **headers: str) -> tuple[int, dict[str, str], byte
     return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
 
 
+def status_of(port: int, path: str, **headers: str) -> int:
+    """Return the status alone: news of runs have no end."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    with closing(connection):
+        connection.request(
+            "GET", path, headers={name.replace("_", "-"): text for name, text in headers.items()}
+        )
+        return connection.getresponse().status
+
+
 def ask_json(port: int, path: str) -> Any:
     status, _, body = ask(port, path)
     assert status == 200, body
     return json.loads(body)
+
+
+def events_path(rows: list[int]) -> str:
+    cursor = {"version": 1, "rows": rows, "samples": 0, "detail": 0, "state": ""}
+    return f"/api/events?cursors={quote(json.dumps({0: cursor}))}"
 
 
 def test_the_page_and_its_parts_are_served_under_rules_that_run_no_other_code(port: int) -> None:
@@ -107,6 +123,12 @@ def test_a_run_and_its_samples_are_json(port: int) -> None:
         ("/api/runs/0/samples?min_reward=nan", 400, b"numbers"),
         ("/api/events?cursors=[", 400, b"cursors"),
         ("/api/events?cursors=%7B%220%22%3A1%7D", 400, b"cursors"),
+        (events_path(rows=[-2_000_000, 0, 0]), 400, b"cursors"),
+        (events_path(rows=[0, 0, -1]), 400, b"cursors"),
+        (events_path(rows=[0, 0]), 400, b"cursors"),
+        (f"/api/runs/0/samples?limit={'9' * 5000}", 400, b"out of range"),
+        (f"/api/runs/{'9' * 5000}", 404, b"there is no run 999"),
+        ("/api/runs/-1", 404, b"there is no run -1"),
         ("/api/nothing", 404, b"Not Found"),
         ("/../pyproject.toml", 404, b"Not Found"),
     ],
@@ -130,6 +152,61 @@ def test_without_a_token_it_answers_under_this_machines_names_only(port: int) ->
         status, _, body = ask(port, "/api/about", Host=host)
         assert status == 403
         assert b"--token" in body
+
+
+def test_numbers_of_any_size_in_a_question_about_samples_are_answered(port: int) -> None:
+    huge = "9" * 30
+    for query in (
+        f"offset={huge}",
+        f"first_step={huge}",
+        f"last_step=-{huge}",
+        "min_reward=1e308&max_reward=-1e308",
+    ):
+        assert ask_json(port, f"/api/runs/0/samples?{query}")["rows"] == []
+    assert (
+        ask_json(port, f"/api/runs/0/samples?last_step={huge}&first_step=-{huge}&limit={huge}")["matching"]
+        == 48
+    )
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Sec_Fetch_Site": "cross-site"},
+        {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Mode": "cors"},
+        {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "no-cors"},
+        {"Origin": "http://elsewhere.example"},
+        {"Origin": "null"},
+        {"Origin": "http://localhost:1"},
+    ],
+    ids=str,
+)
+def test_another_page_of_the_browser_may_link_to_this_one_and_asks_for_nothing(
+    port: int, guarded_port: int, headers: dict[str, str]
+) -> None:
+    for number, given in ((port, ""), (guarded_port, f"?token={TOKEN}")):
+        for path in (
+            "/",
+            "/app.js",
+            "/api/about",
+            "/api/runs/0",
+            "/api/runs/0/samples",
+            "/api/events",
+            "/%61pi/about",
+        ):
+            assert status_of(number, path + given, **headers) == 403
+        for path in ("/api/about", "/api/events", "/%61pi/events"):  # as in a frame
+            assert status_of(number, path + given, **{**headers, "Sec_Fetch_Mode": "navigate"}) == 403
+        assert status_of(number, f"/{given}", **{**headers, "Sec_Fetch_Mode": "navigate"}) in (200, 303)
+
+
+def test_the_page_itself_may_ask_for_everything(port: int) -> None:
+    for own in (
+        {"Sec_Fetch_Site": "same-origin", "Sec_Fetch_Mode": "cors"},
+        {"Sec_Fetch_Site": "none", "Sec_Fetch_Mode": "navigate"},
+        {"Origin": f"http://127.0.0.1:{port}"},
+    ):
+        assert ask(port, "/api/about", **own)[0] == 200
 
 
 def test_with_a_token_nothing_is_told_to_who_has_none(guarded_port: int) -> None:

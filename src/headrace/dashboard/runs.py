@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 from omegaconf.errors import OmegaConfBaseException
@@ -25,11 +25,14 @@ _DEEPEST = 3
 _SILENT_S = 60.0
 
 
+_Rows = Annotated[int, msgspec.Meta(ge=0)]
+
+
 class Cursor(TypedDict):
     """How much of a run somebody has: `rows` of steps, validations and phases."""
 
     version: int
-    rows: tuple[int, int, int]
+    rows: tuple[_Rows, _Rows, _Rows]
     samples: int
     detail: int
     state: str
@@ -115,12 +118,16 @@ class Run:
         return {name: colour(name) for name in sorted(names | parts | self._detail.columns)}
 
     def news(self, cursor: Cursor) -> dict[str, Any] | None:
-        """Return what has come since a state with that cursor; None: nothing, {"reload": True}: it is another run."""
+        """Return what has come since a state with that cursor; None: nothing.
+
+        {"reload": True}: it is another run, or more has come than is given without thinning.
+        """
         with self._lock:
             state = self._state()
             if state["cursor"] == cursor:
                 return None
-            if state["cursor"]["version"] != cursor["version"]:
+            behind = max(have - had for have, had in zip(self._metrics.counts, cursor["rows"]))
+            if state["cursor"]["version"] != cursor["version"] or behind > MOST_POINTS:
                 return {"name": self.name, "cursor": state["cursor"], "reload": True}
             steps, validations, phases = cursor["rows"]
             return {

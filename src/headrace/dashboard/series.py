@@ -36,6 +36,7 @@ class Table:
     def rows_from(self, start: int) -> dict[str, Any]:
         """Return the rows from number `start` on, as `payload` does, without thinning."""
         stop = len(self.steps)
+        start = min(max(start, 0), stop)
         values = {name: _padded(column, start, stop) for name, column in self.columns.items()}
         some = {name: v for name, v in values.items() if any(x is not None for x in v)}
         return {"steps": self.steps[start:], "values": some}

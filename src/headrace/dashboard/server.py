@@ -33,6 +33,7 @@ from headrace.errors import ConfigError
 STATIC = Path(__file__).parent / "static"
 _COOKIE = "headrace_token"
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_OWN_SITES = ("same-origin", "none")
 _POLL_S = 1.0
 _ALIVE_S = 15.0
 _MOST_SAMPLES = 200
@@ -53,7 +54,7 @@ def make_app(runs: Sequence[Run], *, token: str | None = None, hosts: Sequence[s
     """Return the application; with `token`, who asks has to bring it: once, as `?token=`, then by a cookie.
 
     Without a token it answers only under a name in `hosts`, so that a page from elsewhere, whose name is made to
-    resolve to this machine, reads nothing.
+    resolve to this machine, reads nothing. Other pages of the browser may link to this one, and ask for nothing else.
 
     Raises:
         ConfigError: a token that lets everybody in, or that no address can carry as it is.
@@ -66,8 +67,8 @@ def make_app(runs: Sequence[Run], *, token: str | None = None, hosts: Sequence[s
     board = _Board(runs)
     routes = [
         Route("/api/about", board.about),
-        Route("/api/runs/{number:int}", board.run),
-        Route("/api/runs/{number:int}/samples", board.samples),
+        Route("/api/runs/{number}", board.run),
+        Route("/api/runs/{number}/samples", board.samples),
         Route("/api/events", board.events),
         Mount("/", StaticFiles(directory=STATIC, html=True)),
     ]
@@ -100,6 +101,8 @@ class _Guard:
         await (response or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
+        if _is_of_another_page(request):
+            return PlainTextResponse("another page asks for this; open the page itself\n", 403)
         if self._token is None:
             name = _PORT.sub("", request.headers.get("host", ""))
             text = "this page answers under the names of its own machine; with headrace dashboard --token, under any\n"
@@ -117,6 +120,16 @@ class _Guard:
         response = RedirectResponse(request.url.path, status_code=303)
         response.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
         return response
+
+
+def _is_of_another_page(request: Request) -> bool:
+    """Whether a browser says that a page of another address asks, and for more than to open this one."""
+    origin = request.headers.get("origin")
+    is_own = origin is None or origin.partition("://")[2] == request.headers.get("host")
+    if is_own and request.headers.get("sec-fetch-site", "none") in _OWN_SITES:
+        return False
+    # A frame that another page draws is a navigation as well: it gets the page's files, which show nothing there.
+    return request.headers.get("sec-fetch-mode") != "navigate" or request.scope["path"].startswith("/api/")
 
 
 class _Board:
@@ -178,10 +191,11 @@ class _Board:
         return {number: change for number, change in found.items() if change is not None}
 
     def _find(self, request: Request) -> Run:
-        number: int = request.path_params["number"]
-        if number >= len(self._runs):
-            raise HTTPException(404, f"there is no run {number}")
-        return self._runs[number]
+        number: str = request.path_params["number"]
+        found = dict(zip(map(str, range(len(self._runs))), self._runs)).get(number)
+        if found is None:
+            raise HTTPException(404, f"there is no run {number[:20]}")
+        return found
 
 
 def read_query(values: Mapping[str, str]) -> Query:
