@@ -16,6 +16,7 @@ from headrace.dashboard.samples import Query
 from headrace.dashboard.series import MOST_POINTS, Table
 from headrace.errors import ConfigError
 from headrace.metric_names import meaning_of
+from headrace.utils.run_directory import RunDirectory
 from page_runs import LAYERS, sample_of, write_long_run
 
 
@@ -265,16 +266,48 @@ def test_a_folder_without_runs_and_one_that_is_not_there_are_named(tmp_path: Pat
         find_runs([tmp_path / "x"])
 
 
-def test_a_run_is_finished_by_its_summary_and_running_while_its_process_lives(tmp_path: Path) -> None:
-    run = open_run(write_long_run(tmp_path, 2, 0))
-    old = 1_000_000_000
-    os.utime(tmp_path / "metrics.jsonl", (old, old))
-    os.utime(tmp_path / "samples.jsonl", (old, old))
+def long_ago(path: Path) -> None:
+    for file in path.glob("*.jsonl"):
+        os.utime(file, (1_000_000_000, 1_000_000_000))
+
+
+def test_a_run_is_finished_by_its_summary_and_running_while_its_process_has_the_directory(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run"
+    with RunDirectory.open(path, recipe_text=""):
+        run = open_run(write_long_run(path, 2, 0))
+        assert run.payload()["state"] == "running"
+        long_ago(path)
+        assert run.payload()["state"] == "running"
     assert run.payload()["state"] == "stopped"
-    (tmp_path / ".headrace-lock").write_text(f"{os.getpid()}\n")
-    assert run.payload()["state"] == "running"
-    (tmp_path / "summary.json").write_text('{"completed": true}')
+    RunDirectory.open(path, recipe_text="", overwrite=True).close()  # who asked has let go of the lock
+    (path / "summary.json").write_text('{"completed": true}')
     assert run.payload()["state"] == "finished"
+
+
+def test_a_run_whose_process_is_dead_has_stopped_although_its_number_lives_on(tmp_path: Path) -> None:
+    run = open_run(write_long_run(tmp_path, 2, 0))
+    long_ago(tmp_path)
+    for process in (os.getpid(), 1):
+        (tmp_path / ".headrace-lock").write_text(f"{process}\n")
+        assert run.payload()["state"] == "stopped"
+
+
+def test_where_there_are_no_locks_a_run_goes_on_while_a_process_of_its_number_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.dashboard.runs.fcntl", None)
+    run = open_run(write_long_run(tmp_path, 2, 0))
+    long_ago(tmp_path)
+    for text, state in (
+        (f"{os.getpid()}\n", "running"),
+        ("0\n", "stopped"),
+        ("9" * 30, "stopped"),
+        ("", "stopped"),
+    ):
+        (tmp_path / ".headrace-lock").write_text(text)
+        assert run.payload()["state"] == state
 
 
 def test_the_first_charts_are_of_metrics_that_are_documented_and_every_name_has_a_colour() -> None:
