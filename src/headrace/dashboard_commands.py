@@ -104,7 +104,7 @@ def report(
         )
     if not compare:
         write_results(first, console)
-    found = [run for path in runs for run in find_runs([path])]
+    found = find_runs(runs)
     path = output or (first.compare_path if compare else first.html_path)
     atomic.write_text(path, html_report(found))
     print_line(console, f"page: {path}")

@@ -85,6 +85,14 @@ def test_the_command_writes_page_pictures_and_tables_and_compares_into_a_page_of
     assert (tmp_path / "x.html").exists()
 
 
+def test_runs_that_are_compared_have_names_that_tell_them_apart(tmp_path: Path) -> None:
+    first, second = (write_long_run(tmp_path / name / "seed0", 2, 0) for name in ("a", "b"))
+    assert cli(first, "--compare", second).exit_code == 0
+    document = (first / "compare.html").read_text(encoding="utf-8")
+    assert [run["name"] for run in given(document)["runs"]] == ["a/seed0", "b/seed0"]
+    assert "<title>a/seed0 and b/seed0 · headrace</title>" in document
+
+
 def test_runs_that_are_not_compared_and_none_to_compare_with_are_one_line(tmp_path: Path) -> None:
     first, second = (write_long_run(tmp_path / name, 2, 0) for name in ("a", "b"))
     assert cli(first, second).stderr == (
