@@ -1,7 +1,10 @@
 """A report in one file: what is in it, how large it gets, and the command that writes it."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,15 @@ def test_the_command_writes_page_pictures_and_tables_and_compares_into_a_page_of
     assert [run["name"] for run in given((first / "compare.html").read_text())["runs"]] == ["a", "b"]
     assert cli(first, "--output", tmp_path / "x.html").exit_code == 0
     assert (tmp_path / "x.html").exists()
+
+
+def test_the_page_is_written_where_the_system_writes_ascii(tmp_path: Path) -> None:
+    run = write_long_run(tmp_path / "run", 2, 1)
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "headrace", "report", str(run), "--output", str(tmp_path / "page.html")]
+    done = subprocess.run(command, env=env, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == html_report(find_runs([run]))
 
 
 def test_runs_that_are_compared_have_names_that_tell_them_apart(tmp_path: Path) -> None:

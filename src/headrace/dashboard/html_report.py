@@ -57,7 +57,7 @@ def html_report(runs: Sequence[Run]) -> str:
     return "".join(
         [
             _HEAD,
-            f"<title>{html.escape(title)} · headrace</title>\n<style>\n{(STATIC / 'style.css').read_text()}</style>\n",
+            f"<title>{html.escape(title)} · headrace</title>\n<style>\n{_static('style.css')}</style>\n",
             "</head>\n<body>\n<noscript>This report needs JavaScript.</noscript>\n",
             f'<script type="application/json" id="given">{_inert(given)}</script>\n',
             f"<script>\n{_bundle()}</script>\n</body>\n</html>\n",
@@ -78,11 +78,15 @@ def _newest(run: Run, most_bytes: int) -> Iterator[dict[str, Any]]:
         yield sample
 
 
+def _static(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
+
+
 def _bundle() -> str:
     """Return the modules as one script: each is a function that returns what it exports."""
     parts = []
     for name in _MODULES:
-        source = (STATIC / f"{name}.js").read_text()
+        source = _static(f"{name}.js")
         exports = ", ".join(_EXPORT.findall(source))
         body = _IMPORT.sub(r"const {\1} = \2_js;", _EXPORT.sub("", source))
         parts.append(f"const {name}_js = (() => {{\n{body}return {{ {exports} }};\n}})();\n")
