@@ -3,6 +3,9 @@
 import json
 import os
 import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from headrace.dashboard.html_report import html_report
 from headrace.dashboard.palette import CHARTS, MAIN_METRICS, colour
 from headrace.dashboard.runs import Cursor, Run, find_runs
 from headrace.dashboard.samples import Query
@@ -159,6 +163,121 @@ def test_lines_that_cannot_be_read_are_counted_and_left_out(tmp_path: Path) -> N
     payload = open_run(tmp_path).payload()
     assert payload["damaged"] == 4
     assert payload["steps"]["steps"] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("samples.jsonl", b'{"step": 1, "prompt": "\xff"}'),
+        ("samples.jsonl", b'{"step": 1, "prompt": "\\ud800"}'),
+        ("samples.jsonl", b'{"step": 1' + b"0" * 40 + b"}"),
+        ("samples.jsonl", b'{"step": 1, "x": ' + b"[" * 5000 + b"]" * 5000 + b"}"),
+        ("samples.jsonl", b'{"step": 1, "x": 1e999}'),
+        ("samples.jsonl", b'{"step": 1, "x": ' + b"1" * 5000 + b"}"),
+        ("metrics.jsonl", b'{"kind": "step", "step": 1, "x": ' + b"[" * 5000 + b"]" * 5000 + b"}"),
+        ("metrics.jsonl", b'{"kind": "step", "step": 1, "x": "\xff"}'),
+        ("detail.jsonl", b'{"kind": "store", "step": 3}'),
+        ("detail.jsonl", b'{"kind": "store", "step": 3, "partitions": [7]}'),
+        (
+            "detail.jsonl",
+            b'{"kind": "store", "step": 3, "partitions": [{"id": 1, "rows": 1, "columns": [2]}]}',
+        ),
+        ("detail.jsonl", b'{"kind": "span", "step": 3}'),
+        ("detail.jsonl", b'{"kind": "packing", "step": 3, "ranks": 2}'),
+        ("detail.jsonl", b'{"kind": "begin", "step": "3"}'),
+        ("detail.jsonl", b'{"kind": ["store"], "step": 3}'),
+        ("detail.jsonl", b"[3]"),
+    ],
+    ids=lambda given: given[:48] if isinstance(given, bytes) else given,
+)
+def test_a_line_that_no_page_can_show_is_counted_and_the_rest_is_shown(
+    tmp_path: Path, name: str, line: bytes
+) -> None:
+    write_long_run(tmp_path, 3, 1)
+    with (tmp_path / name).open("ab") as file:
+        file.write(line + b"\n")
+    append(tmp_path / name, {"kind": "step", "step": 4})
+    run = open_run(tmp_path)
+    found = run.find(Query(limit=1000))["rows"]
+    assert len(found) == 3 + (name == "samples.jsonl")
+    document = html_report([run])
+    payload = as_json(run.payload())
+    assert payload["damaged"] == 1
+    assert payload["steps"]["steps"] == [1, 2, 3, *([4] if name == "metrics.jsonl" else [])]
+    assert document.encode()
+
+
+def test_a_number_that_no_page_can_hold_is_left_out(tmp_path: Path) -> None:
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.writelines(
+            f'{{"kind": "step", "step": {step}, "x": {"9" * 400}, "y": 1}}\n' for step in range(12)
+        )
+    assert as_json(open_run(tmp_path).payload(most=4))["steps"]["values"]["y"] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"note": "\\ud800"}', '{"note": ' + "[" * 5000, '{"n": ' + "1" * 5000 + "}", "\xff"]
+)
+def test_a_summary_or_recipe_that_cannot_be_read_is_as_one_that_is_not_there(
+    tmp_path: Path, text: str
+) -> None:
+    write_long_run(tmp_path, 2, 0)
+    for name in ("summary.json", "config.yaml"):
+        (tmp_path / name).write_bytes(text.encode("latin-1"))
+    payload = as_json(open_run(tmp_path).payload())
+    assert (payload["summary"], payload["steps"]["steps"]) == (None, [1, 2])
+
+
+def test_a_folder_whose_name_is_no_text_is_shown_with_a_mark(tmp_path: Path) -> None:
+    (run,) = find_runs([write_long_run(tmp_path / os.fsdecode(b"gr\xf6sse"), 2, 1)])
+    assert run.name == "gr\ufffdsse"
+    assert as_json(run.payload())["path"].endswith("/gr\ufffdsse")
+    assert html_report([run]).encode()
+
+
+def test_samples_of_a_file_that_is_gone_since_it_was_read_are_none(tmp_path: Path) -> None:
+    run = open_run(write_long_run(tmp_path, 2, 1))
+    (tmp_path / "samples.jsonl").write_text("")
+    assert run.find(Query())["rows"] == []
+    (tmp_path / "samples.jsonl").unlink()
+    assert run.find(Query())["rows"] == []
+
+
+@contextmanager
+def without_rights() -> Iterator[Path]:
+    """Give a folder to write in, and be somebody for whom modes count: root is nobody within it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        os.chmod(name, 0o777)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield Path(name)
+        finally:
+            os.seteuid(user)
+
+
+def test_a_folder_and_a_file_that_may_not_be_read_hide_nothing_else() -> None:
+    with without_rights() as folder:
+        seen = write_long_run(folder / "seen", 2, 1)
+        closed = [write_long_run(folder / name, 2, 1) for name in ("no_entry", "no_list", "none")]
+        (folder / "link").symlink_to(closed[0] / "x")
+        modes = (0o600, 0o300, 0o000)
+        try:
+            for path, mode in zip(closed, modes):
+                path.chmod(mode)
+            (seen / "samples.jsonl").chmod(0)
+            found = find_runs([folder])
+            assert [run.name for run in found] == ["no_list", "seen"]
+            for run in found:
+                run.poll()
+                assert run.payload()["steps"]["steps"] == [1, 2]
+            assert found[1].find(Query())["rows"] == []
+            with pytest.raises(ConfigError, match="no run there"):
+                find_runs([closed[2]])
+        finally:
+            for path in closed:
+                path.chmod(0o700)
 
 
 def naive(samples: list[dict[str, Any]], query: Query) -> list[str]:

@@ -3,8 +3,64 @@
 from collections import deque
 from typing import Any
 
+import msgspec
+
 STEPS_SHOWN = 12
-_KINDS = ("begin", "span", "store", "packing")
+
+
+class _Begin(msgspec.Struct):
+    step: int
+    stage: str
+
+
+class _Span(msgspec.Struct):
+    step: int
+    name: str
+    tracks: list[str]
+    start_s: float
+    seconds: float
+    operations: list[tuple[str, float, float]] = []
+
+
+class _Column(msgspec.Struct):
+    ready: int
+    bytes: float
+
+
+class _Partition(msgspec.Struct):
+    id: Any
+    rows: int
+    columns: dict[str, _Column]
+
+
+class _Store(msgspec.Struct):
+    step: int
+    partitions: list[_Partition]
+
+
+class _Bin(msgspec.Struct):
+    tokens: float
+    rows: list[float]
+
+
+class _Rank(msgspec.Struct):
+    rank: int
+    cost: float
+    bins: list[_Bin]
+
+
+class _Packing(msgspec.Struct):
+    step: int
+    ranks: list[_Rank]
+
+
+# What the pictures need of each kind of line; a line of another kind is none of theirs.
+_KINDS: dict[Any, type[msgspec.Struct]] = {
+    "begin": _Begin,
+    "span": _Span,
+    "store": _Store,
+    "packing": _Packing,
+}
 
 
 class Detail:
@@ -12,6 +68,7 @@ class Detail:
 
     def __init__(self) -> None:
         self.count = 0
+        self.damaged = 0
         self._steps: deque[int] = deque(maxlen=STEPS_SHOWN)
         self._begun: dict[str, Any] | None = None
         self._spans: list[dict[str, Any]] = []
@@ -19,11 +76,15 @@ class Detail:
         self._packing: dict[str, dict[str, Any]] = {}
 
     def add(self, record: Any) -> None:
-        if not isinstance(record, dict) or record.get("kind") not in _KINDS:
+        kind = record.get("kind") if isinstance(record, dict) else None
+        if isinstance(kind, str) and kind not in _KINDS:
             return
-        step = record.get("step")
-        if not isinstance(step, int):
+        try:
+            msgspec.convert(record, _KINDS[kind])
+        except (KeyError, TypeError, msgspec.ValidationError):
+            self.damaged += 1
             return
+        step = record["step"]
         self.count += 1
         if step not in self._steps:
             self._steps.append(step)
@@ -43,7 +104,7 @@ class Detail:
     @property
     def columns(self) -> set[str]:
         """Names of the columns that the store holds."""
-        found = [part.get("columns", {}) for store in self._stores.values() for part in store["partitions"]]
+        found = [part["columns"] for store in self._stores.values() for part in store["partitions"]]
         return {name for columns in found for name in columns}
 
     def payload(self) -> dict[str, Any]:

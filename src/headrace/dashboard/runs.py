@@ -16,7 +16,7 @@ from headrace.dashboard.detail import Detail
 from headrace.dashboard.palette import MAIN_METRICS, colour
 from headrace.dashboard.samples import Query, SampleIndex
 from headrace.dashboard.series import MOST_POINTS, Metrics
-from headrace.dashboard.tail import LineTail
+from headrace.dashboard.tail import UNREADABLE, LineTail
 from headrace.errors import ConfigError
 from headrace.utils.recipe import leaves, read_resolved
 from headrace.utils.run_directory import RunDirectory
@@ -28,6 +28,8 @@ except ModuleNotFoundError:  # not on every system
 
 _DEEPEST = 3
 _SILENT_S = 60.0
+# What comes of a text that is no UTF-8 or JSON, or a value that JSON has no form for, as half a surrogate pair.
+_NO_JSON = (ValueError, TypeError, RecursionError)
 
 
 _Rows = Annotated[int, msgspec.Meta(ge=0)]
@@ -47,7 +49,7 @@ class Run:
     """One run directory. `poll` reads what is new; `payload` and `news` give it as JSON values; from any thread."""
 
     def __init__(self, path: Path, name: str) -> None:
-        self.path, self.name = path, name
+        self.path, self.name = path, _as_text(name)
         self._directory = RunDirectory(path)
         self._lines = {
             "metrics": LineTail(self._directory.metrics_path),
@@ -88,7 +90,7 @@ class Run:
         for _, line in lines:
             try:
                 keep.add(self._decode(line))
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except UNREADABLE:
                 keep.add(None)
 
     def find(self, query: Query) -> dict[str, Any]:
@@ -109,7 +111,7 @@ class Run:
         with self._lock:
             return {
                 **self._state(),
-                "path": str(self.path),
+                "path": _as_text(str(self.path)),
                 "recipe": self._recipe(),
                 "steps": self._metrics.steps.payload(MAIN_METRICS, most),
                 "validations": self._metrics.validations.payload(most=most),
@@ -162,7 +164,7 @@ class Run:
             "step": steps[-1] if steps else 0,
             "samples": {"count": len(self._samples), "splits": self._samples.splits},
             "detail": self._detail.payload(),
-            "damaged": self._metrics.damaged + self._samples.damaged,
+            "damaged": self._metrics.damaged + self._samples.damaged + self._detail.damaged,
         }
 
     def _how_it_goes(self, summary: Mapping[str, Any] | None) -> str:
@@ -176,17 +178,24 @@ class Run:
 
     def _recipe(self) -> dict[str, Any]:
         try:
-            recipe = read_resolved(self._directory.config_path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException, AssertionError):
+            recipe = dict(leaves(read_resolved(self._directory.config_path.read_text(encoding="utf-8"))))
+            msgspec.json.encode(recipe)
+        except (OSError, YAMLError, OmegaConfBaseException, AssertionError, *_NO_JSON):
             return {}
-        return dict(leaves(recipe))
+        return recipe
 
     def _summary(self) -> dict[str, Any] | None:
         try:
             summary = json.loads(self._directory.summary_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            msgspec.json.encode(summary)
+        except (OSError, *_NO_JSON):
             return None
         return summary if isinstance(summary, dict) else None
+
+
+def _as_text(path: str) -> str:
+    """Return a path, or a part of one, with a mark for each byte that is no UTF-8."""
+    return os.fsencode(path).decode(errors="replace")
 
 
 def _is_held(lock: Path) -> bool:
@@ -238,7 +247,7 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
     """
     found: list[Path] = []
     for path in paths:
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise ConfigError(
                 f"{path}: no such directory; give the directory of a run, or one that holds runs"
             )
@@ -251,13 +260,17 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def _below(path: Path, depth: int) -> Iterator[Path]:
-    if (path / "metrics.jsonl").is_file() or RunDirectory(path).is_marked:
-        yield path
+    """Yield the runs at or below a folder; one that may not be read has none."""
+    try:
+        if os.path.isfile(path / "metrics.jsonl") or RunDirectory(path).is_marked:
+            yield path
+            return
+        entries = sorted(path.iterdir()) if depth < _DEEPEST else []
+    except OSError:
         return
-    if depth < _DEEPEST:
-        for entry in sorted(path.iterdir()):
-            if entry.is_dir() and not entry.name.startswith("."):
-                yield from _below(entry, depth + 1)
+    for entry in entries:
+        if os.path.isdir(entry) and not entry.name.startswith("."):
+            yield from _below(entry, depth + 1)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

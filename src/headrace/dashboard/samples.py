@@ -7,11 +7,13 @@ import re
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from headrace.dashboard.tail import UNREADABLE
 
 Rows = npt.NDArray[np.int64]
 Sort = Literal["newest", "oldest", "highest", "lowest"]
@@ -23,7 +25,7 @@ _SPLITS_SHOWN = 20
 class _Facts(msgspec.Struct):
     """What a line is found by; a field of another type than here makes the line one that cannot be read."""
 
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
     split: str = ""
     reward: float | None = None
     correct: bool | None = None
@@ -66,12 +68,14 @@ class SampleIndex:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._whole = msgspec.json.Decoder()
         self._facts = msgspec.json.Decoder(_Facts)
         self._texts = msgspec.json.Decoder(_Texts)
         self.clear()
 
     def clear(self) -> None:
         self.damaged = 0
+        self._unreadable: set[int] = set()
         self.splits: list[str] = []
         self._offsets, self._lengths, self._steps = array("q"), array("q"), array("q")
         self._rewards = array("d")
@@ -83,7 +87,8 @@ class SampleIndex:
     def add(self, offset: int, line: bytes) -> None:
         try:
             facts = self._facts.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            line.decode()  # texts are passed over by the facts
+        except UNREADABLE:
             self.damaged += 1
             return
         if facts.split not in self.splits and len(self.splits) < _SPLITS_SHOWN:
@@ -101,12 +106,26 @@ class SampleIndex:
         if not len(self):
             return 0, []
         rows = np.flatnonzero(self._chosen(query))
-        with open(self._path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            with open(self._path, "rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError):  # gone, or empty, since its lines were read
+            return 0, []
+        with mapped as data:
             if query.text:
                 rows = np.intersect1d(rows, self._with_text(data, query.text), assume_unique=True)
             order = self._order(rows, query.sort)
             part = order[query.offset : query.offset + query.limit].tolist()
-            return len(rows), [{"row": row, **json.loads(self._line(data, row))} for row in part]
+            return len(rows), [shown for row in part if (shown := self._shown(data, row)) is not None]
+
+    def _shown(self, data: mmap.mmap, row: int) -> dict[str, Any] | None:
+        """Return a sample; None where a number of it is none that can be held, which its facts do not tell."""
+        try:
+            return {"row": row, **self._whole.decode(self._line(data, row))}
+        except UNREADABLE:
+            self.damaged += row not in self._unreadable
+            self._unreadable.add(row)
+            return None
 
     def _chosen(self, query: Query) -> npt.NDArray[np.bool_]:
         steps, rewards = np.array(self._steps), np.array(self._rewards)
@@ -150,7 +169,7 @@ class SampleIndex:
     def _holds(self, line: bytes, wanted: str) -> bool:
         try:
             texts = self._texts.decode(line)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return False
         parts = [texts.sample_id, texts.prompt, texts.answer, texts.expected]
         return any(wanted in str(p).lower() for p in (*parts, *(m.content for m in texts.messages)))

@@ -103,7 +103,8 @@ def _reduced(parts: npt.NDArray[np.float64], how: Any, *, counts: bool = False) 
 
 
 def _short(value: float | None) -> float | None:
-    """Return a number with six digits, which no picture shows more of; None for what is not finite."""
+    """Return a number with six digits, which no picture shows more of; None for what is not finite, or an integer of
+    more than 64 bits."""
     if value is None or isinstance(value, int):
-        return value
+        return value if value is None or abs(value) < 1 << 63 else None
     return float(f"{value:.6g}") if math.isfinite(value) else None

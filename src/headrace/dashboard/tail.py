@@ -1,11 +1,17 @@
 """The new lines of a file that another process appends to."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
+
+import msgspec
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What a decoder raises of a line that is damaged."""
 
 
 class LineTail:
-    """Gives the lines of a file that have come since it was asked last; a file that is not there has none.
+    """Gives the lines of a file that have come since it was asked last; none of one that is not there or not readable.
 
     `restarts` counts how often it began anew: the file was replaced, as by a run that is continued, or cut.
     """
@@ -32,7 +38,7 @@ class LineTail:
         if found.st_ino != self._inode or found.st_size < self.offset:
             self._begin(found.st_ino)
         lines: list[tuple[int, bytes]] = []
-        with open(self.path, "rb") as file:
+        with suppress(OSError), open(self.path, "rb") as file:
             file.seek(self.offset)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -50,5 +56,5 @@ class LineTail:
 def _stat(path: Path) -> os.stat_result | None:
     try:
         return os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return None
