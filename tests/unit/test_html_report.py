@@ -46,6 +46,18 @@ def test_several_long_runs_share_the_room(long_run: Path) -> None:
     assert len(html_report(find_runs([long_run]) * 4).encode()) < 3_000_000
 
 
+def test_a_sample_that_has_no_room_hides_none_that_has(tmp_path: Path) -> None:
+    run = write_long_run(tmp_path / "run", 3, 1)
+    with (run / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "prompt": "x" * 600_000, "reward": 0.0}) + "\n")
+    for runs, steps in ((1, [4, 3, 2, 1]), (2, [3, 2, 1])):
+        data = given(html_report(find_runs([run]) * runs))
+        assert [[one["step"] for one in some] for some in data["samples"]] == [steps] * runs
+    assert data["note"] == (
+        "This file holds the newest that fit, 3 of 4 samples of run, the newest that fit, 3 of 4 samples of run."
+    )
+
+
 def test_a_report_names_no_address_and_forbids_itself_any(long_run: Path) -> None:
     document = html_report(find_runs([long_run]))
     assert "default-src 'none'" in document

@@ -3,7 +3,7 @@
 import html
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,10 @@ def html_report(runs: Sequence[Run]) -> str:
     payloads = [run.payload(_points(run, len(runs))) for run in runs]
     samples = [list(_newest(run, _MOST_SAMPLE_BYTES // len(runs))) for run in runs]
     thinned = any("every" in payload["steps"] for payload in payloads)
-    counts = [(run.name, len(some), p["samples"]["count"]) for run, some, p in zip(runs, samples, payloads)]
     left_out = [
-        f"the newest {some:,} of {count:,} samples{f' of {name}' if len(runs) > 1 else ''}"
-        for name, some, count in counts
-        if some < count
+        _kept(some, payload["samples"]["count"]) + (f" of {run.name}" if len(runs) > 1 else "")
+        for run, some, payload in zip(runs, samples, payloads)
+        if len(some) < payload["samples"]["count"]
     ]
     notes = [*(["curves as means of neighbouring steps"] if thinned else []), *left_out]
     given = {
@@ -72,10 +71,16 @@ def _points(run: Run, runs: int) -> int:
 def _newest(run: Run, most_bytes: int) -> Iterator[dict[str, Any]]:
     left = most_bytes
     for sample in run.find(Query(limit=_MOST_SAMPLES))["rows"]:
-        left -= len(json.dumps(sample, ensure_ascii=False).encode())
-        if left < 0:
-            return
-        yield sample
+        size = len(json.dumps(sample, ensure_ascii=False).encode())
+        if size <= left:
+            left -= size
+            yield sample
+
+
+def _kept(samples: Sequence[Mapping[str, Any]], count: int) -> str:
+    """Say which samples of so many are in the report."""
+    has_gap = bool(samples) and samples[-1]["row"] != count - len(samples)
+    return f"the newest {'that fit, ' if has_gap else ''}{len(samples):,} of {count:,} samples"
 
 
 def _static(name: str) -> str:
