@@ -235,6 +235,35 @@ def test_a_token_in_the_address_becomes_a_cookie_and_leaves_the_address(guarded_
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "address"),
+    [
+        ("//elsewhere.example/?token={}", "/elsewhere.example/"),
+        ("///elsewhere.example?token={}", "/elsewhere.example"),
+        ("/%2F/elsewhere.example?token={}", "/elsewhere.example"),
+        ("/\\elsewhere.example?token={}", "/%5Celsewhere.example"),
+        ("/?run=a%2Fseed0&token={}&run=b%26c%0D%0Ax", "/?run=a%2Fseed0&run=b%26c%0D%0Ax"),
+    ],
+)
+def test_the_token_alone_leaves_the_address_and_no_other_host_is_gone_to(
+    guarded_port: int, path: str, address: str
+) -> None:
+    status, headers, _ = ask(guarded_port, path.format(TOKEN))
+    assert (status, headers["location"]) == (303, address)
+
+
+def test_dashboards_of_one_host_have_a_cookie_each(guarded_port: int) -> None:
+    hosts = (f"localhost:{guarded_port}", "localhost:1", "[::1]:2", "localhost")
+    cookies = [
+        ask(guarded_port, f"/?token={TOKEN}", Host=host)[1]["set-cookie"].partition(";")[0] for host in hosts
+    ]
+    assert len(set(cookies)) == len(hosts)
+    for host, cookie in zip(hosts, cookies):
+        assert ask(guarded_port, "/api/about", Host=host, Cookie="; ".join(cookies))[0] == 200
+        assert ask(guarded_port, "/api/about", Host=host, Cookie=cookie)[0] == 200
+        assert ask(guarded_port, "/api/about", Host="localhost:3", Cookie=cookie)[0] == 401
+
+
 def events(port: int, cursors: dict[int, Any]) -> Iterator[dict[str, Any]]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     connection.request("GET", f"/api/events?cursors={quote(json.dumps(cursors))}")

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 import uvicorn
@@ -45,7 +46,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_PORT = re.compile(r":\d+$")
+_PORT = re.compile(r":[0-9]{1,5}$")
 # What an address and a cookie take as it is.
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]+")
 
@@ -107,7 +108,7 @@ class _Guard:
             name = _PORT.sub("", request.headers.get("host", ""))
             text = "this page answers under the names of its own machine; with headrace dashboard --token, under any\n"
             return None if name in self._hosts else PlainTextResponse(text, 403)
-        given = request.query_params.get("token") or request.cookies.get(_COOKIE) or ""
+        given = request.query_params.get("token") or request.cookies.get(_cookie_of(request)) or ""
         if hmac.compare_digest(given.encode(), self._token.encode()):
             return None
         text = "a token is needed: open the address that headrace dashboard has printed\n"
@@ -117,9 +118,20 @@ class _Guard:
         """Put a token that came with the address into a cookie, so that it stands in no history."""
         if self._token is None or "token" not in request.query_params:
             return None
-        response = RedirectResponse(request.url.path, status_code=303)
-        response.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
+        others = urlencode(
+            [(name, text) for name, text in request.query_params.multi_items() if name != "token"]
+        )
+        # A path that begins with two slashes would be the address of another host.
+        address = f"/{request.url.path.lstrip('/')}" + (f"?{others}" if others else "")
+        response = RedirectResponse(address, status_code=303)
+        response.set_cookie(_cookie_of(request), self._token, httponly=True, samesite="strict")
         return response
+
+
+def _cookie_of(request: Request) -> str:
+    """Return a name with the port that the browser sees: cookies are shared by all ports of a host."""
+    port = _PORT.search(request.headers.get("host", ""))
+    return f"{_COOKIE}_{port[0][1:]}" if port else _COOKIE
 
 
 def _is_of_another_page(request: Request) -> bool:
