@@ -20,6 +20,7 @@ from headrace.utils.run_directory import RunDirectory
 TOKEN_VARIABLE = "HEADRACE_DASHBOARD_TOKEN"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _DEFAULT_RUNS = Path("runs")
+_NOTHING_TO_COMPARE = "--compare needs the directories of other runs after it"
 
 
 def dashboard(
@@ -98,13 +99,15 @@ def report(
     first, console = RunDirectory(runs[0]), Console()
     if compare != (len(runs) > 1):
         raise ConfigError(
-            "--compare needs the directories of other runs after it"
+            _NOTHING_TO_COMPARE
             if compare
             else f"{len(runs)} runs; set the first beside the others with --compare, or report each by itself"
         )
     if not compare:
         write_results(first, console)
     found = find_runs(runs)
+    if compare and len(found) < 2:  # one run, given twice
+        raise ConfigError(_NOTHING_TO_COMPARE)
     path = output or (first.compare_path if compare else first.html_path)
     atomic.write_text(path, html_report(found))
     print_line(console, f"page: {path}")

@@ -123,6 +123,7 @@ def test_runs_that_are_not_compared_and_none_to_compare_with_are_one_line(tmp_pa
         "headrace: error: 2 runs; set the first beside the others with --compare, or report each by itself\n"
     )
     assert "--compare needs the directories of other runs" in cli(first, "--compare").stderr
+    assert "--compare needs the directories of other runs" in cli(first, "--compare", f"{first}/").stderr
     assert "no such directory" in cli(first, "--compare", tmp_path / "c").stderr
     assert "cannot write it" in cli(first, "--compare", second, "--output", tmp_path / "no" / "x.html").stderr
 
