@@ -64,6 +64,7 @@ def write_long_run(
 ) -> Path:
     rng = random.Random(seed)
     path.mkdir(parents=True, exist_ok=True)
+    (path / ".headrace-run").touch()
     (path / "config.yaml").write_text(recipe)
     with (path / "metrics.jsonl").open("w") as metrics, (path / "samples.jsonl").open("w") as samples:
         for step in range(1, steps + 1):

@@ -108,6 +108,8 @@ def report(
     found = find_runs(runs)
     if compare and len(found) < 2:  # one run, given twice
         raise ConfigError(_NOTHING_TO_COMPARE)
+    if output is None:
+        first.require_mark()
     path = output or (first.compare_path if compare else first.html_path)
     atomic.write_text(path, html_report(found))
     print_line(console, f"page: {path}")

@@ -208,6 +208,7 @@ def _say_where_it_starts(recipe: RecipeConfig, run: RunDirectory, console: Conso
 def write_results(run: RunDirectory, console: Console) -> None:
     tables = final_tables(run_totals(read_metrics(run.path)))
     console.print(tables)
+    run.require_mark()
     atomic.write_text(run.timings_path, render_text(tables))
     draw_reward_plot(run.path, run.reward_plot_path)
     print_line(console, f"plots: {write_report(run.path)}, {run.reward_plot_path}")

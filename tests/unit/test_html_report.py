@@ -117,6 +117,21 @@ def test_runs_that_are_compared_have_names_that_tell_them_apart(tmp_path: Path) 
     assert "<title>a/seed0 and b/seed0 · headrace</title>" in document
 
 
+def test_a_report_replaces_nothing_in_a_directory_that_headrace_did_not_make(tmp_path: Path) -> None:
+    run, other = (write_long_run(tmp_path / name, 2, 0) for name in ("a", "b"))
+    (run / ".headrace-run").unlink()
+    for name in ("report.html", "compare.html", "timings.txt", "report.png", "reward.png"):
+        (run / name).write_text("mine")
+    for arguments in ([run], [run, "--output", tmp_path / "x.html"], [run, "--compare", other]):
+        result = cli(*arguments)
+        assert result.exit_code == 2
+        assert f"{run}: headrace did not make this directory, for it has no .headrace-run" in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert {path.read_text() for path in run.glob("re*.*")} == {"mine"}
+    assert (run / "timings.txt").read_text() == (run / "compare.html").read_text() == "mine"
+    assert cli(run, "--compare", other, "--output", tmp_path / "x.html").exit_code == 0
+
+
 def test_runs_that_are_not_compared_and_none_to_compare_with_are_one_line(tmp_path: Path) -> None:
     first, second = (write_long_run(tmp_path / name, 2, 0) for name in ("a", "b"))
     assert cli(first, second).stderr == (

@@ -244,6 +244,51 @@ def test_overwrite_removes_what_headrace_wrote_and_nothing_else(tmp_path: Path) 
     }
 
 
+def test_overwrite_removes_only_names_of_the_form_that_headrace_writes(tmp_path: Path) -> None:
+    run_with_steps(tmp_path, 3, checkpoint_at=3)
+    own = (
+        "journal/driver-1/000001.journal",
+        "journal/keep.json",
+        "router_trace/step_000001.safetensors",
+        "reference/model-00001-of-00002.safetensors",
+        "reference/model.safetensors.index.json",
+        "reference/config.json",
+        "reference/tokenizer_config.json",
+        "reference/tokenizer.json",
+        "reference/adapter_model.safetensors",
+    )
+    mine = (
+        "journal/2024-05-01.md",
+        "journal/may/notes.journal",
+        "checkpoints/step_final/weights",
+        "checkpoints/old/step_000001",
+        "router_trace/step_mine.safetensors",
+    )
+    for name in (*own, *mine):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    start(tmp_path, overwrite=True).close()
+    assert [name for name in own if (tmp_path / name).exists()] == []
+    assert [name for name in mine if not (tmp_path / name).exists()] == []
+    assert not (tmp_path / "journal" / "driver-1").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "overwrite"),
+    [("reference/notes.txt", True), ("report.html/index.html", True), ("summary.json/a", False)],
+)
+def test_what_would_go_with_a_run_and_is_not_of_headrace_is_named_and_nothing_is_removed(
+    tmp_path: Path, name: str, overwrite: bool
+) -> None:
+    run_with_steps(tmp_path, 3, checkpoint_at=3)
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    shown = name if name.startswith("reference") else name.partition("/")[0]
+    assert f"holds {shown} that headrace did not write" in refusal(tmp_path, overwrite=overwrite)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_files_that_headrace_did_not_write_are_never_replaced(tmp_path: Path, overwrite: bool) -> None:
     (tmp_path / "config.yaml").write_text("mine")

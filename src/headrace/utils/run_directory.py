@@ -16,8 +16,9 @@ A marker file says that headrace made these; without it nothing is ever overwrit
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,6 +39,13 @@ _log = logging.getLogger(__name__)
 
 _MARKER = ".headrace-run"
 _LOCK = ".headrace-lock"
+# What a model, an adapter and a tokenizer are saved as.
+_MODEL_FILES = (
+    r"(adapter_)?(model|config)(-\d+-of-\d+)?\.(safetensors|safetensors\.index\.json|json)"
+    r"|(generation|processor|preprocessor)_config\.json|(special_tokens_map|added_tokens)\.json"
+    r"|(tokenizer|vocab|merges|chat_template)\b.*|tokenizer_config\.json|additional_chat_templates"
+    r"|(spiece|sentencepiece\.bpe)\.model|(configuration|modeling|tokenization)_\w+\.py"
+)
 
 
 class RunDirectory:
@@ -81,13 +89,13 @@ class RunDirectory:
             *self._results,
             *of_trackers,
         )
-        # Folders, and what headrace writes in each.
+        # Folders, and the form of the names that headrace writes in each.
         self._folders = {
-            self.tensorboard_dir: "**/events.out.tfevents.*",
-            self.checkpoints_dir: "step_*",
-            self.reference_dir: "*",
-            self.traces_dir: "step_*.safetensors",
-            self.journal_dir: "*",
+            self.tensorboard_dir: r"(.*/)?events\.out\.tfevents\.[^/]*",
+            self.checkpoints_dir: r"step_\d+",
+            self.reference_dir: _MODEL_FILES,
+            self.traces_dir: r"step_\d+\.safetensors",
+            self.journal_dir: r"[^/]+/\d+\.journal|(keep|clock)\.json",
         }
         self.resume_from: CheckpointInfo | None = None
         self.changes: Sequence[Change] = ()
@@ -102,6 +110,14 @@ class RunDirectory:
     def is_marked(self) -> bool:
         """Whether headrace made the directory."""
         return (self.path / _MARKER).is_file()
+
+    def require_mark(self) -> None:
+        """Refuse to write results into a directory that headrace did not make."""
+        if not self.is_marked:
+            raise ConfigError(
+                f"{self.path}: headrace did not make this directory, for it has no {_MARKER}, and writes nothing "
+                "there; give a run directory, or, of one that was copied, copy that file too"
+            )
 
     @classmethod
     def open(
@@ -157,7 +173,7 @@ class RunDirectory:
             self.checkpoints_dir.mkdir(exist_ok=True)
 
     def _make_room(self, overwrite: bool, resume: bool, allow_changes: bool) -> None:
-        for folder in (self.path, self.checkpoints_dir):
+        for folder in (self.path, self.checkpoints_dir, self.journal_dir):
             atomic.remove_partials(folder)
         checkpoints = list_checkpoints(self.checkpoints_dir)
         if overwrite or not (checkpoints or self._has_content()):
@@ -175,12 +191,14 @@ class RunDirectory:
 
     def _refuse_foreign(self) -> None:
         if self.is_marked:
-            return
-        for path in (*self._files, *self._folders):
-            if path.exists():
-                raise ConfigError(
-                    f"run_dir={self.path}: holds {path.name} that headrace did not write; set another run_dir"
-                )
+            # Headrace writes no folder of such a name.
+            foreign = (path for path in self._files if path.is_dir() and not path.is_symlink())
+        else:
+            foreign = (path for path in (*self._files, *self._folders) if path.exists())
+        for path in foreign:
+            raise ConfigError(
+                f"run_dir={self.path}: holds {path.name} that headrace did not write; set another run_dir"
+            )
 
     def _has_content(self) -> bool:
         """Whether there is anything to lose; a run that failed before its first step left only its config."""
@@ -188,9 +206,20 @@ class RunDirectory:
         return any(log.exists() and log.stat().st_size > 0 for log in logs)
 
     def _remove_run(self) -> None:
-        for folder, pattern in self._folders.items():
-            for entry in list(folder.glob(pattern)):
-                atomic.remove(entry)
+        # A run replaces this folder as a whole, so that nothing else may be in it.
+        for entry in self.reference_dir.glob("*"):
+            if not re.fullmatch(_MODEL_FILES, entry.name):
+                raise ConfigError(
+                    f"run_dir={self.path}: holds reference/{entry.name} that headrace did not write; move it "
+                    "elsewhere, or set another run_dir"
+                )
+        for folder, form in self._folders.items():
+            for entry in list(folder.glob("**/*")):
+                if re.fullmatch(form, entry.relative_to(folder).as_posix()):
+                    atomic.remove(entry)
+        for writer in self.journal_dir.glob("*/"):
+            with suppress(OSError):  # one that is not empty
+                writer.rmdir()
         for path in self._files:
             path.unlink(missing_ok=True)
 
