@@ -29,7 +29,7 @@ from headrace.doctor import doctor_table, run_checks
 from headrace.errors import ConfigError, HeadraceError
 from headrace.init_commands import init
 from headrace.model_commands import export, find_checkpoint, plan
-from headrace.progress import make_console, print_line
+from headrace.progress import make_console, print_line, tell
 from headrace.run_tables import metrics_table
 from headrace.step_commands import record_step, replay_step
 from headrace.store_commands import store_app
@@ -164,7 +164,7 @@ def train(
     recipe = load_recipe(config, overrides or ())
     code, result = run_recipe(recipe)
     if not result.completed:
-        print_line(
+        tell(
             make_console(recipe.logging.progress),
             _how_to_go_on(recipe, config, overrides or (), result.steps),
         )
@@ -206,7 +206,7 @@ def evaluate(
     wanted = "best" if checkpoint is None and is_run else checkpoint
     found = None if wanted is None else find_checkpoint(recipe, run, wanted)
     metrics = load_loop().evaluate(recipe, None if found is None else found.path)
-    console = Console()
+    console = make_console()
     print_line(console, f"step {found.step}, {found.path}" if found else f"the weights of {target}")
     console.print(metrics_table(metrics))
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from headrace.dashboard.html_report import html_report
 from headrace.dashboard.runs import find_runs
 from headrace.errors import ConfigError
-from headrace.progress import print_line
+from headrace.progress import make_console, print_line
 from headrace.training import write_results
 from headrace.utils import atomic
 from headrace.utils.run_directory import RunDirectory
@@ -96,7 +96,7 @@ def report(
       headrace report runs/demo_moe/seed0
       headrace report runs/a --compare runs/b runs/c --output comparison.html
     """
-    first, console = RunDirectory(runs[0]), Console()
+    first, console = RunDirectory(runs[0]), make_console()
     if compare != (len(runs) > 1):
         raise ConfigError(
             _NOTHING_TO_COMPARE

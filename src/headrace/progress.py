@@ -10,7 +10,7 @@ from functools import partialmethod
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.live import Live
 
 from headrace.algorithms.observer import REWARD, TOKENS_PER_S, RunObserver, StepRecord
@@ -23,6 +23,7 @@ Mode = Literal["auto", "on", "off"]
 
 _SHOW_CURSOR = b"\x1b[?25h"
 _LINES_PER_PHASE = 4
+_LEAST_WIDTH = 10
 _STEPS_PER_LINE = 10
 
 
@@ -131,8 +132,7 @@ class ConsoleObserver(RunObserver):
 
     def _say(self, line: str) -> None:
         if self._lines:
-            with suppress(OSError):  # a terminal that is gone does not end the run
-                print_line(self._console, line)
+            tell(self._console, line)
 
     def _say_plain(self, line: str) -> None:
         if self._live is None:
@@ -154,7 +154,17 @@ class ConsoleObserver(RunObserver):
 
 
 class _RunConsole(Console):
-    """A console whose reader may go away (`headrace train ... | head`): the run goes on without it."""
+    """A console that ends no run: its reader may go away (`headrace train ... | head`), or it may have no width."""
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        """What the terminal says, but wide enough for a table."""
+        found = super().size
+        return found._replace(width=max(found.width, _LEAST_WIDTH))
+
+    @size.setter
+    def size(self, new_size: tuple[int, int]) -> None:
+        self._width, self._height = new_size
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -168,6 +178,12 @@ def make_console(mode: Mode = "auto") -> Console:
 
 def print_line(console: Console, line: str) -> None:
     console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def tell(console: Console, line: str) -> None:
+    """Print a line of a run, which a terminal that is gone or a full disk does not end."""
+    with suppress(OSError):
+        print_line(console, line)
 
 
 def _is_terminal(console: Console) -> bool:

@@ -74,7 +74,7 @@ def draw_report(records: Sequence[Record], title: str) -> Any:
         for axis, draw in zip(row.subplots(1, len(pair), squeeze=False)[0], pair):
             draw(axis)
     heading = f"{title}\nthin lines: each step; thick lines: {_ABOUT}"
-    figure.suptitle(heading, fontsize=10, x=0.01, ha="left", color="#777777")
+    figure.suptitle(_as_text(heading), fontsize=10, x=0.01, ha="left", color="#777777")
     return figure
 
 
@@ -160,12 +160,17 @@ def _draw_stack(axis: Any, rows: Sequence[tuple[int, Mapping[str, float]]], orde
     for name in order:
         heights = [sum(values.get(name, 0.0) for _, values in part) / len(part) for part in spans]
         look = {"color": colour(name), "edgecolor": "white"}
-        axis.bar(middles, heights, bottom=bottom, width=span, label=name, linewidth=0, **look)
+        axis.bar(middles, heights, bottom=bottom, width=span, label=_as_text(name), linewidth=0, **look)
         bottom = [low + height for low, height in zip(bottom, heights)]
     if order:
         # Beside the bars: on them it would hide the tall ones. Many entries are small, to end where the bars do.
         small = {"fontsize": min(8.0, 95 / len(order)), "labelspacing": 0.25}
         axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.02), reverse=True, **small)
+
+
+def _as_text(name: str) -> str:
+    """Keep matplotlib from reading formulas between the dollar signs of a path or a name."""
+    return name.replace("$", r"\$")
 
 
 def _finish(axis: Any, title: str, drawn: Sequence[object]) -> None:

@@ -1,18 +1,20 @@
 """A run from a recipe, as the command line and `headrace.train` make it: directory, displays, files, results."""
 
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from headrace.algorithms.observer import RunObserver, StepRecord
 from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
 from headrace.library_logs import LibraryLogs
-from headrace.progress import CompositeObserver, ConsoleObserver, FileObserver, make_console, print_line
+from headrace.progress import CompositeObserver, ConsoleObserver, FileObserver, make_console, print_line, tell
 from headrace.report import draw_reward_plot, read_metrics, run_totals, write_report
 from headrace.run_tables import final_tables, render_text
 from headrace.trackers import RunTrackers
@@ -26,6 +28,8 @@ from headrace.utils.recipe import dump_recipe, load_recipe
 from headrace.utils.run_directory import RunDirectory
 from headrace.utils.section import plain
 from headrace.utils.targets import extend_import_path, name_of
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -138,11 +142,11 @@ def run_recipe(recipe: RecipeConfig, observers: Sequence[RunObserver] = ()) -> t
     last = _LastMetrics()
     with opened as run:
         for line in idle_lines(recipe):
-            print_line(console, line)
+            tell(console, line)
         _say_where_it_starts(recipe, run, console)
         code, summary = _run_loop(recipe, run, console, [*observers, last])
         if summary["steps"]:
-            write_results(run, console)
+            try_results(run, console)
     checkpoint = max(list_checkpoints(run.checkpoints_dir), key=lambda found: found.step, default=None)
     path = None if checkpoint is None else checkpoint.path
     model = None if path is None or not (path / "policy" / "model").is_dir() else path / "policy" / "model"
@@ -196,22 +200,39 @@ def _refuse_fewer_steps(recipe: RecipeConfig) -> None:
 def _say_where_it_starts(recipe: RecipeConfig, run: RunDirectory, console: Console) -> None:
     if run.resume_from is None:
         return
-    print_line(console, f"going on after step {run.resume_from.step} of the run in {run.path}")
+    tell(console, f"going on after step {run.resume_from.step} of the run in {run.path}")
     for matters, label in ((True, "for the steps to come"), (False, "with no effect on training")):
         changes = ", ".join(str(change) for change in run.changes if change.matters == matters)
         if changes:
-            print_line(console, f"changed since, {label}: {changes}")
+            tell(console, f"changed since, {label}: {changes}")
     if run.resume_from.step == recipe.grpo.max_num_steps:
-        print_line(console, "all its steps are made; raise grpo.max_num_steps to go on")
+        tell(console, "all its steps are made; raise grpo.max_num_steps to go on")
+
+
+def try_results(run: RunDirectory, console: Console) -> None:
+    """Show and write what a run has come to; all of its steps are made, and it does not fail by its tables."""
+    try:
+        tables = final_tables(run_totals(read_metrics(run.path)))
+        with suppress(OSError):
+            console.print(tables)
+        tell(console, _write_files(run, tables))
+    except Exception as error:  # noqa: BLE001  (whatever a picture fails by, the run has ended well)
+        reason = str(error) or repr(error)
+        _log.warning("%s: no tables or plots of the run (%s); headrace report makes them", run.path, reason)
 
 
 def write_results(run: RunDirectory, console: Console) -> None:
+    """Show and write what a run has come to; raises what keeps it from that."""
     tables = final_tables(run_totals(read_metrics(run.path)))
     console.print(tables)
+    print_line(console, _write_files(run, tables))
+
+
+def _write_files(run: RunDirectory, tables: RenderableType) -> str:
     run.require_mark()
     atomic.write_text(run.timings_path, render_text(tables))
     draw_reward_plot(run.path, run.reward_plot_path)
-    print_line(console, f"plots: {write_report(run.path)}, {run.reward_plot_path}")
+    return f"plots: {write_report(run.path)}, {run.reward_plot_path}"
 
 
 def load_loop() -> ModuleType:

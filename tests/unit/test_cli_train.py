@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from headrace.cli import app
+from headrace.progress import make_console
+from headrace.training import try_results
 from headrace.utils.recipe import dump_recipe, load_recipe
+from headrace.utils.run_directory import RunDirectory
 from tiny_recipe import tiny_recipe
 
 STEPS = 6
@@ -88,6 +92,47 @@ def test_a_finished_run_is_not_run_again(finished: tuple[Path, str], recipe: Pat
     assert "all its steps are made; raise grpo.max_num_steps to go on" in result.stdout
     assert (run_dir / "metrics.jsonl").read_text() == before
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == STEPS
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_run_goes_on_and_ends_well_where_nothing_can_be_printed(
+    finished: tuple[Path, str], tmp_path: Path, more: int
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished[0], run_dir)
+    command = [sys.executable, "-m", "headrace", "train", str(run_dir / "config.yaml"), f"run_dir={run_dir}"]
+    with open("/dev/full", "w") as nowhere:
+        done = subprocess.run(
+            [*command, f"grpo.max_num_steps={STEPS + more}"],
+            stdout=nowhere,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "COLUMNS": "5"},
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == STEPS + more
+    assert len((run_dir / "timings.txt").read_text().splitlines()[2].split()[0]) > 5
+
+
+@pytest.mark.parametrize("columns", ["1", "5"])
+def test_a_terminal_too_narrow_for_a_table_gets_it_all_the_same(
+    finished: tuple[Path, str], columns: str
+) -> None:
+    for command in (["train", finished[0] / "config.yaml"], ["report", finished[0]]):
+        arguments = [str(part) for part in command]
+        assert CliRunner().invoke(app, arguments, env={"COLUMNS": columns}).exit_code == 0
+
+
+def test_tables_that_cannot_be_made_after_a_run_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunDirectory.open(tmp_path, recipe_text="seed: 0\n") as run:
+        run.append_metrics({"kind": "step", "step": 1})
+        run.report_path.mkdir()
+        try_results(run, make_console())
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{tmp_path}: no tables or plots of the run ({run.report_path}: cannot write")
+    assert "headrace report makes them" in warning
 
 
 def test_fewer_steps_than_the_run_has_made_are_refused_and_nothing_of_it_is_touched(

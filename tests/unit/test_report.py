@@ -1,5 +1,6 @@
 """A run read back from its directory: totals, plots, and one line for what cannot be read."""
 
+import json
 import random
 import struct
 from pathlib import Path
@@ -105,6 +106,13 @@ def test_the_smoothed_line_says_what_it_is() -> None:
     assert "thin lines: each step; thick lines: average of about 5 steps" in figure.get_suptitle()
     labels = [line.get_label() for line in figure.get_axes()[0].lines]
     assert labels == ["mean reward, each step", "mean reward, average of about 5 steps"]
+
+
+def test_dollar_signs_of_a_path_or_a_column_are_no_formula(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "a$1_$b", 3)
+    with (run_dir / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps({**record(4), "bytes/$x_$": 5, "time_s/$y^$": 1.0}) + "\n")
+    assert png_size(write_report(run_dir)) == (1210, 1210)
 
 
 def test_ticks_stand_at_whole_steps() -> None:
