@@ -95,6 +95,29 @@ def test_a_run_is_continued_from_its_newest_checkpoint_and_later_lines_are_cut(t
         assert {r["answer"] for r in lines(run.samples_path)} == {TEXT}
 
 
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_run_that_goes_on_within_its_warm_start_cuts_what_comes_again(
+    tmp_path: Path, validated: bool
+) -> None:
+    first = {"validation/accuracy": 0.4} if validated else None
+    state = toy_state(0, read_resolved(RECIPE))
+    state["progress"] |= {"warm_start_steps": 2, "first_validation": first}
+    with start(tmp_path) as run:
+        for step in (1, 2, 3, 4):
+            run.append_metrics({"kind": "phase", "phase": "warm_start", "step": step})
+        run.append_metrics({"kind": "validation", "step": 0, "validation/accuracy": 0.4})
+        run.append_metrics({"kind": "step", "step": 1})
+        run.append_sample({"step": 0, "split": "validation", "answer": TEXT})
+        checkpoints = CheckpointManager(run.checkpoints_dir, keep_top_k=2, metric="m")
+        with checkpoints.writing(0):
+            pass
+        checkpoints.commit(0, {}, state)
+    with start(tmp_path) as run:
+        left = [(r["kind"], r["step"]) for r in lines(run.metrics_path)]
+        assert left == [("phase", 1), ("phase", 2), *([("validation", 0)] if validated else [])]
+        assert len(lines(run.samples_path)) == (1 if validated else 0)
+
+
 def test_a_line_that_a_crash_cut_short_is_dropped(tmp_path: Path) -> None:
     run_with_steps(tmp_path, 5, checkpoint_at=5)
     with open(tmp_path / "metrics.jsonl", "a") as log:

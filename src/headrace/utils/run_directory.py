@@ -15,6 +15,7 @@ A marker file says that headrace made these; without it nothing is ever overwrit
 
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ from headrace.utils.checkpoints import CheckpointInfo, list_checkpoints
 from headrace.utils.json_text import JsonLine, read_json_lines
 from headrace.utils.paths import user_path
 from headrace.utils.recipe import read_resolved
-from headrace.utils.run_state import Change, read_state, recipe_changes
+from headrace.utils.run_state import Change, Progress, read_state, recipe_changes
 
 try:
     import fcntl
@@ -99,6 +100,7 @@ class RunDirectory:
         }
         self.resume_from: CheckpointInfo | None = None
         self.changes: Sequence[Change] = ()
+        self._progress: Progress | None = None
         self._recipe_text = ""
         self._lock: int | None = None
 
@@ -150,9 +152,9 @@ class RunDirectory:
         return run
 
     def begin(self) -> None:
-        """Write config.yaml and, to go on, cut the lines of metrics and samples after the checkpoint's step."""
-        if self.resume_from is not None:
-            kept = {log: _lines_until(log, self.resume_from.step) for log in self._logs if log.exists()}
+        """Write config.yaml and, to go on, cut the lines of metrics and samples after the checkpoint."""
+        if self._progress is not None:
+            kept = {log: _lines_until(log, self._progress) for log in self._logs if log.exists()}
             for log, lines in kept.items():
                 atomic.write_text(log, lines)
         atomic.write_text(self.config_path, self._recipe_text)
@@ -187,7 +189,7 @@ class RunDirectory:
             )
         saved = read_state(checkpoints[-1])
         self.changes = recipe_changes(saved.recipe, read_resolved(self._recipe_text), allowed=allow_changes)
-        self.resume_from = checkpoints[-1]
+        self.resume_from, self._progress = checkpoints[-1], saved.progress
 
     def _refuse_foreign(self) -> None:
         if self.is_marked:
@@ -285,8 +287,14 @@ def read_log(log: Path, *, remedy: str = "mend or remove the line") -> Iterator[
         yield line
 
 
-def _lines_until(log: Path, step: int) -> str:
+def _lines_until(log: Path, progress: Progress) -> str:
+    """Return the lines of what had happened by then; what comes after is written anew."""
     lines = read_log(log, remedy="mend or remove the line, or set overwrite=true")
+    validated = progress.step > 0 or progress.first_validation is not None
+    ends = {"phase": math.inf if progress.step else progress.warm_start_steps}
+    last = progress.step if validated else -1
     return "".join(
-        f"{line.text}\n" for line in lines if line.value.get("kind") == "phase" or line.value["step"] <= step
+        f"{line.text}\n"
+        for line in lines
+        if line.value["step"] <= ends.get(str(line.value.get("kind")), last)
     )
