@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 
 from headrace.algorithms.observer import RunObserver, StepRecord
 from headrace.config import RecipeConfig
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.library_logs import LibraryLogs
 from headrace.progress import CompositeObserver, ConsoleObserver, FileObserver, make_console, print_line, tell
 from headrace.report import draw_reward_plot, read_metrics, run_totals, write_report
@@ -30,6 +30,8 @@ from headrace.utils.section import plain
 from headrace.utils.targets import extend_import_path, name_of
 
 _log = logging.getLogger(__name__)
+# Files, damaged lines, and what rich and matplotlib fail by.
+_RESULT_FAULTS = (HeadraceError, OSError, ValueError, RuntimeError, AssertionError, ImportError)
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ def try_results(run: RunDirectory, console: Console) -> None:
         with suppress(OSError):
             console.print(tables)
         tell(console, _write_files(run, tables))
-    except Exception as error:  # noqa: BLE001  (whatever a picture fails by, the run has ended well)
+    except _RESULT_FAULTS as error:
         reason = str(error) or repr(error)
         _log.warning("%s: no tables or plots of the run (%s); headrace report makes them", run.path, reason)
 
