@@ -39,7 +39,7 @@ from headrace.run_tables import (
     render_text,
     summary_table,
 )
-from headrace.utils.run_directory import RunDirectory
+from headrace.utils.run_directory import RunDirectory, read_log
 from toy_run import COLUMN_BYTES, TOKENS, toy_record
 
 TOY = str(Path(__file__).parent.parent / "toy_run.py")
@@ -297,6 +297,15 @@ def test_samples_and_summary_are_written(run: RunDirectory) -> None:
     assert read_lines(run.samples_path)[0] == {"step": 4, "split": "train", "answer": "één", "reward": 1.0}
     assert len(read_lines(run.samples_path)) == 2
     assert json.loads(run.summary_path.read_text()) == {"steps": 4}
+
+
+def test_half_a_surrogate_pair_in_a_sample_is_a_question_mark_and_its_line_reads_back(
+    run: RunDirectory,
+) -> None:
+    FileObserver(run).on_samples(
+        4, "train", [{"answer": "a\ud83db", "reward": 1.0}, {"answer": "\U0001f600"}]
+    )
+    assert [line.value["answer"] for line in read_log(run.samples_path)] == ["a?b", "\U0001f600"]
 
 
 def test_a_summary_goes_when_there_are_steps_to_run_and_stays_otherwise(run: RunDirectory) -> None:

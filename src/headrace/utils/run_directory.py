@@ -229,9 +229,9 @@ class RunDirectory:
         atomic.append_line(self.metrics_path, json.dumps(record, allow_nan=False))
 
     def append_sample(self, record: dict[str, Any]) -> None:
-        atomic.append_line(
-            self.samples_path, json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
-        )
+        """Append a line; half a surrogate pair, which is no text, becomes a question mark."""
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
+        atomic.append_line(self.samples_path, line.encode(errors="replace").decode())
 
     def append_detail(self, record: dict[str, Any], most_bytes: int) -> None:
         """Append a line; the file moves aside when it has half of `most_bytes`, in place of the one moved before."""
