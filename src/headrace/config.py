@@ -45,7 +45,7 @@ from headrace.config_policy import SchedulerConfig as SchedulerConfig
 from headrace.config_policy import SequencePackingConfig as SequencePackingConfig
 from headrace.utils.algorithm_presets import with_preset
 from headrace.utils.idle_keys import refused_idle_keys
-from headrace.utils.section import Fraction, Integers, Section, Strings
+from headrace.utils.section import Fraction, Integers, Section, Settings, Strings
 
 _VALIDATION_METRICS = ("accuracy", "sampled_accuracy", "reward", "sampled_reward")
 
@@ -96,7 +96,7 @@ class DataPlaneConfig(Section):
 class VLLMConfig(Section):
     """The engines of `generation.backend=vllm`."""
 
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Settings = Field(default_factory=dict)
     """Engine arguments as vLLM names them, such as `gpu_memory_utilization` (0.4 unless set) and `max_model_len`."""
     tensor_parallel: PositiveInt = 1
     """Devices of each engine, which hold a part of every matrix; `generation.placement=apart` if there are several."""
@@ -319,6 +319,8 @@ class RecipeConfig(Section):
 
     def faults(self) -> Iterator[str]:
         """Yield combinations of sections that cannot work together, and keys without effect that are refused."""
+        if not self.run_dir.strip():
+            yield "run_dir is empty; set it to a directory of its own"
         yield from self._batch_faults()
         yield from self._place_faults()
         yield from self._length_faults()

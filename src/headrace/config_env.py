@@ -1,12 +1,12 @@
 """The part of a recipe that says what a completion is worth: `env`, a section of one of several kinds."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from headrace.utils.renamed import with_score
-from headrace.utils.section import Section
+from headrace.utils.section import Section, Settings
 from headrace.utils.targets import TARGET
 
 BUILT_IN_REWARDS = ("exact", "contains", "last_number", "math")
@@ -17,7 +17,7 @@ Match = Literal["exact", "contains", "last_number"]
 class EnvironmentSection(Section):
     """What every kind of environment has."""
 
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Settings = Field(default_factory=dict)
     """Switches of the tokenizer's chat template, such as `enable_thinking: false` or `tools: [...]`."""
 
 
@@ -52,7 +52,7 @@ class ReasoningGymConfig(EnvironmentSection):
     """Makes this section a reasoning-gym task."""
     task: str
     """The task's name in reasoning-gym, for example spell_backward."""
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: Settings = Field(default_factory=dict)
     """The task's own settings, as reasoning-gym names them."""
     prompt_from: str = "question"
     """`question`, or `metadata.KEY` for an entry of the task's metadata."""
@@ -128,7 +128,7 @@ class PythonConfig(EnvironmentSection):
     """Makes this section an environment by import path."""
     target: str
     """`package.module:Factory`: a class or function whose result has `step`, and `prompts` where it brings its own."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Settings = Field(default_factory=dict)
     """Arguments of the factory, by name."""
 
     def faults(self) -> Iterator[str]:
@@ -175,7 +175,7 @@ class VerifiersConfig(EnvironmentSection):
     """Makes this section an environment of the package verifiers."""
     id: str
     """Its name, as `verifiers.load_environment` takes it: a module with a function `load_environment`."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Settings = Field(default_factory=dict)
     """Arguments of that function, by name."""
 
 

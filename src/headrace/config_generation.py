@@ -1,10 +1,10 @@
 """Recipe sections of generators, and of the check that they agree with the trainer."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from headrace.utils.section import Section
+from headrace.utils.section import Section, Settings
 
 
 class GuardConfig(Section):
@@ -28,7 +28,7 @@ class SGLangConfig(Section):
 
     url: str | None = None
     """Address of a server that runs already, such as http://10.0.0.2:30000; None: headrace starts one, and ends it."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Settings = Field(default_factory=dict)
     """Arguments of the server that headrace starts, as SGLang names them: `mem_fraction_static` for
     --mem-fraction-static; true stands for a flag."""
     python: str | None = None

@@ -2,11 +2,11 @@
 
 import string
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from headrace.utils.section import Decay, Fraction, Section, Strings
+from headrace.utils.section import Decay, Fraction, Section, Settings, Strings
 
 
 class SequencePackingConfig(Section):
@@ -99,7 +99,7 @@ class ModelConfig(Section):
     """Run Python files that come with the model, for architectures that transformers does not have."""
     gguf_package: str | None = None
     """Importable package that ships a .gguf file; converted once to safetensors in `cache_dir`."""
-    config: dict[str, Any] | None = None
+    config: Settings | None = None
     """A transformers config with `model_type`; the weights are drawn from the run's seed."""
     cache_dir: str = "~/.cache/headrace"
     """Where a converted GGUF model is kept for the next run."""

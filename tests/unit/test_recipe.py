@@ -218,7 +218,8 @@ TYPED = [
 
 @pytest.mark.parametrize("typed", TYPED)
 def test_a_key_of_text_takes_what_was_typed(recipe: Path, typed: str) -> None:
-    assert load_recipe(recipe, [f"run_dir={typed}"]).run_dir == typed
+    if typed:
+        assert load_recipe(recipe, [f"run_dir={typed}"]).run_dir == typed
     prompt = load_recipe(recipe, [f"data.system_prompt={typed}"]).data.system_prompt
     assert prompt == (None if typed == "null" else typed), "text that may be absent is absent for null"
 
@@ -374,6 +375,65 @@ def test_a_resolved_recipe_reads_back_equal(
     path = tmp_path / "config.yaml"
     path.write_text(dump_recipe(original), encoding="utf-8")
     assert load_recipe(path) == original
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("010", "010 is 8 to YAML (octal); write 8, or text in quotes"),
+        ("-0_7", "-0_7 is -7 to YAML (octal)"),
+        ("1:30", "1:30 is 90 to YAML (base 60)"),
+        ("1:30.5", "1:30.5 is 90.5 to YAML (base 60)"),
+    ],
+)
+def test_a_number_that_yaml_reads_as_another_is_refused_wherever_it_stands(
+    recipe: Path, written: str, told: str
+) -> None:
+    for key in ("seed", "grpo.max_num_steps", "env.config.a"):
+        assert f"{key}={told}" in error_of(recipe, f"{key}={written}")
+    assert f"env.config.a={told}" in error_of(recipe, f"env.config.a=[1, {written}]")
+    recipe.write_text(f"{BASE}seed: {written}\n")
+    assert error_of(recipe).startswith(f"{recipe}: seed={told}")
+    recipe.write_text(BASE.replace("spell_backward", f"spell_backward, config: {{a: [{written}]}}"))
+    assert error_of(recipe).startswith(f"{recipe}: env.config.a={told}")
+
+
+def test_text_that_looks_like_such_a_number_stays_what_it_is(recipe: Path) -> None:
+    texts = ["010", "1:30", "0x1F", "1_0", "1e5", "09", "1:30.5"]
+    recipe.write_text(
+        BASE.replace("spell_backward", f"spell_backward, config: {{a: {texts!r}, b: 0x1F, c: 0}}")
+    )
+    loaded = load_recipe(recipe, ["policy.tokenizer.path=010"])
+    recipe.write_text(dump_recipe(loaded))
+    again = load_recipe(recipe)
+    assert again == loaded
+    assert isinstance(again.env, ReasoningGymConfig)
+    assert again.env.config == {"a": texts, "b": 31, "c": 0}
+    assert again.policy.tokenizer.path == "010"
+
+
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+def test_a_number_that_the_files_of_a_run_cannot_hold_is_refused_among_free_settings(
+    recipe: Path, value: str
+) -> None:
+    message = error_of(recipe, f"env.config.a={{b: [1, {value}]}}")
+    assert f"env.config: a.b.1={value.replace('.', '')}: expected a finite number" in message
+
+
+def test_question_marks_in_a_list_are_text_and_read_back_equal(recipe: Path) -> None:
+    loaded = load_recipe(recipe, ['generation.stop_strings=["???"]'])
+    assert loaded.generation.stop_strings == ("???",)
+    recipe.write_text(dump_recipe(loaded))
+    assert load_recipe(recipe) == loaded
+    recipe.write_text(f'{BASE}generation:\n  stop_strings: ["???"]\ndata:\n  train: {{a: {{path: "???"}}}}\n')
+    assert "data.train.a.path is left open (???)" in error_of(recipe)
+
+
+def test_an_empty_run_dir_is_no_valid_recipe(recipe: Path) -> None:
+    assert (
+        error_of(recipe, "run_dir=")
+        == "override 'run_dir=': run_dir is empty; set it to a directory of its own"
+    )
 
 
 def test_changed_keys_are_dotted_sorted_and_both_ways() -> None:

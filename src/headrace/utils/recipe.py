@@ -19,10 +19,12 @@ from yaml import MarkedYAMLError, YAMLError
 from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
 from headrace.utils.config_errors import describe, kinds_of_sections, text_kind
+from headrace.utils.misread import misread_number
 from headrace.utils.renamed import with_new_keys
 from headrace.utils.section import shortened
 from headrace.utils.shipped import find_recipe, shipped_hint
 
+_OPEN = "???"
 _LONGEST_OVERRIDE = 100
 _YAML_MARKS = "'\"|>!&*"
 _NO_MAPPING = "expected a mapping of sections at the top level; got a list or a scalar"
@@ -60,14 +62,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, of_a_run: bo
     if parsed:
         changes = [override.values for override in parsed]
         merged = _merge(_without_other_kinds(merged, _merge(*changes)), *changes)
+    if (left_open := _left_open(_plain(merged))) is not None:
+        raise ConfigError(f"{path}: {left_open} is left open (???); set it with {left_open}=...")
     try:
-        values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        values = OmegaConf.to_container(merged, resolve=True)
         if isinstance(values, dict):
             values.setdefault("code_path", [str(Path(path).parent.absolute())])
         return RecipeConfig.model_validate(values)
-    except faults.MissingMandatoryValue as error:
-        key = getattr(error, "full_key", None)
-        raise ConfigError(f"{path}: {key} is left open (???); set it with {key}=...") from error
     except OmegaConfBaseException as error:
         culprit = _culprit(parsed, str(getattr(error, "full_key", "")), "")
         raise ConfigError(f"{culprit or path}: {_in_one_line(error)}") from error
@@ -75,6 +76,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, of_a_run: bo
         key, text = describe(error, RecipeConfig)
         culprit = _culprit(parsed, key, text)
         raise ConfigError(f"{culprit or path}: {text}") from error
+
+
+def _left_open(value: Any, key: str = "") -> str | None:
+    """Return the first key that is left open; in a list, the text `???` is one like any other."""
+    if isinstance(value, dict):
+        found = (_left_open(inner, f"{key}.{name}" if key else str(name)) for name, inner in value.items())
+    elif isinstance(value, list):
+        found = (_left_open(inner, f"{key}[{i}]") for i, inner in enumerate(value) if inner != _OPEN)
+    else:
+        return key if value == _OPEN else None
+    return next((inner for inner in found if inner is not None), None)
 
 
 def dump_recipe(recipe: RecipeConfig) -> str:
@@ -158,6 +170,7 @@ def _parts(path: Path, children: tuple[Path, ...]) -> Iterator[tuple[Path, DictC
 def _read_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
     try:
         loaded = OmegaConf.load(path)
+        misread = misread_number(path.read_text(encoding="utf-8"))
     except OSError as error:
         if error.errno is None:  # OmegaConf's, of a file that holds one number or truth value
             raise ConfigError(f"{path}: {_NO_MAPPING}") from error
@@ -174,6 +187,8 @@ def _read_yaml(path: Path, children: tuple[Path, ...]) -> DictConfig:
         raise ConfigError(f"{path}: not valid YAML: {_TOO_LONG}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: {_NO_MAPPING}")
+    if misread is not None:
+        raise ConfigError(f"{path}: {misread}")
     return loaded
 
 
@@ -207,17 +222,21 @@ def _parse_override(text: str) -> _Override:
     key = key.strip()
     if not sign or not all(key.split(".")):
         raise ConfigError(f"override '{text}': expected key=value, for example policy.optimizer.lr=1e-5")
-    if value.strip() == "???":
+    if value.strip() == _OPEN:
         raise ConfigError(f"override '{text}': ??? leaves the key open; give it a value")
     try:
         kind = text_kind(RecipeConfig, key)
         values = OmegaConf.from_dotlist([f"{key}={value}" if kind is None else f"{key}="])
+        if kind is None and (misread := misread_number(value, key)) is not None:
+            raise ConfigError(f"override '{text}': {misread}")
         if kind is not None:
             OmegaConf.update(values, key, None if kind == "optional" and value == "null" else value)
         elif isinstance(OmegaConf.select(values, key), str) and value.strip()[0] not in _YAML_MARKS:
             # Of plain text YAML would take what looks like a comment for one.
             OmegaConf.update(values, key, value)
         return _Override(key, text, values)
+    except ConfigError:
+        raise
     except YAMLError as error:
         raise ConfigError(
             f"override '{text}': {_in_one_line(error)}; put the value in quotes: {key}='\"...\"'"

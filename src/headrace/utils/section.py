@@ -1,9 +1,10 @@
 """What every section of a recipe is made of: its base, types of values, and how values are written."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -11,6 +12,21 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Pair = Annotated[tuple[float, float], Field(strict=False)]
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 Integers = Annotated[tuple[int, ...], Field(strict=False)]
+
+
+def _finite(value: Any, key: str = "") -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key}={value}: expected a finite number; the files of a run hold no other")
+    entries = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    )
+    for name, entry in entries:
+        _finite(entry, f"{key}.{name}" if key else str(name))
+    return value
+
+
+# What others name: anything that the files of a run can hold.
+Settings = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 
 class Section(BaseModel):
