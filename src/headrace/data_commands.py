@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from headrace.config_commands import Overrides, Recipe
+from headrace.progress import print_line
 from headrace.utils.recipe import load_recipe
 from headrace.utils.targets import extend_import_path
 
@@ -38,14 +39,14 @@ def preview(
     for split in ("train", "validation"):
         prompts = environment.prompts(split)
         lengths = [len(render(tokenizer, prompt.messages)) for prompt in prompts]
-        console.print(f"[bold]{split}[/]: {_sizes(prompts, lengths)}")
+        console.print(f"[bold]{split}[/]: {escape(_sizes(prompts, lengths))}")
         shown: Counter[str] = Counter()
         for prompt, length in zip(prompts, lengths):
             shown[prompt.data_set] += 1
             if shown[prompt.data_set] <= count:
                 _show(console, tokenizer, render, prompt, length)
     if (notice := getattr(environment, "notice", lambda: None)()) is not None:
-        console.print(notice)
+        print_line(console, notice)
     console.print(f"[bold]chat template[/]: {escape(tokenizer.get_chat_template())}")
 
 

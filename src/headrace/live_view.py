@@ -22,6 +22,7 @@ from headrace.algorithms.observer import (
     StepRecord,
 )
 from headrace.run_tables import (
+    PlainTable,
     RunTotals,
     format_bytes,
     format_clock,
@@ -135,7 +136,7 @@ def _progress_lines(state: ViewState, now_s: float, is_narrow: bool) -> Renderab
         times += f", {format_clock(left)} left"
     label = Text(f"{state.label} {pace.done}/{pace.total}", style="bold")
     bar = ProgressBar(total=pace.total, completed=pace.done, complete_style="cyan", finished_style="green")
-    grid = Table.grid(padding=(0, 1), expand=True)
+    grid = PlainTable.grid(padding=(0, 1), expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
     if is_narrow:
@@ -153,7 +154,7 @@ def _columns(state: ViewState, room: int) -> RenderableType:
     if state.last is None:
         return metrics
     for bars, gap in ((True, 4), (False, 2)):
-        grid = Table.grid(padding=(0, gap, 0, 0))
+        grid = PlainTable.grid(padding=(0, gap, 0, 0))
         grid.add_row(metrics, _stage_rows(state, state.last, bars))
         if _RULER.measure(grid).maximum <= room:
             return grid
@@ -161,7 +162,7 @@ def _columns(state: ViewState, room: int) -> RenderableType:
 
 
 def _named_values() -> Table:
-    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid = PlainTable.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column()

@@ -9,6 +9,7 @@ from typing import Any
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from headrace.algorithms import observer
 
@@ -19,6 +20,13 @@ HELD_OUT = {
 """What a validation is judged by, and its metrics: rewards where the environment gives no verdicts."""
 _ENDS = ("before", "after")
 _NAME_WIDTH, _NUMBER_WIDTH = 30, 12
+
+
+class PlainTable(Table):
+    """A table whose cells are text as it stands: a name with brackets is no markup."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 @dataclass
@@ -83,7 +91,7 @@ def _column_table(totals: RunTotals) -> Table:
 def _table(first: str, *others: str) -> Table:
     # As wide as is pleasant; on a narrow terminal the names fold and the numbers stay whole.
     width = _NAME_WIDTH + _NUMBER_WIDTH * len(others)
-    table = Table(
+    table = PlainTable(
         box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1), header_style="bold", min_width=width
     )
     table.add_column(first, overflow="fold")
@@ -94,7 +102,7 @@ def _table(first: str, *others: str) -> Table:
 
 def plain_table(*titles: str) -> Table:
     """Return a table of a column of names, and others of figures."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = PlainTable(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in titles:
         table.add_column(title, justify="right" if table.columns else "left", overflow="fold")
     return table
@@ -108,7 +116,7 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
         values = [summary.get(f"{prefix}_{end}") for end in _ENDS]
         if values != [None, None]:
             table.add_row(label, *(_result(kind, value) for value in values))
-    figures = Table.grid(padding=(0, 2, 0, 0))
+    figures = PlainTable.grid(padding=(0, 2, 0, 0))
     for key, value in summary.items():
         if not key.endswith(("_before", "_after")) and key != "completed":
             figures.add_row(key.replace("_", " "), format_number(value))

@@ -123,6 +123,22 @@ def test_a_terminal_too_narrow_for_a_table_gets_it_all_the_same(
         assert CliRunner().invoke(app, arguments, env={"COLUMNS": columns}).exit_code == 0
 
 
+def test_sets_whose_names_look_like_markup_are_previewed_and_evaluated_by_their_names(
+    recipe: Path, tmp_path: Path
+) -> None:
+    rows = [{"prompt": text, "answer": text} for text in ("ab", "cd", "ef", "gh", "ij", "kl")]
+    for name in ("t", "v"):
+        own = rows[:4] if name == "t" else rows[4:]
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in own))
+    sets = f'{{"[/x]": {{path: {tmp_path}/v.jsonl}}, "[bold]y": {{path: {tmp_path}/v.jsonl}}}}'
+    changes = ("env.kind=dataset", f"data.train={tmp_path}/t.jsonl", f"data.validation={sets}")
+    for command in (("data", "preview"), ("eval",)):
+        result = headrace_cli(*command, recipe, *changes)
+        assert result.exit_code == 0, result.output
+        assert "[/x]" in result.stdout
+        assert "[bold]y" in result.stdout
+
+
 def test_tables_that_cannot_be_made_after_a_run_are_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

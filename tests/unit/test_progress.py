@@ -36,6 +36,7 @@ from headrace.run_tables import (
     format_clock,
     format_number,
     format_seconds,
+    metrics_table,
     render_text,
     summary_table,
 )
@@ -465,6 +466,19 @@ def test_a_run_that_moved_no_bytes_has_no_table_of_them() -> None:
     totals = RunTotals()
     totals.add({"rollout": 1.0}, {}, tokens=0)
     assert "column" not in render_text(final_tables(totals))
+
+
+def test_names_with_brackets_are_shown_as_they_are_everywhere() -> None:
+    totals = RunTotals()
+    totals.add({"[/x]": 1.0}, {"[bold]y": 5}, tokens=1)
+    state = ViewState("t", activity="[/a]")
+    state.validation = (1, {"validation/[/x]/pass@2": 0.5, "validation/[bold]y/pass@2": 0.5})
+    measured = {"validation/[/x]/reward": 0.5, "validation/[bold]y/reward": 0.5}
+    for shown in (final_tables(totals), metrics_table(measured), summary_table({"[/x]": "[bold]y"})):
+        assert all(name in render_text(shown) for name in ("[/x]", "[bold]y"))
+    assert all(name in picture(state, 1.0) for name in ("[/x]/pass@2", "[bold]y/pass@2", "[/a]"))
+    state.metrics, state.label = {"[/m]": 1.0}, "warm_start"
+    assert "[/m]" in picture(state, 1.0)
 
 
 def test_the_result_says_before_and_after() -> None:
