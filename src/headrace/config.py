@@ -267,7 +267,8 @@ class RecipeConfig(Section):
     allow_changes: bool = False
     """Go on from a checkpoint although its prompts, split, seed or model are not those of this recipe."""
     code_path: Strings | None = None
-    """Folders in which modules of your own are found, beside the working directory; unset: the recipe's folder."""
+    """Folders in which modules of your own are found, beside the working directory; unset: those of the recipe and
+    of the recipes that it starts from."""
     cpu_threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Threads that torch uses on a CPU; None: one per core. Small models are faster with 1."""
     policy: PolicyConfig

@@ -1,8 +1,10 @@
 """`headrace init`: a folder to start from."""
 
 import json
+import re
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,10 +12,15 @@ from headrace.config_commands import complete_recipe
 from headrace.errors import ConfigError
 from headrace.recipe_reference import recipe_schema
 from headrace.utils.paths import user_path
-from headrace.utils.recipe import load_recipe
-from headrace.utils.shipped import FOLDER, shipped_recipes
+from headrace.utils.recipe import dump_values, load_recipe, merged_values
+from headrace.utils.shipped import FOLDER, find_recipe, shipped_recipes
 
 _SCHEMA = "recipe.schema.json"
+# Keys of paths; a set may be its path alone, under its name.
+_SETS = re.compile(r"data\.(train|validation)\.(?!path$)[^.]+")
+_PATHS = re.compile(
+    r"env(\.environments\.[^.]+)?\.path|data\.(train|validation)(\.[^.]+)?(\.path)?|policy\.(model|tokenizer)\.path"
+)
 _FROM = """\
 # yaml-language-server: $schema=recipe.schema.json
 # headrace train recipe.yaml            (from this folder; any key can be overridden: seed=1)
@@ -54,7 +61,9 @@ def init(
             (folder / file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{name}: cannot write there ({error.strerror}); give another name") from error
-    typer.echo(f"{folder}: {', '.join(files)}\nnext: cd {folder} && headrace train recipe.yaml")
+    typer.echo(
+        f"{folder}: {', '.join(files)}\nnext: cd {shlex.quote(str(folder))} && headrace train recipe.yaml"
+    )
 
 
 def _start() -> dict[str, str]:
@@ -66,4 +75,27 @@ def _start() -> dict[str, str]:
 def _from_recipe(source: str) -> dict[str, str]:
     load_recipe(source)  # says what is wrong with it
     named = source if source in shipped_recipes() else str(Path(source).absolute())
-    return {"recipe.yaml": _FROM.format(source=json.dumps(named))}
+    text = _FROM.format(source=json.dumps(named))
+    if found := _absolute(merged_values(source), find_recipe(source).parent):
+        text += f"# From this folder these would not be found.\n{dump_values(found)}"
+    return {"recipe.yaml": text}
+
+
+def _absolute(values: dict[str, Any], folder: Path, key: str = "") -> dict[str, Any]:
+    """Return the relative paths of a recipe that lead from here, or from its folder, to something; in full."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        place = f"{key}.{name}" if key else str(name)
+        if isinstance(value, dict):
+            found[name] = _absolute(value, folder, place)
+        elif place == "code_path":
+            found[name] = [_in_full(text, folder) or text for text in value or ()]
+        elif _PATHS.fullmatch(place) and not (_SETS.fullmatch(place) and "path" in values):
+            found[name] = _in_full(value, folder)
+    return {name: value for name, value in found.items() if value}
+
+
+def _in_full(text: object, folder: Path) -> str | None:
+    if not isinstance(text, str) or not text or Path(text).is_absolute():
+        return None
+    return next((str(path.absolute()) for path in (Path(text), folder / text) if path.exists()), None)

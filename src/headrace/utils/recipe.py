@@ -22,7 +22,7 @@ from headrace.utils.config_errors import describe, kinds_of_sections, text_kind
 from headrace.utils.misread import misread_number
 from headrace.utils.renamed import with_new_keys
 from headrace.utils.section import shortened
-from headrace.utils.shipped import find_recipe, shipped_hint
+from headrace.utils.shipped import FOLDER, find_recipe, shipped_hint
 
 _OPEN = "???"
 _LONGEST_OVERRIDE = 100
@@ -53,9 +53,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, of_a_run: bo
             message begins with the override that brought it about, if one did, else with the file.
     """
     path = find_recipe(path)
-    merged = OmegaConf.create({})
-    for _, part in _parts(path, children=()):
-        merged = _merge(_without_other_kinds(merged, part), part)
+    merged, folders = _merged(path)
     if of_a_run:
         merged = OmegaConf.create(with_new_keys(_plain(merged)))
     parsed = [_parse_override(text) for text in overrides]
@@ -67,7 +65,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, of_a_run: bo
     try:
         values = OmegaConf.to_container(merged, resolve=True)
         if isinstance(values, dict):
-            values.setdefault("code_path", [str(Path(path).parent.absolute())])
+            values.setdefault("code_path", folders)
         return RecipeConfig.model_validate(values)
     except OmegaConfBaseException as error:
         culprit = _culprit(parsed, str(getattr(error, "full_key", "")), "")
@@ -76,6 +74,21 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, of_a_run: bo
         key, text = describe(error, RecipeConfig)
         culprit = _culprit(parsed, key, text)
         raise ConfigError(f"{culprit or path}: {text}") from error
+
+
+def merged_values(path: str | Path) -> dict[str, Any]:
+    """Return what a recipe and its defaults say, as they write it and without what they leave to defaults of keys."""
+    return _plain(_merged(find_recipe(path))[0], resolve=True)
+
+
+def _merged(path: Path) -> tuple[DictConfig, list[str]]:
+    """Return a recipe merged with its defaults, and the folders of their files, its own first."""
+    merged, folders = OmegaConf.create({}), [path.parent]
+    for file, part in _parts(path, children=()):
+        merged = _merge(_without_other_kinds(merged, part), part)
+        if file.parent != FOLDER:
+            folders.insert(1, file.parent)
+    return merged, list(dict.fromkeys(str(folder.absolute()) for folder in folders))
 
 
 def _left_open(value: Any, key: str = "") -> str | None:
@@ -91,7 +104,11 @@ def _left_open(value: Any, key: str = "") -> str | None:
 
 def dump_recipe(recipe: RecipeConfig) -> str:
     """Return the resolved recipe as YAML that `load_recipe` reads back to an equal object."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(recipe.model_dump(mode="json"))))
+    return dump_values(recipe.model_dump(mode="json"))
+
+
+def dump_values(values: Mapping[str, Any]) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(values)))
 
 
 def read_resolved(text: str) -> dict[str, Any]:
