@@ -17,6 +17,7 @@ from headrace.utils.shipped import shipped_recipes
 
 _DEFAULT = "default"
 _LONGEST_VALUE = 60
+_SET_BY_ALGORITHMS = ("grpo.", "loss.")
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -69,31 +70,58 @@ def show(
     origins = key_origins(config, overrides or ())
     preset = f"algorithm={recipe.algorithm}"
     defaults = default_values(RecipeConfig)
-    found = {
-        key: origins.get(key) or (_DEFAULT if key not in defaults or defaults[key] == value else preset)
-        for key, value in leaves(values)
-    }
+
+    def origin(key: str, value: Any) -> str:
+        if (set_by := _set_by(key, origins)) is not None:
+            return set_by
+        is_preset = key.startswith(_SET_BY_ALGORITHMS) and key in defaults and defaults[key] != value
+        return preset if is_preset else _DEFAULT
+
+    found = {key: origin(key, value) for key, value in leaves(values)}
     for line in _lines(values, found, changed):
         typer.echo(line)
 
 
-def _lines(values: dict[str, Any], origins: dict[str, str], changed: bool, prefix: str = "") -> list[str]:
+def _set_by(key: str, origins: dict[str, str]) -> str | None:
+    """Return what set a key, or the short form that stands for its section: `data.train: FILE`."""
+    while key not in origins and "." in key:
+        key = key.rpartition(".")[0]
+    return origins.get(key)
+
+
+def _lines(
+    values: dict[str, Any], origins: dict[str, str], changed: bool, prefix: str = "", indent: str = ""
+) -> list[str]:
     lines = []
     for name, value in values.items():
-        key, indent = f"{prefix}{name}", "  " * prefix.count(".")
+        key, shown = f"{prefix}{name}", _flow(name)
         if isinstance(value, dict) and value:
-            inner = _lines(value, origins, changed, f"{key}.")
-            lines += [f"{indent}{name}:", *inner] if inner else []
+            inner = _lines(value, origins, changed, f"{key}.", f"{indent}  ")
+            lines += [f"{indent}{shown}:", *inner] if inner else []
             continue
         origin = origins.get(key, _DEFAULT)
         if not (changed and origin == _DEFAULT):
-            lines.append(f"{indent}{name}: {_flow(value)}  # {origin}")
+            lines.append(f"{indent}{shown}: {_flow(value)}  # {origin}")
     return lines
 
 
+class _OneLine(yaml.SafeDumper):
+    """Writes text of several lines in one, with escapes."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        style = '"' if len(text.splitlines()) > 1 or text.endswith("\n") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_OneLine.add_representer(str, _OneLine.represent_text)
+
+
 def _flow(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
-    return text.removesuffix("...\n").strip()
+    text = yaml.dump(value, Dumper=_OneLine, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...").strip()
 
 
 @config_app.command()

@@ -74,6 +74,40 @@ def load_recipe_dump(path: Path) -> object:
     return load_recipe(path, ["algorithm=dapo", "seed=3", "env.match=contains"]).model_dump(mode="json")
 
 
+ODD = {
+    "x: y": 2,
+    "a.b": {"c.d": 1, "#e": [1, "a # b"]},
+    "1": 4,
+    "yes": 5,
+    "t": "x\ny\n",
+    "u": ["p\nq"],
+    "...": "...",
+}
+
+
+def test_show_prints_a_recipe_whatever_free_settings_are_called(mine: Path) -> None:
+    env = {"kind": "reasoning_gym", "task": "spell_backward", "config": ODD, "prompt_from": "metadata.word"}
+    values = {"defaults": "demo_moe", "run_dir": "r", "env": env}
+    mine.write_text(yaml.safe_dump(values))
+    for options in ((), ("--changed",)):
+        mine.with_name("shown.yaml").write_text(cli("config", "show", mine, *options).output)
+        assert load_recipe(mine.with_name("shown.yaml")).env == load_recipe(mine).env
+
+
+@pytest.mark.parametrize("algorithm", [(), ("algorithm=dapo",)])
+def test_show_says_of_a_computed_default_that_it_is_one_and_of_a_short_form_where_it_stands(
+    mine: Path, algorithm: tuple[str, ...]
+) -> None:
+    mine.write_text(
+        f"{MINE.replace(', path: q.jsonl', '')}  train: q.jsonl\n".replace(
+            "data: {train_size: 9}\n", "data:\n"
+        )
+    )
+    shown = cli("config", "show", mine, *algorithm).output
+    assert f"code_path: [{mine.parent}]  # default\n" in shown
+    assert "      path: q.jsonl  # mine.yaml\n" in shown
+
+
 def test_show_changed_leaves_the_defaults_out(mine: Path) -> None:
     shown = cli("config", "show", mine, "--changed").output
     assert "# default" not in shown
