@@ -45,7 +45,7 @@ _MODEL_FILES = (
     r"(adapter_)?(model|config)(-\d+-of-\d+)?\.(safetensors|safetensors\.index\.json|json)"
     r"|(generation|processor|preprocessor)_config\.json|(special_tokens_map|added_tokens)\.json"
     r"|(tokenizer|vocab|merges|chat_template)\b.*|tokenizer_config\.json|additional_chat_templates"
-    r"|(spiece|sentencepiece\.bpe)\.model|(configuration|modeling|tokenization)_\w+\.py"
+    r"|[\w.-]+\.(model|spm|tiktoken)|tekken\.json|(configuration|modeling|tokenization)_\w+\.py"
 )
 
 
