@@ -1,9 +1,11 @@
 """One run per directory: what is created, refused, continued, replaced, and never touched."""
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -378,6 +380,16 @@ def test_two_processes_cannot_write_into_one_directory(tmp_path: Path) -> None:
     holder.communicate()
     with start(tmp_path):
         assert (tmp_path / ".headrace-lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_a_look_at_the_lock_keeps_no_run_from_starting(tmp_path: Path) -> None:
+    start(tmp_path).close()
+    with (tmp_path / ".headrace-lock").open() as look:
+        fcntl.flock(look, fcntl.LOCK_SH)
+        soon = threading.Timer(0.05, fcntl.flock, (look, fcntl.LOCK_UN))
+        soon.start()
+        start(tmp_path, overwrite=True).close()
+        soon.join()
 
 
 def test_without_file_locks_a_run_starts_with_a_warning(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -266,14 +267,20 @@ def _lock(path: Path) -> int | None:
         _log.warning("%s: this system has no file locks; start no second run in this directory", path.parent)
         return None
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        owner = os.read(lock, 32).decode().strip()
-        os.close(lock)
-        raise ConfigError(
-            f"run_dir={path.parent}: process {owner} is writing there; wait for it to end, or set another run_dir"
-        ) from error
+    # A dashboard that looks whether somebody writes here has it for a moment.
+    for wait_s in (0.02, 0.1, None):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if wait_s is not None:
+                time.sleep(wait_s)
+                continue
+            owner = os.read(lock, 32).decode().strip()
+            os.close(lock)
+            raise ConfigError(
+                f"run_dir={path.parent}: process {owner} is writing there; wait for it to end, or set another run_dir"
+            ) from error
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock
