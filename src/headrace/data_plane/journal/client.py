@@ -89,24 +89,26 @@ class JournalDataPlaneClient(PassingClient):
         *,
         group_tag: str | None = None,
     ) -> None:
-        head = partial(
-            Opened,
-            partition=partition_id,
-            fields=list(map(str, fields)),
-            num_samples=int(num_samples),
-            tasks=list(map(str, consumer_tasks)),
-            group_size=None if grpo_group_size is None else int(grpo_group_size),
-            enums=None if enums is None else encode({tag: list(values) for tag, values in enums.items()}),
-            group_tag=group_tag,
-        )
         with turn(self.folder, partition_id, None):
             before = now()
+            # It refuses what no head could be made of.
             self.inner.register_partition(
                 partition_id, fields, num_samples, consumer_tasks, grpo_group_size, enums, group_tag=group_tag
             )
+            head = partial(
+                Opened,
+                partition=partition_id,
+                before=before,
+                fields=list(map(str, fields)),
+                num_samples=int(num_samples),
+                tasks=list(map(str, consumer_tasks)),
+                group_size=None if grpo_group_size is None else int(grpo_group_size),
+                enums=None if enums is None else encode({tag: list(values) for tag, values in enums.items()}),
+                group_tag=group_tag,
+            )
             self._opened.pop(partition_id, None)
             self._parts.pop(partition_id, None)
-            self.remember(self._journal(partial(head, before=before)))
+            self.remember(self._journal(head))
 
     def put_samples(
         self,
