@@ -335,6 +335,20 @@ def test_a_partition_whose_groups_a_tag_names_lies_in_one_index(
     other.close()
 
 
+def test_rows_that_another_process_marks_as_consumed_are_found_where_a_tag_names_the_groups(
+    process: Process, servers: list[IndexServer]
+) -> None:
+    other = Process(servers, process.store)
+    process.store_client.register(Registration("p", ROWS, ("train",), SIZE, "v"))
+    for number in range(6):
+        process.put(f"a{number}", f"b{number}", tag=number)
+    other.store_client.mark_consumed("p", "train", [f"{letter}{n}" for n in range(5) for letter in "ab"])
+    facts = process.claim(2)
+    assert facts is not None
+    assert facts.sample_ids == ["a5", "b5"]
+    other.close()
+
+
 def test_a_put_that_was_cut_short_between_two_indexes_names_what_is_there(process: Process) -> None:
     ids = [name for uid in range(10) for name in group(uid)]
     process.put(*ids[:2], once=True)

@@ -9,20 +9,18 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
-from zlib import crc32
 
 import numpy as np
 
-from headrace.data_plane.adapters.transfer_queue_ask import HOLD_S, IndexAsker, IndexCall, Watch, or_error
-from headrace.data_plane.adapters.transfer_queue_history import SharedHistory
+from headrace.data_plane.adapters.transfer_queue_ask import HOLD_S, IndexCall, Watch, or_error
 from headrace.data_plane.adapters.transfer_queue_rows import Begun
+from headrace.data_plane.adapters.transfer_queue_shares import Shares
 from headrace.data_plane.adapters.transfer_queue_socket import Elsewhere, Garbage
 from headrace.data_plane.claim_terms import PartitionReport
 from headrace.data_plane.store.blocks import PackedColumns, pack
 from headrace.data_plane.store.claims import (
     ClaimRequest,
     Ready,
-    Registration,
     claim_expired,
     consumed,
     not_of_claim,
@@ -39,7 +37,6 @@ from headrace.data_plane.store.merge import (
     merged_reports,
     merged_waits,
     most_of,
-    owner_of,
     part_of,
     room_of,
     shares_of,
@@ -70,43 +67,8 @@ class _Part(NamedTuple):
     packed: PackedColumns
 
 
-class Several(SharedHistory):
+class Several(Shares):
     """The indexes of a store; methods are named as, and return what, those of `SampleIndex` do."""
-
-    def __init__(self, asker: IndexAsker) -> None:
-        self._asker, self._count = asker, asker.count
-        # Partitions whose groups a tag names, as far as this process knows.
-        self._tagged: dict[str, bool] = {}
-
-    # Which index has which rows.
-
-    def _shares(self, partition_id: str, ids: Sequence[str]) -> dict[int, Rows]:
-        """Return the indexes that have rows, with the places of these in `ids`."""
-        if self._tagged.get(partition_id):
-            return {crc32(partition_id.encode()) % self._count: np.arange(len(ids))}
-        owners = np.array([owner_of(str(sample_id), self._count) for sample_id in ids], np.int64)
-        shares = {int(index): np.flatnonzero(owners == index) for index in np.unique(owners)}
-        # Of several refusals the first is told: that of the first rows.
-        return dict(sorted(shares.items(), key=lambda share: int(share[1][0])))
-
-    def _routed(self, partition_id: str, attempt: Callable[[], T]) -> T:
-        """Return what `attempt` does, tried again where the partition has been registered anew by somebody else."""
-        for _ in range(3):
-            try:
-                return attempt()
-            except Elsewhere:
-                self._learn(partition_id)
-        return attempt()
-
-    def _learn(self, partition_id: str) -> bool:
-        """Ask how the groups of a partition are named; return whether that is news."""
-        before = self._tagged.get(partition_id, False)
-        (self._tagged[partition_id],) = self._asker.ask([(0, "is_tagged", (partition_id,))])
-        return before != self._tagged[partition_id]
-
-    def register(self, registration: Registration) -> None:
-        self._asker.all("register", registration)
-        self._tagged[registration.partition_id] = registration.group_tag is not None
 
     # Putting.
 
@@ -294,11 +256,8 @@ class Several(SharedHistory):
 
     def shared_columns(self, partition_id: str, ids: Sequence[str]) -> list[str]:
         def attempt() -> list[str]:
-            shares = self._shares(partition_id, ids) or dict.fromkeys(range(self._count), np.arange(0))
-            calls: list[IndexCall] = [
-                (i, "shared_columns", (partition_id, [ids[row] for row in rows.tolist()]))
-                for i, rows in shares.items()
-            ]
+            mine = self._ids_of(partition_id, ids) or {index: [] for index in range(self._count)}
+            calls: list[IndexCall] = [(i, "shared_columns", (partition_id, own)) for i, own in mine.items()]
             found = self._asker.attempt(calls)
             known = [one for one in found if not isinstance(one, HeadraceError)]
             if len(known) < len(found) and (ids or not known):
@@ -318,9 +277,7 @@ class Several(SharedHistory):
 
         def attempt() -> None:
             by_tag = self._tagged.get(partition_id, False)
-            mine = {
-                i: [ids[row] for row in rows.tolist()] for i, rows in self._shares(partition_id, ids).items()
-            }
+            mine = self._ids_of(partition_id, ids)
             if claim is not None:
                 mine = self._checked_clear(partition_id, mine, claim, by_tag)
             self._asker.ask(
@@ -465,6 +422,16 @@ class Several(SharedHistory):
     def finish(self, partition_id: str, claim: str) -> None:
         holders = self._hold(partition_id, claim)
         self._asker.ask([(i, "finish", (partition_id, claim)) for i in holders])
+
+    def claimed_ids(self, partition_id: str, claim: str) -> list[str]:
+        holders = self._hold(partition_id, claim)
+        parts = self._asker.ask([(i, "claimed_ids", (partition_id, claim)) for i in holders])
+        return [sample_id for part in parts for sample_id in part]
+
+    def mark_consumed(self, partition_id: str, task: str, ids: Sequence[str]) -> None:
+        self._learn(partition_id)
+        mine = self._ids_of(partition_id, ids)
+        self._asker.ask([(i, "mark_consumed", (partition_id, task, own)) for i, own in mine.items()])
 
     def release(self, partition_id: str, claim: str) -> None:
         self._asker.ask([(i, "release", (partition_id, claim)) for i in self._holders(claim)])
