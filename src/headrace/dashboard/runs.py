@@ -21,11 +21,6 @@ from headrace.errors import ConfigError
 from headrace.utils.recipe import leaves, read_resolved
 from headrace.utils.run_directory import RunDirectory
 
-try:
-    import fcntl
-except ModuleNotFoundError:  # not on every system
-    fcntl = None  # type: ignore[assignment]
-
 _DEEPEST = 3
 _SILENT_S = 60.0
 # What comes of a text that is no UTF-8 or JSON, or a value that JSON has no form for, as half a surrogate pair.
@@ -172,7 +167,7 @@ class Run:
             return "finished"
         changed = max((_changed_s(tail.path) for tail in self._lines.values()), default=0.0)
         # A lock that is asked for may keep a run out that starts just then, so it is the last to be asked.
-        if time.time() - changed < _SILENT_S or _is_held(self._directory.lock_path):
+        if time.time() - changed < _SILENT_S or self._directory.is_held:
             return "running"
         return "stopped"
 
@@ -196,40 +191,6 @@ class Run:
 def _as_text(path: str) -> str:
     """Return a path, or a part of one, with a mark for each byte that is no UTF-8."""
     return os.fsencode(path).decode(errors="replace")
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether a process has the lock; where there are no locks, whether one of its number lives on this machine."""
-    try:
-        with open(lock, "rb") as file:
-            held = _is_locked(file.fileno())
-            return _lives(int(file.read(32))) if held is None else held
-    except (OSError, ValueError):
-        return False
-
-
-def _is_locked(file: int) -> bool | None:
-    """Whether somebody has the lock of a file; None: this system or file system has none."""
-    if fcntl is None:
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    fcntl.flock(file, fcntl.LOCK_UN)
-    return False
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except PermissionError:  # it is another user's
-        return True
-    except (OSError, OverflowError):
-        return False
-    return process > 0
 
 
 def _changed_s(path: Path) -> float:

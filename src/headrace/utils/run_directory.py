@@ -114,6 +114,11 @@ class RunDirectory:
         """Whether headrace made the directory."""
         return (self.path / _MARKER).is_file()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a process writes there; where there are no locks, whether one of its number lives on this machine."""
+        return _is_held(self.lock_path)
+
     def require_mark(self) -> None:
         """Refuse to write results into a directory that headrace did not make."""
         if not self.is_marked:
@@ -284,6 +289,40 @@ def _lock(path: Path) -> int | None:
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process has the lock; where there are no locks, whether one of its number lives on this machine."""
+    try:
+        with open(lock, "rb") as file:
+            held = _is_locked(file.fileno())
+            return _lives(int(file.read(32))) if held is None else held
+    except (OSError, ValueError):
+        return False
+
+
+def _is_locked(file: int) -> bool | None:
+    """Whether somebody has the lock of a file; None: this system or file system has none."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    fcntl.flock(file, fcntl.LOCK_UN)
+    return False
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except PermissionError:  # it is another user's
+        return True
+    except (OSError, OverflowError):
+        return False
+    return process > 0
 
 
 def read_log(log: Path, *, remedy: str = "mend or remove the line") -> Iterator[JsonLine]:
