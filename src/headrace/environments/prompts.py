@@ -113,6 +113,8 @@ def _hold_out(prompts: list[Prompt], data: DataConfig, sources: Sequence[Source]
 
 def within_train_size(prompts: list[Prompt], data: DataConfig) -> list[Prompt]:
     """Return `data.train_size` prompts at most, as if the sets gave one at a time, each as often as it weighs."""
+    if data.train_size is None:
+        return prompts
     weights: dict[str, float] = {**Counter(prompt.data_set for prompt in prompts)}
     weights |= {name: source.weight for name, source in data.train.items() if source.weight is not None}
     given: Counter[str] = Counter()
