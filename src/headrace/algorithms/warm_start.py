@@ -81,17 +81,15 @@ def check_demonstrations(
         )
     copies = [False] * (cfg.copy_fraction < 1) + [True] * (cfg.copy_fraction > 0)
     for prompt in prompts:
-        place = f" ({prompt.place})" if prompt.place else ""
-        named = f"prompt '{prompt.uid}'{place}"
         head = len(render_prompt(tokenizer, prompt.messages))
         for text in [_target(prompt, copy) for copy in copies]:
             try:
                 tail = len(_completion_ids(tokenizer, text))
             except ConfigError as error:
-                raise ConfigError(f"warm_start: the answer to {named}: {error}") from error
+                raise ConfigError(f"warm_start: the answer to {prompt.named}: {error}") from error
             if head + tail > max_total_tokens:
                 raise ConfigError(
-                    f"warm_start: {named} and its answer have {head} + {tail} tokens, more than "
+                    f"warm_start: {prompt.named} and its answer have {head} + {tail} tokens, more than "
                     f"policy.max_total_sequence_length={max_total_tokens}; raise it, or remove the row"
                 )
 

@@ -128,9 +128,8 @@ def render_with_room(tokenizer: ChatTokenizer, prompt: Prompt, max_total_tokens:
     """
     ids = render_prompt(tokenizer, prompt.messages)
     if len(ids) >= max_total_tokens:
-        place = f" ({prompt.place})" if prompt.place else ""
         raise ConfigError(
-            f"prompt '{prompt.uid}'{place} has {len(ids)} tokens and leaves no room for a completion within policy."
+            f"{prompt.named} has {len(ids)} tokens and leaves no room for a completion within policy."
             f"max_total_sequence_length={max_total_tokens}; raise it, remove the prompt, or set "
             "data.overlong_prompts=skip or truncate"
         )

@@ -34,6 +34,11 @@ class Prompt:
     data_set: str = ""
     place: str = ""
 
+    @property
+    def named(self) -> str:
+        """How messages name it."""
+        return f"prompt '{self.uid}'" + (f" ({self.place})" if self.place else "")
+
 
 @dataclass
 class Rollout:
