@@ -210,6 +210,7 @@ def _peak(device: torch.device) -> float:
 
 
 def _free(device: torch.device) -> None:
+    torch._dynamo.reset()  # code compiled for the last case's model is of no use to the next
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

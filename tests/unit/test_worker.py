@@ -15,7 +15,14 @@ from headrace.models.automodel.attention import PACKED_ATTENTION
 from headrace.models.automodel.experts import GROUPED_EXPERTS
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from reference_training import PolicyGradient, naive_logprobs, naive_loss
-from tiny_models import tiny_batch, tiny_generation_config, tiny_model, tiny_policy_config, tiny_tokenizer
+from tiny_models import (
+    CONFIGS,
+    tiny_batch,
+    tiny_generation_config,
+    tiny_model,
+    tiny_policy_config,
+    tiny_tokenizer,
+)
 
 LENGTHS = [9, 4, 12, 7, 5, 3, 11, 8, 10, 6, 2, 12, 9, 9, 4, 1]
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 32, "logprob_mb_tokens": 32}}
@@ -73,6 +80,18 @@ def test_compiled_layers_train_and_score_like_others() -> None:
         scores = [next(iter(getattr(one, method)(_shard("packed")[0]).values())) for one in both]
         torch.testing.assert_close(*scores, rtol=0, atol=1e-4)
     assert counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.slow  # a C++ compiler at work
+def test_models_of_many_sizes_run_compiled_in_one_process() -> None:
+    """torch runs a piece of code uncompiled after eight versions of it; each size brings two."""
+    torch._dynamo.reset()
+    for size in range(5):
+        config = {**CONFIGS["llama"], "num_hidden_layers": 1, "intermediate_size": 32 + 8 * size}
+        worker = _worker("llama", compile=True, model={"config": config})
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            worker.get_logprobs(_shard("fixed")[0])
+            worker.train(_shard("fixed")[0], PolicyGradient())
 
 
 @pytest.mark.parametrize("kind", ["packed", "dynamic"])

@@ -39,6 +39,9 @@ from headrace.models.hub import model_directory, tokenizer_directory
 from headrace.models.tokenizers import build_character_tokenizer, known_ids
 from headrace.utils.seeding import derive_seed
 
+_COMPILED_VARIANTS = 64
+"""Of one piece of code; beyond torch's own limit of 8 the rest of a run would go uncompiled."""
+
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # Keys that models read, or that the hub writes, and that no config class declares.
@@ -280,8 +283,11 @@ def enable_activation_checkpointing(model: Any) -> None:
 def compile_layers(model: Any) -> None:
     """Have the decoder layers run compiled. They share their code; lengths may vary.
 
-    Hooks on a layer, as FSDP2's, stay outside of what is compiled.
+    Hooks on a layer, as FSDP2's, stay outside of what is compiled. A process compiles the same code several times:
+    for the policy and its reference, with gradients and without, by the arguments that the batching gives.
     """
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _COMPILED_VARIANTS)
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.forward = torch.compile(module.forward, dynamic=True)
