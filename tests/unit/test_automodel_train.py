@@ -97,6 +97,18 @@ def test_the_reported_norm_is_that_before_clipping(limit: float | None) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("shape", [(40_000, 1000), (32, 1000, 1250)])
+def test_the_norm_of_a_large_gradient_on_a_cpu_is_that_of_float64(shape: tuple[int, ...]) -> None:
+    weight = torch.nn.Parameter(torch.zeros(shape))
+    weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected = float(weight.grad.double().norm())
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    step = TrainStep(torch.tensor(1.0), torch.tensor(1.0))
+    norm, _ = apply_gradients(step, [weight], optimizer, schedule, max_grad_norm=None)
+    assert norm == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_optimizer(poison: float) -> None:
     model = tiny_model("llama")

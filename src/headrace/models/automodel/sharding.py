@@ -42,6 +42,14 @@ _FEW = 4
 """Groups of a small model's layers: so many that the first gathering and the last reduction overlap the rest."""
 
 
+def for_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the 2-norm of `gradient`: on a CPU its rows' norms, float32; else `gradient` itself.
+
+    Over a whole tensor torch adds squares in few float32 sums on a CPU: of 50 million elements they are 0.4 % short.
+    """
+    return torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32) if gradient.is_cpu else gradient
+
+
 class ShardedModel:
     """A model that `fully_shard` has split, with what has to be done on all ranks together.
 
@@ -118,7 +126,7 @@ class ShardedModel:
         shared: list[torch.Tensor] = []
         for weight in self.model.parameters():
             if weight.grad is not None:
-                norm = torch.linalg.vector_norm(weight.grad.to_local(), dtype=torch.float32)
+                norm = torch.linalg.vector_norm(for_norm(weight.grad.to_local()), dtype=torch.float32)
                 (shared if _tensor_dim(weight) is None else whole).append(norm.to(self._device))
         squares = torch.zeros((), device=self._device)
         for norms, holders in ((whole, 1), (shared, self.topology.layout.tensor)):

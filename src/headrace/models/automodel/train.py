@@ -18,7 +18,7 @@ from headrace.data_plane.schema import INPUT_LENGTHS, SAMPLE_ID, SAMPLE_MASK, TO
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.models.automodel.data import FORWARD_COLUMNS
 from headrace.models.automodel.scoring import TokenScorer
-from headrace.models.automodel.sharding import ShardedModel
+from headrace.models.automodel.sharding import ShardedModel, for_norm
 from headrace.models.interfaces import LossFn, LossType
 from headrace.models.policy.results import Outcome, StepResult, combine_metrics
 from headrace.utils.seeding import derive_seed
@@ -190,7 +190,7 @@ def apply_gradients(
     """
     loss = step.loss
     if sharded is None:
-        total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        total = torch.nn.utils.get_total_norm([for_norm(p.grad) for p in parameters if p.grad is not None])
     else:
         sharded.sum_replicated_gradients()
         total, loss = sharded.gradient_norm(loss)
