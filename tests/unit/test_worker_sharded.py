@@ -365,13 +365,17 @@ def test_ranks_take_the_steps_of_one_process(world: int, index: int, ranks: Any)
     assert not any(r["weights"] for r in results[1:])
 
 
-def test_a_small_model_is_gathered_once_for_all_microbatches_and_any_other_for_each(ranks: Any) -> None:
-    parts = 3  # two layers, and what is outside of them
+def test_a_small_model_is_gathered_once_for_all_microbatches_and_of_any_other_the_layers_for_each(
+    ranks: Any,
+) -> None:
+    layers, outside = 2, 1
     for rank in ranks[2]:
         small, large = rank["gathered"][4.0], rank["gathered"][0.0]
-        assert set(small.values()) == {parts}
-        assert large["score 4"] == 2 * large["score 2"] == 4 * parts
-        assert large["train 4"] == 2 * large["train 2"] > 4 * parts
+        assert set(small.values()) == {layers + outside}
+        for microbatches in (2, 4):
+            assert large[f"score {microbatches}"] == outside + microbatches * layers
+            # A backward needs them again.
+            assert large[f"train {microbatches}"] == outside + microbatches * 2 * layers
 
 
 def test_a_step_that_fails_with_weights_gathered_leaves_them_split_and_as_they_were(ranks: Any) -> None:

@@ -6,7 +6,8 @@ embeddings, the output head, all reductions and the weights themselves are float
 averaged: losses are shares of the global batch.
 
 Weights of a small model stay whole from a step's first microbatch to its last, and its layers are gathered in few
-groups: what FSDP2 does around each layer takes the host longer than such a layer's kernels take the GPU.
+groups: what FSDP2 does around each layer takes the host longer than such a layer's kernels take the GPU. Of any other
+model what is outside of layers stays whole.
 
 Source: PyTorch FSDP2, torch.distributed.fsdp.fully_shard.
 """
@@ -78,16 +79,15 @@ class ShardedModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Return a context in which the weights of a small model, once gathered, stay whole; no collective.
+        """Return a context in which weights, once gathered, stay whole: all of a small model; no collective.
 
-        Nothing but forwards and backwards may happen in it: weights do not change there.
+        Of a larger one those outside of layers, which every microbatch needs from its start to its end, so that keeping
+        them costs no memory. Nothing but forwards and backwards may happen in it: weights do not change there.
         """
-        if not self._is_small:
-            yield
-            return
         self._stays_gathered = True
-        self.model.set_reshard_after_forward(False)
-        self.model.set_reshard_after_backward(False)
+        if self._is_small:
+            self.model.set_reshard_after_forward(False)
+        self.model.set_reshard_after_backward(False, recurse=self._is_small)
         try:
             yield
         finally:
