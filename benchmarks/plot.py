@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLUE, SKY, GREEN, ORANGE, RED, GREY = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#8c8c8c"
+PINK, BLACK = "#CC79A7", "#000000"
 """Okabe and Ito's colours, which colour-blind readers tell apart; headrace is blue."""
 PACKING = {
     "from ragged": ("headrace, ragged rows", SKY),
@@ -230,20 +231,21 @@ def draw_learning(reports: Reports) -> Figure:
 
 
 def draw_scaling(reports: Reports) -> Figure:
-    """Draw tokens per second of a step over the GPUs, model by model, beside the ideal line."""
-    found = tables.scaling_reports(reports)
-    speeds = [
-        case
-        for report in found.values()
-        for case in report["notes"]["cases"].values()
-        if case["kind"] == "speed" and "failed" not in case
-    ]
-    models = [m for m in dict.fromkeys(case["model"] for case in speeds) if _can_grow(speeds, m)]
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    panels = figure.subplots(1, len(models), squeeze=False)[0]
-    for axes, model in zip(panels, models):
-        scaling_panel(axes, model, speeds)
-    drawn = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels())}
+    """Draw tokens per second of a step over the GPUs beside the ideal line: a row per machine, a panel per model."""
+    found = {name: _speeds(report) for name, report in tables.scaling_reports(reports).items()}
+    rows = {
+        name: [m for m in dict.fromkeys(case["model"] for case in speeds) if _can_grow(speeds, m)]
+        for name, speeds in found.items()
+    }
+    figure = Figure(figsize=(9, 0.7 + 2.9 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), max(len(models) for models in rows.values()), squeeze=False)
+    for across, (name, models) in zip(panels, rows.items()):
+        for axes, model in zip(across, models):
+            scaling_panel(axes, model, found[name])
+        for axes in across[len(models) :]:
+            axes.set_axis_off()
+        across[0].set_ylabel(name.removeprefix("scaling_"), fontsize=8)
+    drawn = {label: line for axes in panels.flat for line, label in zip(*axes.get_legend_handles_labels())}
     figure.legend(drawn.values(), drawn.keys(), fontsize=7, loc="outside lower center", ncols=4)
     figure.supylabel("tokens per second of a step", fontsize=8)
     return figure
@@ -256,10 +258,15 @@ _SCALING_LINES = {
     ("headrace", "tensor"): (GREEN, "s--"),
     ("headrace", "context"): (SKY, "^--"),
     ("headrace", "tensor and context"): (RED, "D--"),
-    ("headrace", "experts of 2"): (GREEN, "v--"),
-    ("headrace", "experts of 4"): (RED, "v--"),
+    ("headrace", "experts of 2"): (PINK, "v--"),
+    ("headrace", "experts of 4"): (BLACK, "v--"),
     ("transformers", "data"): (ORANGE, "x-"),
 }
+
+
+def _speeds(report: Any) -> Speeds:
+    cases = report["notes"]["cases"].values()
+    return [case for case in cases if case["kind"] == "speed" and "failed" not in case]
 
 
 def _one_gpu(speeds: Speeds, model: str) -> float | None:

@@ -69,7 +69,7 @@ def report(options: argparse.Namespace, results: Results) -> dict[str, Any]:
     record(bench, results, TINY if options.quick else LARGE)
     names = [case.name for case in cases(options.gpus)]
     bench.notes |= {
-        "cases": results,
+        "cases": {name: results[name] for name in [*names, *results] if name in results},
         "models": {name: dict(sizes.config) for name, sizes in MODELS.items()},
         "not_run": [name for name in names if name not in results],
         "hardware": {} if options.quick else {"gpu": torch.cuda.get_device_name(), "gpus": options.gpus[-1]},

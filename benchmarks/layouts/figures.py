@@ -108,6 +108,11 @@ def _record_speed(bench: Bench, case: Found, good: Sequence[Found]) -> None:
             key = f"{kind}_tokens_per_s"
             share = case[key] / case["gpus"] / one[key]
             bench.figure(f"{kind}.efficiency.{where}", share, "", at_least=goal if kind == "step" else None)
+    data = _like(good, case, layout="data", way=HEADRACE)
+    if data is not None and data is not case:
+        for kind in ("step", "score"):
+            key = f"{kind}_tokens_per_s"
+            bench.figure(f"{kind}.of_data.{where}", case[key] / data[key], "x")
     plain = _like(good, case, way=TRANSFORMERS)
     if plain is not None and case["way"] != TRANSFORMERS and case["layout"] == "data":
         _hold_equal(bench, where, case, plain)
