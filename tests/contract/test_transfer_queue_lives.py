@@ -57,6 +57,22 @@ def becomes(value: int, read: Callable[[], int]) -> bool:
     return read() == value
 
 
+def run_process(script: str, stores: object) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", script, json.dumps(stores)]
+    return subprocess.run(command, env=environment, check=False, timeout=200, capture_output=True, text=True)
+
+
+def left_of(name: str) -> list[str]:
+    """Return what TransferQueue has of a store that is closed."""
+    watch: Any = build_data_plane_client(fresh_store(SIMPLE), bootstrap=True)
+    blocks = watch._link.blocks
+    listing = blocks._client.async_get_partition_list()
+    partitions = blocks._result(listing, "listing", watch._deadline())
+    watch.close()
+    return [partition for partition in partitions if partition.startswith(f"headrace/{name}/")]
+
+
 @pytest.fixture(scope="module")
 def stores(transfer_queue_engine: None, ray_cluster: str) -> dict[str, dict[str, Any]]:
     """The config of each store that the process below uses."""
@@ -70,9 +86,7 @@ def opened(stores: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     mine = {
         name: build_data_plane_client(stores[name], bootstrap=True) for name in ("worked in", "written to")
     }
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-c", PROCESS, json.dumps(stores)]
-    done = subprocess.run(command, env=environment, check=False, timeout=200, capture_output=True, text=True)
+    done = run_process(PROCESS, stores)
     assert done.returncode == -signal.SIGKILL, done.stderr
     yield mine
     for client in mine.values():
@@ -141,3 +155,15 @@ def test_a_store_that_is_dropped_by_force_is_closed_to_its_clients(opened: dict[
     with pytest.raises(DataPlaneError, match="is closed"):
         numbers(mine, ["a"], "x")
     mine.close()
+
+
+def test_a_store_that_is_cleared_and_closed_leaves_nothing_in_transfer_queue_and_nothing_to_warn_of(
+    transfer_queue_engine: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = fresh_store(SIMPLE)
+    mine = build_data_plane_client(config, bootstrap=True)
+    put_numbers(mine, ["a"], x=1)
+    mine.clear_samples(None, "p")
+    mine.close()
+    assert left_of(config["store_name"]) == []
+    assert caplog.text == ""

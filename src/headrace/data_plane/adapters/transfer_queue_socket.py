@@ -453,8 +453,11 @@ class Blocks:
         """Remove a partition with all its blocks."""
 
         async def attempt() -> None:
+            # Its call for a partition warns of one without blocks, and leaves that where it is.
+            known = (await self._open().async_kv_list(partition)).get(partition, {})
+            await self._drop(partition, list(map(int, known)))
             if partition in await self._open().async_get_partition_list():
-                await self._open().async_clear_partition(partition)
+                await self._open()._clear_partition_in_controller(partition)
 
         self._result(attempt(), f"dropping partition '{partition}' from TransferQueue", deadline)
 
