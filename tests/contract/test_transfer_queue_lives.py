@@ -49,6 +49,23 @@ writer.dies = True
 writer.put_samples(["a", "b"], "p", fields=fields)
 """
 
+# Has two stores, and closes the one that it has opened first before the other.
+TWO_STORES = """
+import json, sys, torch
+from tensordict import TensorDict
+from headrace.data_plane import build_data_plane_client
+from headrace.errors import ClaimTimeout
+
+first, second = (build_data_plane_client(c, bootstrap=True) for c in json.loads(sys.argv[1]))
+first.close()
+second.register_partition("p", ["x"], 2, ["t"])
+second.put_samples(["a"], "p", fields=TensorDict({"x": torch.ones(1)}, batch_size=[1]))
+try:
+    second.claim_meta("p", "t", ["x"], 2, timeout_s=1.5)
+except ClaimTimeout:
+    second.close()
+"""
+
 
 def becomes(value: int, read: Callable[[], int]) -> bool:
     deadline = time.monotonic() + 10
@@ -167,3 +184,12 @@ def test_a_store_that_is_cleared_and_closed_leaves_nothing_in_transfer_queue_and
     mine.close()
     assert left_of(config["store_name"]) == []
     assert caplog.text == ""
+
+
+def test_of_two_stores_of_a_process_the_one_that_is_closed_first_keeps_nothing_from_the_other(
+    transfer_queue_engine: None, ray_cluster: str
+) -> None:
+    two = [{**fresh_store(SIMPLE), "ray_address": ray_cluster} for _ in range(2)]
+    done = run_process(TWO_STORES, two)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert [left_of(config["store_name"]) for config in two] == [[], []]

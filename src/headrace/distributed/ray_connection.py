@@ -28,11 +28,36 @@ _ANSWER_S = 20.0
 _PATIENCE_S = _PING_TIMEOUT_S = 1.0
 
 
+_lock = threading.Lock()
+_users, _is_ours = 0, False
+
+
 class Connected(NamedTuple):
     """What `connect` did: it connected this process, and started the cluster; False: that was so before."""
 
     connects: bool = False
     starts: bool = False
+
+
+@contextmanager
+def connected(
+    address: str | None = None, *, knob: str = "RAY_ADDRESS", may_start: bool = True, **local: Any
+) -> Iterator[bool]:
+    """Connect this process to Ray, as `connect` does, until the last such block ends; yield whether that starts it.
+
+    A connection that somebody else has made stays.
+    """
+    global _users, _is_ours
+    with _lock:
+        connects, starts = connect(address, knob=knob, may_start=may_start, **local)
+        _users, _is_ours = _users + 1, connects or (_is_ours and _users > 0)
+    try:
+        yield starts
+    finally:
+        with _lock:
+            _users -= 1
+            if _is_ours and not _users:
+                ray.shutdown()
 
 
 def connect(

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import (
 )
 
 import headrace
-from headrace.distributed.ray_connection import connect
+from headrace.distributed.ray_connection import connected
 from headrace.errors import ConfigError, HeadraceError
 
 _PACKAGE = "headrace"
@@ -69,7 +69,8 @@ class RayVirtualCluster:
                 f"cluster.gpus_per_node={gpus_per_node} evenly; each worker takes a GPU, if there are any"
             )
         self.workers_per_node = workers // num_nodes
-        self._owns_ray, starts_ray = connect(num_cpus=num_cpus)
+        self._connection = ExitStack()
+        starts_ray = self._connection.enter_context(connected(num_cpus=num_cpus))
         self.placement_group: Any = None
         with ExitStack() as undo:
             undo.callback(self.shutdown)
@@ -120,9 +121,7 @@ class RayVirtualCluster:
         if self.placement_group is not None and ray.is_initialized():
             remove_placement_group(self.placement_group)
         self.placement_group = None
-        if self._owns_ray:
-            ray.shutdown()
-            self._owns_ray = False
+        self._connection.close()
 
 
 def _listed(resources: Mapping[str, float]) -> str:

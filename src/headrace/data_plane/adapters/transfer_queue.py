@@ -40,7 +40,7 @@ from headrace.data_plane.store.client import StoreClient
 from headrace.data_plane.store.columns import Chunk, Known, Put, RowFacts, checked_put
 from headrace.data_plane.store.merge import Located
 from headrace.data_plane.wire import wire_tensordict
-from headrace.distributed.ray_connection import Deadline, connect
+from headrace.distributed.ray_connection import Deadline, connected
 from headrace.errors import DataPlaneError, HeadraceError, TransportError
 from headrace.utils.arguments import shown, texts
 
@@ -134,8 +134,7 @@ def _engines(config: DataPlaneConfig) -> Iterator[dict[str, Link]]:
     """Connect to the engines that a cluster has, by backend, until the block ends."""
     deadline = Deadline(config.startup_timeout_s, cluster.STARTUP_KNOB)
     with ExitStack() as undo:
-        if connect(config.ray_address, knob=_ADDRESS_KNOB, may_start=False).connects:
-            undo.callback(ray.shutdown)
+        undo.enter_context(connected(config.ray_address, knob=_ADDRESS_KNOB, may_start=False))
         found = {backend: cluster.find_index(backend) for backend in BACKENDS}
         yield {
             b: undo.enter_context(_linked(index, deadline)) for b, index in found.items() if index is not None
@@ -190,8 +189,8 @@ class TransferQueueDataPlaneClient(StoreClient):
         self._undo = ExitStack()
         with ExitStack() as undo:
             undo.callback(self.close)
-            if connect(config.ray_address, knob=_ADDRESS_KNOB, may_start=bootstrap).connects:
-                self._undo.callback(ray.shutdown)
+            ray_is_there = connected(config.ray_address, knob=_ADDRESS_KNOB, may_start=bootstrap)
+            self._undo.enter_context(ray_is_there)
             self._connect(bootstrap)
             undo.pop_all()
         if bootstrap:
