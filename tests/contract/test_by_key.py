@@ -40,6 +40,13 @@ def test_an_empty_put_is_fine(client: DataPlaneClient) -> None:
     assert meta.size == 0
 
 
+def test_an_empty_put_is_of_no_form(client: DataPlaneClient) -> None:
+    put_numbers(client, ["a"], x=1)
+    meta = client.put_samples([], "p", fields=wire(0, x=torch.ones(0, 3)))
+    assert (meta.size, meta.fields) == (0, ["x"])
+    assert numbers(client, ["a"], "x") == [1]
+
+
 def test_a_repeated_id_is_refused_by_every_put(client: DataPlaneClient) -> None:
     with pytest.raises(SchemaError, match="repeated: 'a'"):
         put_numbers(client, ["a", "b", "a"], x=0)

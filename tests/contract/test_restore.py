@@ -104,5 +104,6 @@ def test_rows_that_are_marked_as_consumed_are_handed_out_to_other_tasks_only(cli
     assert client.claim_meta("train", "score", ["x"], 2, blocking=False) is None
     assert client.claim_meta("train", "train", ["x"], 6, blocking=False) is not None
     assert client.partition_report("train").tasks["score"].finished == 5
-    with pytest.raises(DataPlaneError, match="no task 'other'"):
-        client.mark_consumed("train", "other", ["u_g0"])
+    for ids in (["u_g0"], []):
+        with pytest.raises(DataPlaneError, match="no task 'other'"):
+            client.mark_consumed("train", "other", ids)

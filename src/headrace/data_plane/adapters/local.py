@@ -91,9 +91,9 @@ class LocalDataPlaneClient(StoreClient):
         once: bool = False,
     ) -> KVBatchMeta:
         store, (put, chunks) = self._open(), checked_put(sample_ids, partition_id, fields, tags)
-        own = {name: [chunk.copy()] for name, chunk in chunks.items()}
+        own = {name: [chunk.copy()] for name, chunk in chunks.items() if put.ids}
         facts, _ = store.put(put._replace(claim=claim, producer=producer, once=once), own)
-        return (facts or RowFacts([], [], None)).meta(partition_id, "", list(own))
+        return (facts or RowFacts([], [], None)).meta(partition_id, "", list(chunks))
 
     def get_samples(
         self, sample_ids: Sequence[str], partition_id: str, select_fields: Sequence[str]

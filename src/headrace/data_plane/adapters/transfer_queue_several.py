@@ -430,7 +430,7 @@ class Several(Shares):
 
     def mark_consumed(self, partition_id: str, task: str, ids: Sequence[str]) -> None:
         self._learn(partition_id)
-        mine = self._ids_of(partition_id, ids)
+        mine = self._ids_of(partition_id, ids) or {0: []}
         self._asker.ask([(i, "mark_consumed", (partition_id, task, own)) for i, own in mine.items()])
 
     def release(self, partition_id: str, claim: str) -> None:
