@@ -17,7 +17,8 @@ from headrace.data_plane import (
     write_columns,
 )
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
-from headrace.data_plane.journal.segments import position_of
+from headrace.data_plane.journal.records import Taken
+from headrace.data_plane.journal.segments import records, segments, size_of
 from headrace.data_plane.wire import read_wire
 from headrace.distributed.columns import object_array
 from headrace.errors import DataPlaneError, SchemaError
@@ -126,9 +127,14 @@ def _row(client: DataPlaneClient, partition: str, sample_id: str) -> dict[str, A
 
 
 def bytes_written(folder: Path) -> int:
-    """Return the bytes of all files of a journal with one writer whose files are all there."""
-    position = position_of(folder)
-    return sum(path.stat().st_size for writer in position for path in (folder / writer).iterdir())
+    """Return the bytes of all files of a journal with one writer whose files are all there.
+
+    They end with a put, not with the note that the store has taken it: that is no operation of its own.
+    """
+    *others, last = segments(folder)
+    sizes = [size_of(folder, segment) for segment in others]
+    *before, record = records(folder, last, 0, size_of(folder, last))
+    return sum(sizes) + (before[-1].end if isinstance(record.head, Taken) else record.end)
 
 
 def cut_to(folder: Path, size: int) -> None:

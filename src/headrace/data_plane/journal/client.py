@@ -5,6 +5,7 @@ import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -21,6 +22,7 @@ from headrace.data_plane.journal.records import (
     Consumed,
     Listed,
     Opened,
+    Taken,
     Undone,
     Written,
     put_body,
@@ -31,7 +33,7 @@ from headrace.data_plane.object_codec import encode
 from headrace.data_plane.passing_client import PassingClient
 from headrace.data_plane.store.columns import checked_put
 from headrace.data_plane.store.groups import MARK
-from headrace.errors import CapacityExceeded, TransportError
+from headrace.errors import CapacityExceeded, TransportError, WriteError
 from headrace.utils import atomic
 from headrace.utils.arguments import texts
 
@@ -140,14 +142,22 @@ class JournalDataPlaneClient(PassingClient):
             except TransportError:
                 raise  # the store may have the rows
             except Exception:  # whatever it is, a restore would meet it again
-                self._undo(partition_id, put.ids, record.at)
+                self.undo(partition_id, put.ids, record.at)
                 raise
-            if not meta.size:  # the store has had them, and has written nothing
-                self._undo(partition_id, put.ids, record.at)
+            if meta.size:
+                self._note_taken(partition_id, record.at)
+            else:  # the store has had them, and has written nothing
+                self.undo(partition_id, put.ids, record.at)
         return meta
 
-    def _undo(self, partition: str, ids: list[str], at: int) -> None:
+    def undo(self, partition: str, ids: list[str], at: int) -> None:
+        """Journal that the store has not taken the put of a time."""
         self._journal(partial(Undone, partition=partition, ids=ids, of=at))
+
+    def _note_taken(self, partition: str, at: int) -> None:
+        """Journal that the store has taken a put, which has succeeded also where there is no room to say so."""
+        with self._lock, suppress(WriteError):
+            self._bytes += self._writer.append(Taken(at=now(), partition=partition, of=at))
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str, **more: Any) -> None:
         ids = None if sample_ids is None else texts("sample_ids", sample_ids)

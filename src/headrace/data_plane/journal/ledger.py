@@ -77,9 +77,9 @@ class Ledger:
             case Listed():
                 self._list(head, segment)
 
-    def drop(self, put: AnyHead, ids: Iterable[str]) -> None:
-        """Let go of rows of a put, which no record says."""
-        self._clear(put.partition, ids, None, [put.at])
+    def drop(self, put: AnyHead, ids: Iterable[str], segment: Segment) -> None:
+        """Let go of rows of a put, which no record says; `segment` is where it is."""
+        self._undo(put.partition, ids, segment, put.at)
 
     def _open(self, head: Opened, segment: Segment) -> None:
         known = self.registered.get(head.partition)
@@ -113,9 +113,9 @@ class Ledger:
         return {partition: list(ids) for partition, ids in self.spent.items()}
 
     def _clear(
-        self, partition: str, ids: Iterable[str] | None, segment: Segment | None, times: Collection[int]
+        self, partition: str, ids: Iterable[str] | None, segment: Segment, times: Collection[int]
     ) -> None:
-        """Let go of the puts of some times; without a `segment`, no record is needed any more to say so."""
+        """Let go of the puts of some times."""
         rows = self.partitions[partition]
         for sample_id in list(rows) if ids is None else ids:
             row = rows.get(sample_id)
@@ -127,10 +127,7 @@ class Ledger:
             places = {*(row.puts.pop(at) for at in gone), *row.consumed.values(), *row.listed}
             row.consumed, row.listed, row.is_done = {}, (), False
             self._count(row, 1)
-            if segment is not None:
-                self._clears[segment] |= {
-                    (partition, sample_id, place) for place in places if place != segment
-                }
+            self._clears[segment] |= {(partition, sample_id, place) for place in places if place != segment}
             if not row.puts:
                 del rows[sample_id]
 

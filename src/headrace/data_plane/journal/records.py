@@ -70,9 +70,15 @@ class Written(Head, frozen=True, kw_only=True):
 
 
 class Undone(Head, frozen=True, kw_only=True):
-    """The store refused the put of time `of`, by the same writer."""
+    """The store did not take the put of time `of`."""
 
     ids: list[str]
+    of: int
+
+
+class Taken(Head, frozen=True, kw_only=True):
+    """The store took the put of time `of`, by the same writer; of a put without it, nobody knows."""
+
     of: int
 
 
@@ -102,7 +108,7 @@ class Listed(Head, frozen=True, kw_only=True):
     spent: dict[str, list[str]]
 
 
-AnyHead = Opened | Written | Undone | Cleared | Consumed | Listed
+AnyHead = Opened | Written | Undone | Taken | Cleared | Consumed | Listed
 HEAD_START = re.compile(
     rb"[\x90-\x9f](?:" + b"|".join(msgspec.msgpack.encode(kind.__name__) for kind in get_args(AnyHead)) + b")"
 )

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from headrace.data_plane.interfaces import DataPlaneClient
 from headrace.data_plane.journal import segments as files
 from headrace.data_plane.journal.client import JournalDataPlaneClient, journal_of
 from headrace.data_plane.journal.ledger import Ledger, Row
-from headrace.data_plane.journal.records import Opened, Undone, Written, read_put
+from headrace.data_plane.journal.records import Opened, Taken, Undone, Written, read_put
 from headrace.data_plane.journal.segments import Position, Record
 from headrace.data_plane.object_codec import decode
 from headrace.data_plane.store.columns import Known
@@ -30,8 +30,8 @@ class RestoreReport:
     """What a restore has given back.
 
     `rows` counts them by partition. `cut_bytes` are of records that a crash has cut in two, and of those after the
-    position that was asked for. `revived` rows were cleared or consumed only after it. `refused` ones were put last by
-    a writer, and no store takes them. `unwanted` ones are those that `keep` has left out.
+    position that was asked for. `revived` rows were cleared or consumed only after it. `refused` ones are of puts that
+    were under way at a crash, and that the store had not taken. `unwanted` ones are those that `keep` has left out.
     """
 
     rows: dict[str, int] = field(default_factory=dict)
@@ -79,6 +79,8 @@ def restore(
         report.cut_bytes += files.cut(folder, position)
     found = _whole_records(folder, report)
     before, everything = _ledgers(found, position)
+    doubtful = _doubtful_puts(found)
+    refused = list(_never_taken(found, before, doubtful))
     begins = _first_puts(found, before, keep, report) if later else {}
     journal = journal_of(client)
     same = journal is not None and journal.folder.absolute() == folder.absolute()
@@ -90,13 +92,15 @@ def restore(
     left = {partition: before.left(partition) for partition in before.partitions}
     known = {partition: everything.left(partition) for partition in left if same}
     report.revived = sum(len(left[partition].keys() - rows.keys()) for partition, rows in known.items())
-    last = {record.segment.writer: record for record in found}
-    for record in found:
-        is_last = record is last[record.segment.writer]
-        for target, ids in _targets(record, left, {} if later else known, begins, quiet, client):
-            if not _is_put(target, folder, record, ids, is_last):
-                report.refused += len(ids)
-                before.drop(record.head, ids)
+    for record, some in _in_turn(found, left, doubtful):
+        for target, ids in _targets(record, some, {} if later else known, begins, quiet, client):
+            if not _is_put(target, folder, record, ids, is_sure=record.head.at not in doubtful):
+                before.drop(record.head, ids, record.segment)
+                refused.append((record, ids))
+    report.refused = sum(len(ids) for _, ids in refused)
+    if journal is not None and same:
+        for record, ids in refused:
+            journal.undo(record.head.partition, ids, record.head.at)
     for partition in before.partitions:
         if rows := before.left(partition):
             report.rows[partition] = len(rows)
@@ -216,23 +220,74 @@ def _first_puts(
 
 
 RowsLeft = Mapping[str, Mapping[str, Row]]
+Part = tuple[Record, list[str]]
+"""A put, and some rows of it."""
+
+
+def _doubtful_puts(found: Iterable[Record]) -> set[int]:
+    """Return the times of puts of which the journal does not say that the store took them: their process died."""
+    taken = {record.head.of for record in found if isinstance(record.head, Taken)}
+    return {record.head.at for record in found if isinstance(record.head, Written)} - taken
+
+
+def _never_taken(found: Sequence[Record], wanted: Ledger, doubtful: Set[int]) -> Iterator[Part]:
+    """Let go of doubtful puts that no store took, by what it took besides, and yield them with their rows.
+
+    It had a row before that a put was to bring `once`, or another brought it `once` afterwards.
+    """
+    begins = {
+        (record.head.partition, sample_id): record.head.at
+        for record in found
+        if isinstance(record.head, Written) and record.head.once and record.head.at not in doubtful
+        for sample_id in record.head.ids
+    }
+    for record in found:
+        head = record.head
+        if not isinstance(head, Written) or head.at not in doubtful:
+            continue
+        rows, spent = wanted.partitions[head.partition], wanted.spent[head.partition]
+        ids = [i for i in head.ids if i in rows and head.at in rows[i].puts]
+        if any(
+            begins.get((head.partition, i), 0) > head.at
+            or (head.once and (i in spent or any(at < head.at for at in rows[i].puts.keys() - doubtful)))
+            for i in ids
+        ):
+            wanted.drop(head, ids, record.segment)
+            yield record, ids
+
+
+def _in_turn(found: Sequence[Record], left: RowsLeft, doubtful: Set[int]) -> Iterator[Part]:
+    """Yield puts with those of their rows that are left, as they go into the store.
+
+    Last are rows that only doubtful puts have brought, so that they take the room of no others.
+    """
+    last = {
+        partition: {i for i, row in rows.items() if not row.consumed and row.puts.keys() <= doubtful}
+        for partition, rows in left.items()
+    }
+    for is_last in (False, True):
+        for record in found:
+            head = record.head
+            if isinstance(head, Written) and (head.at in doubtful or not is_last):
+                rows, own = left.get(head.partition, {}), last.get(head.partition, ())
+                yield (
+                    record,
+                    [i for i in head.ids if i in rows and head.at in rows[i].puts and (i in own) == is_last],
+                )
 
 
 def _targets(
     record: Record,
-    wanted: RowsLeft,
+    some: Sequence[str],
     known: RowsLeft,
     begins: Mapping[str, Mapping[str, int]],
     quiet: DataPlaneClient,
     client: DataPlaneClient,
 ) -> Iterable[tuple[DataPlaneClient, list[str]]]:
-    """Yield where the rows of a put go that are left: `known` ones quietly, others through the journal."""
+    """Yield where some rows of a put go: `known` ones quietly, others through the journal."""
     head = record.head
-    if not isinstance(head, Written):
-        return
-    left, there = wanted.get(head.partition, {}), known.get(head.partition, {})
-    begin = begins.get(head.partition, {})
-    mine = [i for i in head.ids if i in left and head.at in left[i].puts and head.at >= begin.get(i, 0)]
+    there, begin = known.get(head.partition, {}), begins.get(head.partition, {})
+    mine = [i for i in some if head.at >= begin.get(i, 0)]
     held = [i for i in mine if i in there and head.at in there[i].puts]
     if held:
         yield quiet, held
@@ -242,9 +297,9 @@ def _targets(
 
 
 def _is_put(
-    client: DataPlaneClient, folder: Path, record: Record, ids: Collection[str], is_last: bool
+    client: DataPlaneClient, folder: Path, record: Record, ids: Collection[str], *, is_sure: bool
 ) -> bool:
-    """Put rows again; return False where the store refuses the put that a writer ended with.
+    """Put rows again; return False where the store refuses a put that is not sure to have been taken.
 
     The store refused it then as well, and the crash came before the journal was told.
     """
@@ -253,7 +308,7 @@ def _is_put(
     except TransportError:
         raise
     except Exception:
-        if not is_last:
+        if is_sure:
             raise
         return False
     return True
