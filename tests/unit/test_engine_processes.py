@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from multiprocessing.connection import Pipe
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headrace.config import GenerationConfig
 from headrace.distributed.worker_groups import wire
@@ -23,6 +25,7 @@ from headrace.models.generation.interfaces import SamplingParams
 from headrace.models.generation.weight_buckets import bucket_capacity, checksum, pack
 from headrace.models.generation.weight_memory import HostMemory, Receiver
 from headrace.models.generation.weights import WeightStream
+from headrace.utils.background import in_background
 from tiny_models import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -235,6 +238,32 @@ def test_an_engine_that_dies_in_the_middle_of_its_work_is_replaced(
         served.generate(PROMPTS, params, seed=8).token_ids
         == in_place.generate(PROMPTS, params, seed=8).token_ids
     )
+
+
+def test_long_prompts_of_a_killed_engine_reach_one_whose_long_answers_nobody_reads_meanwhile() -> None:
+    """Each way there is more than a socket holds."""
+    config = LlamaConfig(
+        **{"vocab_size": 1000, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1},
+        **{"num_attention_heads": 1, "max_position_embeddings": 1024, "eos_token_id": None},
+    )
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    cfg = GenerationConfig(placement="beside", engines=2)
+    generator: Any = build_generator(cfg, AutoModelForCausalLM.from_config(config), tokenizer)
+    try:
+        prompts = [[300 + row] * 320 for row in range(512)]
+        victim = generator.pids[0]
+        os.kill(victim, signal.SIGSTOP)  # it has prompts, and answers none
+        answering = in_background(lambda: generator.generate(prompts, SamplingParams(150), seed=0), "answers")
+        time.sleep(0.5)  # the other one is at work
+        os.kill(victim, signal.SIGKILL)
+        output = answering.result(timeout=60)
+        assert [len(new) for new in output.token_ids] == [150] * 512
+        assert output.metrics["engines_lost"] == 1
+    finally:
+        for pid in generator.pids:
+            os.kill(pid, signal.SIGKILL)
+        generator.shutdown()
 
 
 def test_an_interpreter_that_is_not_there_is_named() -> None:

@@ -111,16 +111,21 @@ class EnginePool:
         home = {place: homes.get(hash(tuple(prompt))) for place, prompt in at.items() if keeps}
         self._homes = {}
 
+        def ask(index: int) -> None:
+            # One request at a time: an engine that answers reads nothing, and would wait for us as we for it.
+            part = request.subset(left[index][0])
+            self.engines[index].post(
+                "answer", part.prompts, part.places, part.params, part.seed, streams=True
+            )
+
         def send(places: list[int]) -> None:
             new = [p for p in places if home.get(p) not in self.engines]
             dealt = deal({p: at[p] for p in new}, {p: expected[p] for p in new}, len(self.engines))
             for index, more in zip(list(self.engines), dealt):
                 if own := [p for p in places if home.get(p) == index] + more:
                     left[index].append(own)
-                    part = request.subset(own)
-                    self.engines[index].post(
-                        "answer", part.prompts, part.places, part.params, part.seed, streams=True
-                    )
+                    if len(left[index]) == 1:
+                        ask(index)
 
         lengths: dict[int, int] = {}
         try:
@@ -135,6 +140,8 @@ class EnginePool:
                         break  # the others have more to do now
                     if answer.value is None:
                         left[index].pop(0)
+                        if left[index]:
+                            ask(index)
                         continue
                     part: Completions = wire.decode(answer.value)
                     left[index][0] = [p for p in left[index][0] if p not in set(part.places)]
@@ -143,7 +150,7 @@ class EnginePool:
                         self._homes |= {hash((*at[row[0]], *row[1])): index for row in part.rows() if row[3]}
                     yield part
         finally:
-            self._drain({index: len(own) for index, own in left.items() if own})
+            self._drain([index for index, own in left.items() if own])
         self._lengths.note([at[place] for place in lengths], list(lengths.values()))
 
     def weight_route(self) -> WeightRoute | None:
@@ -248,17 +255,15 @@ class EnginePool:
         first = next(iter(by_engine))
         return [by_engine[engine] for engine in first.ready(list(by_engine), timeout_s)]
 
-    def _drain(self, busy: dict[int, int]) -> None:
-        """Read what engines still send of so many calls that nobody waits for; end those that take long."""
+    def _drain(self, busy: Iterable[int]) -> None:
+        """Read what engines still send of a call that nobody waits for; end those that take long."""
         deadline = time.monotonic() + _GRACE_S
-        for index, calls in busy.items():
-            engine = self.engines[index]
-            while calls and engine.ready([engine], max(0.0, deadline - time.monotonic())):
+        for index in busy:
+            engine, is_over = self.engines[index], False
+            while not is_over and engine.ready([engine], max(0.0, deadline - time.monotonic())):
                 answer = engine.receive()
-                calls -= isinstance(answer, WorkerFailure) or answer.is_last
-                if isinstance(answer, WorkerFailure) and answer.is_lost:
-                    break
-            if calls:
+                is_over = isinstance(answer, WorkerFailure) or answer.is_last
+            if not is_over:
                 self.engines.pop(index).end()
 
     def _call(self, method: str, *args: Any) -> list[Any]:
