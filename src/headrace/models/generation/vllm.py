@@ -84,9 +84,13 @@ class VLLMEngine:
         self._requests = self._updates = 0
         self._salts: dict[int | None, str] = {}  # by weight version
         self._keeps_cache = False
+        engine = self._vllm.LLM  # loads the modules
+        # Its own errors were ValueErrors once.
+        own = getattr(getattr(self._vllm, "exceptions", None), "VLLMError", ValueError)
+        self._refusals: tuple[type[Exception], ...] = (ValueError, own)
         try:
-            self._llm: Any = self._vllm.LLM(**_engine_args(spec))
-        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+            self._llm: Any = engine(**_engine_args(spec))
+        except (*self._refusals, TypeError, RuntimeError, NotImplementedError) as error:
             text = " ".join(str(error).split())
             raise ConfigError(
                 f"generation.backend=vllm cannot start: {text[:300]}; see generation.vllm.args"
@@ -101,20 +105,10 @@ class VLLMEngine:
         self._wake(*_ALL)
         engine = self._llm.llm_engine
         places: dict[str, int] = {}
-        self._keeps_cache = request.params.cache_version is not None
-        # An engine that has been started again has nothing of before.
-        salt = self._salts.get(request.params.cache_version, str(self._updates))
-        for place, prompt in zip(request.places, request.prompts):
-            self._requests += 1
-            places[str(self._requests)] = place
-            sampling = self._sampling(
-                request.params, len(prompt), derive_seed(request.seed, "row", place) % 2**63
-            )
-            asked = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": salt}
-            engine.add_request(str(self._requests), asked, sampling)
         finished: list[Any] = []
         sent = time.monotonic()
         try:
+            self._ask(request, places)
             while engine.has_unfinished_requests():
                 finished += [result for result in engine.step() if result.finished]
                 self._look()
@@ -126,6 +120,36 @@ class VLLMEngine:
                 engine.abort_request(unfinished)
         if finished:
             yield self._completions(finished, places, request.params)
+
+    def _ask(self, request: Request, places: dict[str, int]) -> None:
+        """Give the engine all prompts; `places` gets the place of each by the name of its request.
+
+        Raises:
+            ConfigError: vLLM takes no such prompt or params, or would cut the answer before its limit.
+        """
+        engine, params = self._llm.llm_engine, request.params
+        longest = engine.model_config.max_model_len
+        self._keeps_cache = params.cache_version is not None
+        # An engine that has been started again has nothing of before.
+        salt = self._salts.get(params.cache_version, str(self._updates))
+        for place, prompt in zip(request.places, request.prompts):
+            limit = params.limit(len(prompt))
+            if len(prompt) + limit > longest:
+                raise ConfigError(
+                    f"prompt {place} has {len(prompt)} tokens; with {limit} new ones that is more than vLLM's "
+                    f"max_model_len={longest}; raise it (generation.vllm.args), or lower generation.max_new_tokens or "
+                    "policy.max_total_sequence_length"
+                )
+            self._requests += 1
+            places[str(self._requests)] = place
+            asked = {"type": "token", "prompt_token_ids": list(prompt), "cache_salt": salt}
+            seed = derive_seed(request.seed, "row", place) % 2**63
+            try:
+                sampling = self._sampling(params, limit, seed)
+                engine.add_request(str(self._requests), asked, sampling)
+            except self._refusals as error:
+                text = " ".join(str(error).split())
+                raise ConfigError(f"prompt {place}: vLLM refuses it: {text[:300]}") from error
 
     def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         with self._replacing(version):
@@ -211,11 +235,12 @@ class VLLMEngine:
             cached_tokens=sum(result.num_cached_tokens or 0 for result in results),
         )
 
-    def _sampling(self, params: SamplingParams, prompt_tokens: int, seed: int) -> Any:
+    def _sampling(self, params: SamplingParams, limit: int, seed: int) -> Any:
         filters = {} if params.greedy else {"top_p": params.top_p, "top_k": params.top_k or 0, "seed": seed}
-        return self._vllm.SamplingParams(
-            temperature=0.0 if params.greedy else params.temperature,
-            max_tokens=params.limit(prompt_tokens),
+        temperature = 0.0 if params.greedy else params.temperature
+        made = self._vllm.SamplingParams(
+            temperature=temperature,
+            max_tokens=limit,
             logprobs=0,
             flat_logprobs=True,
             ignore_eos=True,  # the ids below have it
@@ -227,6 +252,12 @@ class VLLMEngine:
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
             **filters,
         )
+        if made.temperature != temperature:
+            raise ValueError(
+                f"at generation.temperature={temperature} it would draw as at {made.temperature}, and the trainer "
+                "score otherwise; set that, or generation.backend=hf"
+            )
+        return made
 
     def _look(self) -> None:
         """Note how full the engine is, a few times a second."""
