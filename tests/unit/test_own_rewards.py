@@ -5,10 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import DatasetConfig, ValidationConfig, ValidationSourceConfig
+from headrace.config import (
+    DataConfig,
+    DatasetConfig,
+    PythonConfig,
+    ValidationConfig,
+    ValidationSourceConfig,
+)
 from headrace.environments.dataset import REWARDS
 from headrace.environments.interfaces import StepResult
 from headrace.environments.own_rewards import OwnRewards
+from headrace.environments.prompts import Splits
+from headrace.environments.python import python_environment
 from headrace.errors import ConfigError, RewardError
 from headrace.experience.own_columns import own_columns
 from headrace.experience.types import Message, Prompt, Rollout
@@ -16,6 +24,25 @@ from headrace.experience.validation import ValidationSet, measure
 from headrace.models.generation.interfaces import SamplingParams
 
 CODE = """
+import asyncio
+from headrace import StepResult
+
+at_once = asyncio.Semaphore(2)
+async def few(completion):
+    async with at_once:
+        await asyncio.sleep(0.001)
+        return {"ok": 1.0}[completion]
+async def few_together(completions):
+    return await asyncio.gather(*map(few, completions))
+class Few:
+    def __init__(self): self.at_once = asyncio.Semaphore(2)
+    async def judge(self, talk):
+        async with self.at_once:
+            await asyncio.sleep(0.001)
+            return StepResult(1.0)
+    async def step(self, conversations):
+        return await asyncio.gather(*map(self.judge, conversations))
+
 def one(completion): return {"reward": {"ok": 1.0}[completion], "level": 0.5}
 def together(completions): return [{"ok": 1.0}[completion] for completion in completions]
 """
@@ -27,8 +54,10 @@ def _code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def rewards_of(name: str) -> OwnRewards:
-    cfg = DatasetConfig.model_validate({"rewards": [f"own_rewards_code:{name}"], "reward_timeout_s": None})
+def rewards_of(name: str, timeout_s: float | None = None) -> OwnRewards:
+    cfg = DatasetConfig.model_validate(
+        {"rewards": [f"own_rewards_code:{name}"], "reward_timeout_s": timeout_s}
+    )
     return OwnRewards(cfg, REWARDS)
 
 
@@ -82,3 +111,26 @@ def test_a_column_that_a_failed_call_did_not_return_is_0_and_one_that_nobody_ret
     assert own_columns(rollouts, ["level"])["level"].tolist() == [0.5, 0.0, 0.5]
     with pytest.raises(ConfigError, match="asks for column 'hardness', and sample 'p0_g0' has nothing"):
         own_columns(rollouts, ["hardness"])
+
+
+@pytest.mark.usefixtures("_code")
+@pytest.mark.parametrize("timeout_s", [20.0, None])
+@pytest.mark.parametrize("name", ["few", "few_together"])
+def test_what_asynchronous_rewards_share_works_in_every_call_also_after_one_that_failed(
+    name: str, timeout_s: float | None
+) -> None:
+    rewards = rewards_of(name, timeout_s)
+    for texts in (["ok"] * 8, ["ok"] * 8, ["ok"] * 7 + ["fails"], ["ok"] * 8):
+        failed = texts.count("fails") * (len(texts) if name == "few_together" else 1)
+        assert [result.reward for result in score(rewards, texts)] == [1.0] * (8 - failed) + [0.0] * failed
+
+
+@pytest.mark.usefixtures("_code")
+def test_what_turns_of_an_asynchronous_environment_share_works_in_every_step() -> None:
+    splits = Splits(prompts_of("ab"), prompts_of("c"))
+    environment = python_environment(PythonConfig(target="own_rewards_code:Few"), DataConfig(), splits=splits)
+    for _ in range(3):
+        prompts = prompts_of("abcdefgh")
+        talks = [prompt.messages for prompt in prompts]
+        results = environment.step(prompts, talks, truncated=[False] * 8)
+        assert [result.reward for result in results] == [1.0] * 8

@@ -1,6 +1,5 @@
 """An environment of the user's own, by import path."""
 
-import asyncio
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from headrace.environments.interfaces import Environment, Prompts, StepResult, T
 from headrace.environments.prompts import Splits, read_splits
 from headrace.errors import ConfigError
 from headrace.experience.types import Prompt
+from headrace.utils.event_loop import run_coroutine
 from headrace.utils.targets import check_parameters, load_callable, load_target, user_code
 
 _STEP = ("prompts", "conversations", "truncated")
@@ -65,7 +65,7 @@ class OwnEnvironment:
                 **{k: v for k, v in given.items() if self._taken is None or k in self._taken}
             )
             if inspect.isawaitable(results):
-                results = asyncio.run(_finished(results))
+                results = run_coroutine(_finished(results))
         return results  # type: ignore[no-any-return]
 
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.utils.event_loop import run_coroutine
 from headrace.utils.targets import check_parameters, failure, load_callable
 
 Sample = tuple[str, str, dict[str, Any]]
@@ -71,7 +72,7 @@ def call_reward(function: RewardFunction, samples: Sequence[Sample], timeout_s: 
     given = [dict(zip(ONE, sample)) for sample in samples]
     arguments = [{name: values[name] for name in function.names} for values in given]
     if function.is_async:
-        return asyncio.run(_call_together(call, arguments, timeout_s))
+        return run_coroutine(_call_together(call, arguments, timeout_s))
     return [_call(call, values) for values in arguments]
 
 
@@ -103,7 +104,7 @@ def _call_batch(
     values = {name: columns[name] for name in function.names}
     try:
         given = call(**values)
-        results = asyncio.run(asyncio.wait_for(given, timeout_s)) if function.is_async else given
+        results = run_coroutine(asyncio.wait_for(given, timeout_s)) if function.is_async else given
     except TimeoutError:
         return [["error", f"it took more than {timeout_s:g} s" if timeout_s else "TimeoutError"]] * len(
             samples
