@@ -57,6 +57,42 @@ def test_an_answer_that_is_cut_before_its_limit_is_an_error_and_not_asked_for_ag
         LiveGenerator(Cuts(TOKENIZER, end=0.0), 3).generate(PROMPTS, SamplingParams(8), seed=0)
 
 
+class Telling(BigramGenerator):
+    """A generator with the metrics that an engine has; each call has a count and a peak of its own."""
+
+    def generate(self, prompts: Any, params: SamplingParams, *, seed: int) -> Any:
+        output = super().generate(prompts, params, seed=seed)
+        call, asked = float(len(self.calls)), sum(map(len, prompts))
+        output.metrics = {
+            **output.rates(2.0),
+            "preemptions": call,
+            "prefix_hit_tokens": 10 * call,
+            "cache_use_max": 1 / call,
+            "weights_seconds": call,
+            "cached_prompt_fraction": (call - 1) / asked,
+        }
+        return output
+
+
+def test_metrics_of_answers_in_pieces_are_of_all_their_pieces() -> None:
+    inner = Telling(TOKENIZER, end=0.4)
+    output = LiveGenerator(inner, 2).generate(PROMPTS * 4, SamplingParams(max_new_tokens=6), seed=1)
+    metrics, tokens = output.metrics, sum(map(len, output.token_ids))
+    assert len(inner.calls[2]) < len(PROMPTS * 4)
+    assert metrics == {
+        "pieces": 3,
+        "generated_tokens": tokens,
+        "generate_s": 6,
+        "tokens_per_s": pytest.approx(tokens / 6),
+        "truncated_fraction": pytest.approx(sum(output.truncated) / 12),
+        "preemptions": 6,
+        "prefix_hit_tokens": 60,
+        "cache_use_max": 1,
+        "weights_seconds": 3,
+        "cached_prompt_fraction": pytest.approx(3 / sum(len(p) for call in inner.calls for p in call)),
+    }
+
+
 def test_versions_become_a_column_and_the_first_and_last_of_a_sample_its_tags() -> None:
     live = LiveGenerator(BigramGenerator(TOKENIZER, end=0.0), 2)
     versions = iter(range(4, 99))

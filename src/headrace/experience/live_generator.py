@@ -11,6 +11,9 @@ from headrace.errors import GenerationError, HeadraceError
 from headrace.models.generation.interfaces import GenerationOutput, Generator, SamplingParams
 from headrace.utils.seeding import derive_seed
 
+_COUNTS = ("_tokens", "_s", "preemptions", "engines_lost")
+_CACHED = "cached_prompt_fraction"
+
 
 class LiveGenerator:
     """A Generator over another one, whose calls take turns.
@@ -82,6 +85,7 @@ class LiveGenerator:
         versions: list[list[int]] = [[] for _ in prompts]
         whole.weight_versions = versions
         going, number, begun_with = list(range(len(prompts))), 0, None
+        parts: list[tuple[int, dict[str, float]]] = []
         while going:
             self.refresh()
             if self._keeps_cache and begun_with is None:
@@ -102,9 +106,9 @@ class LiveGenerator:
                 whole.truncated[i] = part.truncated[row]
                 versions[i] += [self.weight_version] * len(part.token_ids[row])
             whole.stop_token_ids, number = part.stop_token_ids, number + 1
-            whole.metrics = _joined(whole.metrics, part.metrics)
+            parts.append((sum(map(len, so_far)), part.metrics))
             going = [i for i in going if whole.truncated[i] and len(whole.token_ids[i]) < limits[i]]
-        whole.metrics["pieces"] = float(number)
+        whole.metrics = _joined(parts, whole)
         return whole
 
 
@@ -117,11 +121,25 @@ def _check_cuts(part: GenerationOutput, limits: Sequence[int]) -> None:
             )
 
 
-def _joined(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
-    """Return the metrics of two pieces of a call: counts and seconds are added, others are of the last piece."""
-    sums = ("generated_tokens", "generate_s", "preemptions", "engines_lost")
-    joined = {**first, **second}
-    joined |= {name: first[name] + second[name] for name in sums if name in first and name in second}
-    if joined.get("generate_s"):
-        joined["tokens_per_s"] = joined["generated_tokens"] / joined["generate_s"]
+def _joined(parts: Sequence[tuple[int, dict[str, float]]], whole: GenerationOutput) -> dict[str, float]:
+    """Return the metrics of a call from those of its pieces, each with the number of its prompts' tokens.
+
+    Counts and seconds are added, peaks are the greatest, fractions and rates are of the whole, others of the last
+    piece.
+    """
+    joined = {"pieces": float(len(parts))}
+    for _, metrics in parts:
+        for name, value in metrics.items():
+            before = joined.get(name)
+            if before is not None and name.endswith("_max"):
+                joined[name] = max(before, value)
+            elif before is not None and name.endswith(_COUNTS) and not name.endswith("_per_s"):
+                joined[name] = before + value
+            else:
+                joined[name] = value
+    if "generate_s" in joined:
+        joined |= whole.rates(joined["generate_s"])
+    if _CACHED in joined:
+        cached = sum(tokens * metrics[_CACHED] for tokens, metrics in parts)
+        joined[_CACHED] = cached / max(sum(tokens for tokens, _ in parts), 1)
     return joined
