@@ -155,6 +155,22 @@ def test_two_processes_draw_what_one_generator_in_place_draws(served: EngineGene
     assert served.route_shape == in_place.route_shape
 
 
+def test_an_engine_ends_completions_by_the_ids_of_the_trainers_model_alone() -> None:
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    tokenizer.eos_token = None
+    model.generation_config.eos_token_id = 7  # its config names another, which draws may hit
+    assert model.config.eos_token_id == 2
+    generator = build_generator(GenerationConfig(placement="beside"), model, tokenizer)
+    try:
+        output = generator.generate(PROMPTS * 8, SamplingParams(12), seed=0)
+    finally:
+        generator.shutdown()
+    assert output.stop_token_ids == (7,)
+    assert any(2 in new for new in output.token_ids)
+    for new, truncated in zip(output.token_ids, output.truncated):
+        assert (len(new), truncated) == ((new.index(7) + 1, False) if 7 in new else (12, True))
+
+
 def test_metrics_tell_of_the_last_update(served: EngineGenerator) -> None:
     metrics = served.generate(PROMPTS, SamplingParams(6), seed=0).metrics
     whole = sum(tensor.nbytes for tensor in tiny_model("qwen3_moe").state_dict().values())

@@ -21,6 +21,7 @@ class HFEngine:
         model = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(spec.folder), dtype=torch.float32, **spec.implementations
         )
+        model.generation_config.eos_token_id = None  # requests have all ids that end a completion
         self._batch_size = spec.cfg.batch_size
         self._weights = WeightGroup()
         self._generator = HFGenerator(
