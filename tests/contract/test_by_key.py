@@ -54,6 +54,21 @@ def test_a_repeated_id_is_refused_by_every_put(client: DataPlaneClient) -> None:
         numbers(client, ["b"], "x")
 
 
+@pytest.mark.parametrize("part", ["an id", "a column", "a tag", "the name of a tag", "a partition"])
+def test_half_a_surrogate_pair_is_refused_at_the_put_and_nothing_is_written(
+    client: DataPlaneClient, part: str
+) -> None:
+    def name(what: str, usual: str) -> str:
+        return f"{usual}\ud800" if what == part else usual
+
+    put_numbers(client, ["a"], x=0)
+    fields = wire(1, **{name("a column", "y"): torch.ones(1)})
+    tags = [{name("the name of a tag", "t"): name("a tag", "v")}]
+    with pytest.raises(SchemaError, match=r"\\ud800.*(no UTF-8 text|surrogates not allowed)"):
+        client.put_samples([name("an id", "b")], name("a partition", "p"), fields=fields, tags=tags)
+    assert client.sample_ids("p") == ["a"]
+
+
 def test_unknown_ids_and_missing_columns_are_named_together(client: DataPlaneClient) -> None:
     put_numbers(client, ["a", "b"], x=0)
     put_numbers(client, ["a"], y=0)

@@ -38,8 +38,8 @@ class _NotStorableError(Exception):
 
 
 SCALARS = frozenset({type(None), bool, int, float, str, bytes})
-# Not int, which may be too large to store.
-_UNCHANGING = SCALARS - {int}
+# Not int, which may be too large to store; of texts, those of ASCII alone.
+_UNCHANGING = SCALARS - {int, str}
 _STORABLE = (
     "Objects are made of None, bool, int, float, str, bytes, list, tuple, dict, tensors and numeric arrays; convert "
     "the value before the put"
@@ -77,10 +77,16 @@ def copied_tag(tag: Mapping[str, object], row: int) -> dict[str, Any]:
     copied: dict[str, Any] = {}
     for name, value in tag.items():
         try:
-            copied[name] = value if type(value) in _UNCHANGING else decode(encode(value))
+            copied[_copied(name)] = _copied(value)
         except _NotStorableError as error:
-            raise SchemaError(f"tag '{name}' of row {row}: {error}. {_STORABLE}") from error
+            raise SchemaError(f"tag {name!r} of row {row}: {error}. {_STORABLE}") from error
     return copied
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
+    is_plain = value.isascii() if kind is str else kind in _UNCHANGING
+    return value if is_plain else decode(encode(value))
 
 
 def decode_column(messages: Iterable[bytes | memoryview]) -> ObjectArray:

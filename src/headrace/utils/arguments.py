@@ -23,9 +23,25 @@ def shown(names: Sequence[str]) -> str:
 
 
 def texts(what: str, names: Sequence[str]) -> list[str]:
-    """Return `names` as a list of their own, each as text; refuses a text in place of a list."""
+    """Return `names` as a list of their own, each as text.
+
+    Refuses a text in place of a list, and a text that no message or file can carry.
+    """
     own = list(names_list(what, names))
-    return own if set(map(type, own)) <= {str} else list(map(str, own))
+    own = own if set(map(type, own)) <= {str} else list(map(str, own))
+    if not "".join(own).isascii() and (halves := [name for name in own if not _is_utf8(name)]):
+        raise SchemaError(
+            f"{what}: {halves[0]!r} is no UTF-8 text, since it holds half a surrogate pair; expected other letters"
+        )
+    return own
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def whole_numbers(what: str, expected: str, values: Sequence[int]) -> list[int]:

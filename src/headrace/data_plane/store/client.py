@@ -12,7 +12,7 @@ from headrace.data_plane.schema import CLAIM
 from headrace.data_plane.store.claims import ClaimRequest, Registration
 from headrace.data_plane.store.columns import RowFacts
 from headrace.errors import ClaimTimeout, DataPlaneError
-from headrace.utils.arguments import names_list, texts, whole_number
+from headrace.utils.arguments import texts, whole_number
 
 
 class StoreClient(DataPlaneClient):
@@ -37,7 +37,8 @@ class StoreClient(DataPlaneClient):
         *,
         group_tag: str | None = None,
     ) -> None:
-        names_list("fields", fields)
+        texts("fields", fields)
+        texts("partition_id", [partition_id])
         samples = whole_number("num_samples", num_samples, 0, DataPlaneError)
         size = 1
         if grpo_group_size is not None:

@@ -275,6 +275,7 @@ def checked_put(
     known: Known = []
     chunks: dict[str, Chunk] = {}
     columns = read_wire(fields) if fields is not None else {}
+    texts("partition and columns", [partition_id, *columns])
     read = OffsetsReader(columns.values())
     for name, column in columns.items():
         leaf = object_array([]) if isinstance(column, PackedTensor) else column
