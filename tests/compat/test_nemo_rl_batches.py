@@ -1,5 +1,6 @@
 """Batches and packers as a caller of NeMo-RL uses them."""
 
+import json
 import socket
 from multiprocessing import get_context
 from typing import Any
@@ -323,6 +324,16 @@ def test_a_packer_puts_every_sequence_into_a_bin_and_counts(name: str, capsys: A
     assert capsys.readouterr().out == "tokens: 22\nbins: 4\nfill: 0.55\n"
     packer.reset_metrics()
     assert packer.get_aggregated_metrics() == {}
+
+
+@pytest.mark.parametrize("lengths", [np.full(3, 200, np.uint8), torch.full((3,), 200, dtype=torch.uint8)])
+def test_a_packer_counts_tokens_of_narrow_integers_as_tokens(lengths: Any) -> None:
+    packer = get_packer("concatenative", 250, collect_metrics=True)
+    bins = packer.pack(lengths)
+    assert json.loads(json.dumps(packer.get_aggregated_metrics())) == {"tokens": 600, "bins": 3, "fill": 0.8}
+    found = packer.compute_metrics(lengths, bins)
+    assert json.loads(json.dumps(found)) == packer.compute_metrics([200] * 3, bins)
+    assert found["tokens"] == 600
 
 
 def test_first_fit_takes_sequences_in_their_order() -> None:

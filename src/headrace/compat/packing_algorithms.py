@@ -123,9 +123,10 @@ class SequencePacker(ABC):
         Raises:
             ConfigError: a sequence longer than `bin_capacity`.
         """
-        bins = [b.tolist() for b in self._bins(as_lengths(sequence_lengths))]
+        lengths = as_lengths(sequence_lengths)
+        bins = [b.tolist() for b in self._bins(lengths)]
         if self.collect_metrics:
-            self._packed.append((sum(sequence_lengths), len(bins)))
+            self._packed.append((int(lengths.sum()), len(bins)))
         return bins
 
     def get_aggregated_metrics(self) -> dict[str, float]:
@@ -147,7 +148,8 @@ class SequencePacker(ABC):
         `fill` is the share of the bins' room that is used, `least_bins` the tokens in whole bins, without regard to
         where sequences end.
         """
-        loads = [sum(sequence_lengths[row] for row in rows) for rows in bins]
+        lengths = as_lengths(sequence_lengths).tolist()
+        loads = [sum(lengths[row] for row in rows) for rows in bins]
         room = len(bins) * self.bin_capacity
         return {
             "tokens": float(sum(loads)),
