@@ -235,6 +235,23 @@ def test_outstanding_bytes_come_to_nothing_also_where_they_do_not_divide_or_are_
     client.close()
 
 
+def test_columns_that_are_written_to_rows_are_outstanding_and_what_a_second_try_does_not_write_is_not() -> (
+    None
+):
+    client = MetricsDataPlaneClient(NoOpDataPlaneClient())
+    client.register_partition("p", ["x"], 2, ["train"])
+    batch = {"x": torch.zeros(2), "input_lengths": torch.tensor([1, 1])}
+    meta = kv_first_write(batch, sample_ids=["a", "b"], dp_client=client, partition_id="p", once=True)
+    assert client.snapshot()["bytes_outstanding"] == 24
+    write_columns(client, meta, {"advantages": torch.zeros(2)})
+    snapshot = client.snapshot()
+    assert (snapshot["bytes_outstanding"], snapshot["last_put_bytes_per_key"]) == (32, 4)
+    client.clear_samples(["a", "b"], "p")
+    again = kv_first_write(batch, sample_ids=["a", "b"], dp_client=client, partition_id="p", once=True)
+    assert (again.size, client.snapshot()["bytes_outstanding"]) == (0, 0)
+    client.close()
+
+
 @calls(
     "data_plane.interfaces",
     "KVBatchMeta",

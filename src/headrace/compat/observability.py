@@ -117,8 +117,15 @@ class MetricsDataPlaneClient(observability.MetricsDataPlaneClient):
         **options: Any,
     ) -> KVBatchMeta:
         meta: KVBatchMeta = super().put_samples(sample_ids, partition_id, fields, tags, **options)
-        self._hold(partition_id, list(sample_ids), self._last.columns)
+        # It has no rows where they were put before, and nothing was written.
+        self._hold(partition_id, meta.sample_ids, self._last.columns)
         return meta
+
+    def write_samples(
+        self, sample_ids: Sequence[str], partition_id: str, fields: TensorDict, **options: Any
+    ) -> None:
+        super().write_samples(sample_ids, partition_id, fields, **options)
+        self._hold(partition_id, list(sample_ids), self._last.columns)
 
     def clear_samples(self, sample_ids: Sequence[str] | None, partition_id: str, **options: Any) -> None:
         super().clear_samples(sample_ids, partition_id, **options)
