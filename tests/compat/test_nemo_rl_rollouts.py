@@ -134,6 +134,12 @@ def test_elements_of_routes_are_little_endian_and_missing_rows_survive() -> None
         ("nrlre1:int16:2x1x2:*", "damaged"),
         ([[1, 2]], r"expected integers \(tokens, layers, k\)"),
         ([[[300, 1]]], "cannot hold"),
+        ("nrlre1:int8:4294967296x4294967296x1:", "expected 1 for each element"),
+        ([[[1, 2]], [[3]]], r"nested lists of integers \(tokens, layers, k\)"),
+        ([[[1, None]]], "nested lists of integers"),
+        ([[["1"]]], "nested lists of integers"),
+        ([[[2**70]]], "nested lists of integers"),
+        (None, "nested lists of integers"),
     ],
 )
 def test_damaged_routes_are_refused(payload: Any, fault: str) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def decode_routed_experts(payload: Any, dtype: torch.dtype) -> torch.Tensor:
     """
     if isinstance(payload, bytes | bytearray | memoryview):
         payload = bytes(payload).decode("ascii", errors="replace")
-    routes = _from_text(payload) if isinstance(payload, str) else torch.as_tensor(payload)
+    routes = _from_text(payload) if isinstance(payload, str) else _from_lists(payload)
     if routes.dim() != 3 or routes.is_floating_point():
         raise SchemaError(
             f"routed_experts have shape {tuple(routes.shape)} and dtype {routes.dtype}; expected integers "
@@ -92,6 +93,15 @@ def decode_routed_experts(payload: Any, dtype: torch.dtype) -> torch.Tensor:
     if not bool((cast.to(torch.int64) == routes.to(torch.int64)).all()):
         raise SchemaError(f"routed_experts have ids that {dtype} cannot hold; decode them as a wider dtype")
     return cast
+
+
+def _from_lists(payload: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(payload)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SchemaError(
+            f"routed_experts are neither text nor nested lists of integers (tokens, layers, k): {error}"
+        ) from error
 
 
 def _from_text(payload: str) -> torch.Tensor:
@@ -110,7 +120,7 @@ def _from_text(payload: str) -> torch.Tensor:
     except (ValueError, binascii.Error) as error:
         raise SchemaError(f"routed_experts envelope with shape {shape_text!r} is damaged: {error}") from error
     itemsize = _WIRE_TORCH_DTYPES[name].itemsize
-    if len(shape) != 3 or min(shape) < 0 or len(data) != int(np.prod(shape)) * itemsize:
+    if len(shape) != 3 or min(shape) < 0 or len(data) != prod(shape) * itemsize:
         raise SchemaError(
             f"routed_experts of shape {shape_text} have {len(data)} bytes; expected {itemsize} for each element"
         )
