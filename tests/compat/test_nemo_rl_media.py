@@ -331,6 +331,7 @@ def test_media_tokens_of_rows_without_media_are_marked() -> None:
     assert refined is not None
     assert refined.tolist() == [[False, True, True], [False, True, False]]
     assert media.build_media_token_validity_mask(ids, IMAGE, [1, 1]) is None
+    assert media.build_media_token_validity_mask(ids[:0], IMAGE, []) is None
     with pytest.raises(ValueError, match=r"input_ids must be \[B, S\]"):
         media.build_media_token_validity_mask(ids[0], IMAGE, [0])
     with pytest.raises(ValueError, match="one entry per row"):

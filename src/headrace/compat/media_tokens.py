@@ -32,7 +32,8 @@ def build_media_token_validity_mask(
         raise SchemaError(
             f"{len(media_counts_by_row)} media counts for {len(input_ids)} rows; expected one entry per row"
         )
-    without = torch.tensor([count == 0 for count in media_counts_by_row], device=input_ids.device)
+    empty = [count == 0 for count in media_counts_by_row]
+    without = torch.tensor(empty, dtype=torch.bool, device=input_ids.device)
     spelled = (input_ids == media_token_id) & without.unsqueeze(1)
     if not bool(spelled.any()):
         return base_mask
