@@ -192,6 +192,16 @@ def test_a_task_brings_its_prompts(tmp_path: Path) -> None:
     assert datum["idx"] == 0
 
 
+@pytest.mark.parametrize("text", ["in \\boxed{answer}: {}", "in \\boxed{}: {}", "{", "{0.x}"])
+def test_a_prompt_whose_braces_are_no_places_of_the_question_is_a_mistake_in_its_file(
+    tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "prompt.txt").write_text(text)
+    spec = TaskDataSpec(prompt_file=tmp_path / "prompt.txt")
+    with pytest.raises(ConfigError, match=r"prompt_file=.*/prompt.txt: .*\{\{ and \}\} stand for braces"):
+        get_formatted_message_log([{"role": "user", "content": "a"}], tiny_tokenizer(), spec)
+
+
 @calls(MODULE, "remap_dataset_keys")
 def test_the_columns_of_a_data_set_are_renamed_and_others_dropped() -> None:
     datasets = pytest.importorskip("datasets")

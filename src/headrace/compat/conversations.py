@@ -8,7 +8,7 @@ import torch
 
 from headrace.compat.data_specs import TaskDataSpec
 from headrace.distributed.multimodal import PackedTensor
-from headrace.errors import SchemaError
+from headrace.errors import ConfigError, SchemaError
 
 Message = Mapping[str, Any]
 
@@ -110,6 +110,9 @@ def get_formatted_message_log(
         add_bos_token: Whether the first text begins with the tokenizer's begin token, if it has one.
         add_eos_token: Whether the last text, if an assistant's, ends with the tokenizer's end token.
         debug: Taken, and without effect; log what you get.
+
+    Raises:
+        ConfigError: a prompt with braces that are no place for the content.
     """
     messages = _with_prompts(message_log, task_data_spec)
     formatted: list[dict[str, Any]] = []
@@ -136,10 +139,20 @@ def _with_prompts(message_log: Sequence[Message], spec: TaskDataSpec) -> list[di
     if spec.prompt is not None:
         first = next((message for message in messages if message["role"] == "user"), None)
         if first is not None:
-            first["content"] = spec.prompt.format(first["content"])
+            first["content"] = _filled(spec, first["content"])
     if spec.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": spec.system_prompt})
     return messages
+
+
+def _filled(spec: TaskDataSpec, question: Any) -> str:
+    try:
+        return str(spec.prompt).format(question)
+    except (LookupError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"prompt_file={spec.prompt_file}: the question finds no place in its text ({error!r}); it goes where {{}} "
+            "stands, and {{ and }} stand for braces"
+        ) from error
 
 
 def _begun(text: str, token: str | None, *, wanted: bool) -> str:
