@@ -25,6 +25,9 @@ def test_a_recipe_with_replay_needs_an_engine_that_records_and_megatron() -> Non
     router_replay.configure_vllm_for_router_replay(config)
     assert config["generation"]["vllm_kwargs"] == {"enable_return_routed_experts": True}
     assert config["generation"]["vllm_cfg"] == {"enable_prefix_caching": True}
+    empty: dict[str, Any] = {**config, "generation": {"backend": "vllm", "vllm_kwargs": None}}
+    router_replay.configure_vllm_for_router_replay(empty)
+    assert empty["generation"]["vllm_kwargs"] == {"enable_return_routed_experts": True}
     router_replay.validate_router_replay_config(config)
     router_replay.validate_router_replay_config({"generation": {"backend": "hf"}})
     with pytest.raises(ConfigError, match=r"generation\.backend=hf"):

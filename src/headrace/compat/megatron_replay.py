@@ -35,7 +35,9 @@ def configure_vllm_for_router_replay(config: MutableMapping[str, Any]) -> None:
     """Have vLLM return the experts that it chose, in place, where replay is on and vLLM generates."""
     generation = config.get("generation") or {}
     if router_replay_enabled(config) and generation.get("backend") == "vllm":
-        generation.setdefault("vllm_kwargs", {})["enable_return_routed_experts"] = True
+        if generation.get("vllm_kwargs") is None:
+            generation["vllm_kwargs"] = {}
+        generation["vllm_kwargs"]["enable_return_routed_experts"] = True
 
 
 def validate_router_replay_config(config: Mapping[str, Any]) -> None:
