@@ -32,7 +32,7 @@ from nemo_rl_names import calls
 
 from headrace.distributed.batched_data_dict import BatchedDataDict as OwnBatch
 from headrace.distributed.ragged import nested_from_ragged, offsets_from_lengths
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, SchemaError
 
 MODULE = "distributed.batched_data_dict"
 
@@ -177,6 +177,23 @@ def test_batches_joined_with_unequal_columns_keep_all_columns_and_missing_rows_a
         [second, {"ids": torch.zeros(1, 1).long(), "r": torch.ones(1, 2, 3)}]
     )
     assert routes["r"].tolist() == [[[0.0] * 3] * 2, [[1.0] * 3] * 2]
+
+
+@pytest.mark.parametrize("pad_value", [300, -1, 0.5])
+@pytest.mark.parametrize("column", [torch.ones(1, dtype=torch.uint8), torch.ones(1, 2, dtype=torch.uint8)])
+def test_a_pad_value_that_a_missing_column_cannot_hold_is_refused_with_its_name(
+    column: torch.Tensor, pad_value: float
+) -> None:
+    with pytest.raises(SchemaError, match=r"column 'mask': pad value .* does not fit in torch.uint8"):
+        BatchedDataDict.from_batches([{"mask": column}, {"ids": torch.ones(2, 3)}], {"mask": pad_value})
+
+
+def test_uneven_shards_are_one_or_more() -> None:
+    batch = BatchedDataDict({"x": torch.arange(3)})
+    with pytest.raises(ConfigError, match="shards=0; expected a whole number, 1 or more"):
+        batch.shard_by_batch_size(0, allow_uneven_shards=True)
+    shards = batch.shard_by_batch_size(2, allow_uneven_shards=True)
+    assert [shard["x"].tolist() for shard in shards] == [[0, 1], [2]]
 
 
 def test_an_empty_batch_says_nothing_about_columns_and_gives_no_rows() -> None:

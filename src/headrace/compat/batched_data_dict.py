@@ -17,7 +17,9 @@ from headrace.distributed.batched_data_dict import DynamicBatchingArgs, Sequence
 from headrace.distributed.collectives import broadcast_columns
 from headrace.distributed.columns import object_array, rows_of, select_rows
 from headrace.distributed.ragged import nested_from_ragged, offsets_from_lengths, ragged_from_nested
+from headrace.distributed.ragged_cpu import pad_element
 from headrace.errors import ConfigError, SchemaError
+from headrace.utils.arguments import whole_number
 
 __all__ = ["BatchedDataDict", "DynamicBatchingArgs", "SequencePackingArgs", "SlicedDataDict"]
 
@@ -83,7 +85,7 @@ class BatchedDataDict(batched_data_dict.BatchedDataDict, metaclass=_AnyBatch):
         for batch in batches:
             rows = batched_data_dict.BatchedDataDict(batch).size
             columns = {
-                name: batch[name] if name in batch else _empty_rows(column, rows, pads.get(name, 0))
+                name: batch[name] if name in batch else _empty_rows(name, column, rows, pads.get(name, 0))
                 for name, column in examples.items()
             }
             filled.append(cls({n: PackedTensor.of(c) if _is_media(c) else c for n, c in columns.items()}))
@@ -195,6 +197,7 @@ class BatchedDataDict(batched_data_dict.BatchedDataDict, metaclass=_AnyBatch):
                     "allow_uneven_shards needs batch_size=None: uneven shards are cut from one batch"
                 )
             if dynamic_batching_args is None and sequence_packing_args is None:
+                shards = whole_number("shards", shards, 1, ConfigError)
                 rows = -(-self.size // shards)
                 stops = [min(rank * rows, self.size) for rank in range(shards + 1)]
                 return [self.slice(start, stop) for start, stop in itertools.pairwise(stops)]
@@ -238,7 +241,7 @@ def _holds_objects(column: object) -> bool:
     return isinstance(column, np.ndarray) and column.dtype == object
 
 
-def _empty_rows(column: Any, rows: int, pad_value: float) -> Any:
+def _empty_rows(name: str, column: Any, rows: int, pad_value: float) -> Any:
     """Return `rows` rows without content that join a column."""
     if isinstance(column, multimodal.PackedTensor):
         return PackedTensor.empty_rows_like(column, rows)
@@ -248,7 +251,10 @@ def _empty_rows(column: Any, rows: int, pad_value: float) -> Any:
     if isinstance(column, torch.Tensor):
         # Without width, so that the join pads it.
         shape = (rows,) if column.dim() == 1 else (rows, 0, *column.shape[2:])
-        return column.new_full(shape, pad_value)
+        try:
+            return pad_element(pad_value, column.dtype).to(column.device).expand(shape).clone()
+        except SchemaError as error:
+            raise SchemaError(f"column '{name}': {error}") from error
     if isinstance(column, np.ndarray) and not _holds_objects(column):
         return np.full((rows, *column.shape[1:]), pad_value, dtype=column.dtype)
     return [None] * rows if isinstance(column, list | tuple) else object_array([None] * rows)
