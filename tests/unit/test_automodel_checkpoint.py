@@ -1,6 +1,7 @@
 """Checkpoints: whole, exact, readable by transformers, and refused when damaged."""
 
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from headrace.errors import ConfigError, WriteError
 from headrace.models.automodel.checkpoint import (
     TrainerState,
     load_checkpoint,
+    load_shards,
     load_weights,
     save_checkpoint,
     save_shards,
@@ -133,6 +135,33 @@ def test_counters_that_are_none_are_named(tmp_path: Path, content: str) -> None:
         ConfigError, match=r"trainer.json: missing or damaged .* use another checkpoint"
     ) as caught:
         load_checkpoint(tmp_path, model, build_optimizer(model, CONFIG))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["null", "5", '{"model_type": []}', '{"hidden_act": null}', "HIDDEN_ACT"])
+def test_a_config_that_describes_no_model_is_a_damaged_checkpoint(tmp_path: Path, content: str) -> None:
+    model, optimizer = _trained("llama")
+    save_checkpoint(tmp_path, model, tiny_tokenizer(), optimizer, TrainerState(7, 3))
+    config = tmp_path / "model" / "config.json"
+    whole = json.loads(config.read_text())
+    if content.startswith("{"):
+        content = json.dumps({**whole, **json.loads(content)})
+    config.write_text(content.replace("HIDDEN_ACT", json.dumps({**whole, "hidden_act": "zz"})))
+    with pytest.raises(ConfigError, match=r"/model: cannot load these weights") as caught:
+        load_checkpoint(tmp_path, model, build_optimizer(model, CONFIG))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", pickle.dumps([]), "half", "turned"])
+def test_a_damaged_index_of_shards_is_named(tmp_path: Path, content: bytes | str) -> None:
+    model, optimizer = _trained("llama")
+    save_shards(tmp_path, model, optimizer)
+    index = tmp_path / "sharded" / ".metadata"
+    whole = index.read_bytes()
+    damaged = {"half": whole[: len(whole) // 2], "turned": whole[::-1]}
+    index.write_bytes(content if isinstance(content, bytes) else damaged[content])
+    with pytest.raises(ConfigError, match=r"sharded: cannot load this checkpoint .* must be whole") as caught:
+        load_shards(tmp_path, model, build_optimizer(model, CONFIG))
     assert "\n" not in str(caught.value)
 
 

@@ -274,6 +274,11 @@ def test_checkpoints_of_all_weights_and_of_an_adapter_are_not_mistaken(tmp_path:
         worker(lora={"rank": 2}).load_checkpoint(tmp_path / "small")
     with pytest.raises(ConfigError, match=r"k_proj.lora_A.weight has shape .* there and None"):
         worker(lora={"targets": ["v_proj"]}).load_checkpoint(tmp_path / "small")
+    (tmp_path / "small" / "adapter" / "adapter_config.json").write_text("[]")
+    with pytest.raises(
+        ConfigError, match=r"small/adapter: missing or damaged \(.* no JSON object\); use another"
+    ):
+        small.load_checkpoint(tmp_path / "small")
 
 
 def test_a_missing_peft_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,12 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from pydantic import ConfigDict, NonNegativeInt, ValidationError
 from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError
@@ -48,6 +50,7 @@ from headrace.models.automodel.optimizer_8bit import (
     is_8bit,
     new_moments,
 )
+from headrace.models.automodel.probes import REFUSALS
 from headrace.models.automodel.setup import load_pretrained, no_progress_bars, runs_own_code
 from headrace.models.automodel.sharding import ShardedModel, named_tensors, part_like, whole_tensor
 from headrace.models.saving import Saving
@@ -120,7 +123,7 @@ def _read_weights(directory: Path, model: Any, use: Callable[[Mapping[str, torch
             trusts = runs_own_code(model)
             saved = load_pretrained(directory, dtype=torch.float32, trust_remote_code=trusts)
         use(saved.state_dict())
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, SafetensorError, StrictDataclassError, *REFUSALS) as error:
         raise ConfigError(
             f"{directory}: cannot load these weights ({' '.join(str(error).split())[:300]}); the checkpoint must "
             "be whole and of the recipe's policy.model"
@@ -247,7 +250,7 @@ def load_shards(directory: Path, model: Any, optimizer: torch.optim.Optimizer) -
             # One process is meant, not fallen back to.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load(state, checkpoint_id=source, no_dist=not dist.is_initialized())
-    except (OSError, EOFError, ValueError, RuntimeError, KeyError, CheckpointException) as error:
+    except (OSError, EOFError, ImportError, UnpicklingError, CheckpointException, *REFUSALS) as error:
         raise ConfigError(
             f"{source}: cannot load this checkpoint ({' '.join(str(error).split())[:300]}); it must be whole and of "
             "the recipe's policy.model"

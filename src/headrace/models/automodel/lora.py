@@ -246,6 +246,8 @@ def read_adapter(directory: Path, cfg: LoraConfig) -> dict[str, torch.Tensor]:
     try:
         tensors: dict[str, torch.Tensor] = load_file(directory / _FILE)
         config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("adapter_config.json holds no JSON object")
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"{directory}: missing or damaged ({' '.join(str(error).split())[:200]}); use another checkpoint"
