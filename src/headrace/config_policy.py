@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from headrace.utils.rounding import round_up
 from headrace.utils.section import Decay, Fraction, Section, Settings, Strings
 
 
@@ -20,9 +21,11 @@ class SequencePackingConfig(Section):
     """`first_fit_decreasing`: the longest row first, into the first bin with room. `modified_...`: likewise, but bins
     of one large row are filled with smaller ones first. `concatenative`: in the order of the rows."""
     train_mb_tokens: PositiveInt = 4096
-    """Tokens of a training microbatch at most; at least `max_total_sequence_length`."""
+    """Tokens of a training microbatch at most; at least `max_total_sequence_length`, rounded up to
+    `make_sequence_length_divisible_by`."""
     logprob_mb_tokens: PositiveInt = 8192
-    """Tokens of a scoring microbatch at most; at least `max_total_sequence_length`."""
+    """Tokens of a scoring microbatch at most; at least `max_total_sequence_length`, rounded up to
+    `make_sequence_length_divisible_by`."""
     microbatch_order: Literal["planned", "longest_first"] = "planned"
     """Order of a rank's microbatches. `longest_first` shows in the first one whether memory is enough."""
 
@@ -33,9 +36,11 @@ class DynamicBatchingConfig(Section):
     enabled: bool = False
     """Batch by length. Excludes `sequence_packing`."""
     train_mb_tokens: PositiveInt = 4096
-    """Tokens of a training microbatch at most, padding included; at least `max_total_sequence_length`."""
+    """Tokens of a training microbatch at most, padding included; at least `max_total_sequence_length`, rounded up to
+    `sequence_length_round`."""
     logprob_mb_tokens: PositiveInt = 8192
-    """Tokens of a scoring microbatch at most, padding included; at least `max_total_sequence_length`."""
+    """Tokens of a scoring microbatch at most, padding included; at least `max_total_sequence_length`, rounded up to
+    `sequence_length_round`."""
     sequence_length_round: PositiveInt = 1
     """A microbatch is padded to a multiple of this many tokens."""
 
@@ -301,13 +306,24 @@ class PolicyConfig(Section):
                 "that each replica gets of train_global_batch_size; change one of them, or switch on "
                 "sequence_packing or dynamic_batching"
             )
-        for name in ("sequence_packing", "dynamic_batching"):
-            section = getattr(self, name)
+        yield from self._budget_faults()
+
+    def _budget_faults(self) -> Iterator[str]:
+        multiples = {
+            "sequence_packing": ("make_sequence_length_divisible_by", self.make_sequence_length_divisible_by),
+            "dynamic_batching": (
+                "dynamic_batching.sequence_length_round",
+                self.dynamic_batching.sequence_length_round,
+            ),
+        }
+        for name, (rounding, multiple) in multiples.items():
+            section, longest = getattr(self, name), round_up(self.max_total_sequence_length, multiple)
+            filled = "" if multiple == 1 else f" (filled to {longest} by {rounding}={multiple})"
             for key in ("train_mb_tokens", "logprob_mb_tokens"):
-                if section.enabled and getattr(section, key) < self.max_total_sequence_length:
+                if section.enabled and getattr(section, key) < longest:
                     yield (
                         f"{name}.{key}={getattr(section, key)} is less than max_total_sequence_length="
-                        f"{self.max_total_sequence_length}, so the longest row fits no microbatch; raise "
+                        f"{self.max_total_sequence_length}{filled}, so the longest row fits no microbatch; raise "
                         f"{name}.{key}"
                     )
 

@@ -167,6 +167,16 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "switch one",
     ),
     f"{PACKING} policy.sequence_packing.logprob_mb_tokens=10": ("logprob_mb_tokens=10", "=1024", "raise"),
+    f"{PACKING} policy.sequence_packing.train_mb_tokens=1029 policy.make_sequence_length_divisible_by=10": (
+        "train_mb_tokens=1029",
+        "=1024 (filled to 1030 by make_sequence_length_divisible_by=10)",
+        "raise",
+    ),
+    f"{DYNAMIC} policy.dynamic_batching.logprob_mb_tokens=1029 policy.dynamic_batching.sequence_length_round=10": (
+        "logprob_mb_tokens=1029",
+        "=1024 (filled to 1030 by dynamic_batching.sequence_length_round=10)",
+        "raise",
+    ),
     "policy.model.path=/x": (
         "policy.model: set exactly one of path, gguf_package and config; got path, config",
     ),
