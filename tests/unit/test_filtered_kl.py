@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+import reference_algorithms
+from headrace.algorithms.grpo import _row_stats, score
 from headrace.algorithms.loss import NLLLoss, PolicyGradientLoss, kl_estimate
+from headrace.algorithms.rollout_table import RolloutTable
 from headrace.algorithms.run import train
-from headrace.algorithms.sample_stats import sample_stats
+from headrace.algorithms.sample_stats import sample_stats, token_advantages
 from headrace.config import LossConfig
 from headrace.errors import SchemaError
 from headrace.models.automodel.scoring import Scoring, TokenScorer
@@ -134,6 +137,51 @@ def test_a_loss_with_kl_that_gets_no_unfiltered_logprobs_says_so() -> None:
     with pytest.raises(SchemaError, match="'unfiltered_logprobs': the KL"):
         loss_fn(torch.zeros(shape), columns, global_valid_seqs=one, global_valid_toks=one)
     assert "unfiltered_logprobs" not in PolicyGradientLoss(LossConfig(), filtered=True).required_columns
+
+
+@pytest.mark.parametrize("kl", [0.3, 0.0])
+def test_returns_are_of_the_tokens_that_the_trainers_filter_leaves(tmp_path: Path, kl: float) -> None:
+    recipe = tiny_recipe(
+        tmp_path,
+        grpo={
+            "num_prompts_per_step": 4,
+            "num_generations_per_prompt": 4,
+            "advantage": {"estimator": "reinforce_plus_plus"},
+            "reward": {"kl_coefficient": kl},
+        },
+    )
+    prev = torch.tensor([[0, -1.0, -torch.inf, -2.0], [0, -0.5, -0.75, 0]])
+    reference = torch.tensor([[0, -1.25, -3.0, -1.0], [0, -1.0, -0.25, 0]])
+    data = {
+        "token_mask": torch.tensor([[0, 1, 1, 1], [0, 1, 1, 0]]),
+        "generation_logprobs": torch.full((2, 4), -0.5),
+        "prev_logprobs": prev,
+        "reference_policy_logprobs": reference,
+    }
+    counts = [torch.tensor([3, 2])] * 3
+    no, zeros = torch.zeros(2, dtype=torch.bool), torch.zeros(2)
+    table = RolloutTable(
+        ["a", "b"],
+        ["p", "q"],
+        torch.tensor([1.0, 0.0]),
+        no,
+        *counts,
+        zeros,
+        zeros,
+        zeros,
+        [None] * 2,
+        [{}] * 2,
+    )
+    stats = _row_stats(data, kl_kind="k1", by_token=kl > 0)
+    scored = score(recipe, table, stats, torch.ones(2))
+    kls = [[0.25, -1.0], [0.5, -0.5]]  # of the tokens that are left
+    expected = reference_algorithms.token_advantages(
+        [1.0, 0.0], [0, 1], [True, True], kls, recipe.grpo.advantage, kl
+    )
+    data["mean_advantages"] = scored.advantages
+    found = token_advantages(data, kl_kind="k1", kl_scale=scored.kl_scale)["advantages"]
+    assert found[0, [1, 3]].tolist() == pytest.approx(expected[0], rel=1e-4)
+    assert found[1, [1, 2]].tolist() == pytest.approx(expected[1], rel=1e-4)
 
 
 def test_answers_of_the_warm_start_are_learnt_without_filters() -> None:

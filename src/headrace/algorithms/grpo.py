@@ -386,8 +386,10 @@ def score(
     kl = None
     if recipe.has_token_kl:
         kl = TokenKL(grpo.reward.kl_coefficient, stats["kl_to_go_sum"], stats["kl_to_go_squares"])
+    # Tokens that the trainer's filters exclude do not count, once it has scored them.
+    tokens = stats.get(f"{MISMATCH}tokens", table.response_tokens).long()
     result = compute_advantages(
-        rewards if kl is None else shaped, table.group_ids, mask, table.response_tokens, grpo.advantage, kl=kl
+        rewards if kl is None else shaped, table.group_ids, mask, tokens, grpo.advantage, kl=kl
     )
     require_finite(result.advantages, table.sample_ids, "advantages", "Lower grpo.reward.scale")
     metrics = {"sample_mask/mean": float(mask.mean()), **result.metrics}
