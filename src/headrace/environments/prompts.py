@@ -5,6 +5,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
+from numbers import Real
 from pathlib import PurePath
 from typing import Any, get_args
 
@@ -209,9 +211,9 @@ def _read_messages(value: Sequence[Any], where: str, setting: str) -> Iterator[M
 def _text(row: Mapping[str, Any], key: str, place: str, setting: str) -> str:
     """Return the text under `key`, which the recipe's `setting` names; a number counts as text."""
     value = _require(row, key, place, setting)
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | Real | Decimal):
         raise ConfigError(f"{place}: key '{key}' is {value!r:.60}; expected text or a number ({setting})")
-    if isinstance(value, float) and not math.isfinite(value):
+    if not isinstance(value, str | int) and not math.isfinite(value):
         fault = f"{value}, which no completion equals"
     elif not str(value).strip():
         fault = "empty"

@@ -1,8 +1,11 @@
 """Rows of a file, of a saved dataset, of the hub, or of a function: mappings, with the place of each in words."""
 
+import codecs
 import csv
+import io
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ from headrace.utils.targets import TARGET, check_parameters, load_callable, user
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LONGEST_REASON = 200
+_LONGEST_CELL = 2**31 - 1
 Row = tuple[int, str, Mapping[str, Any]]
 """The number of a row, its place (`line 3` of a text file, `row 2` of a dataset), and its values."""
 
@@ -74,26 +78,47 @@ def _json_lines(path: Path, source: Source) -> Iterator[Row]:
 
 
 def _json(path: Path, source: Source) -> Iterator[Row]:
-    rows = read_json(path, remedy="write a list of objects")
+    rows = read_json(path, name=str(source), remedy="write a list of objects")
     if not isinstance(rows, list):
         raise ConfigError(f"{source}: expected a list of objects; got {type(rows).__name__}")
     return _numbered(_mappings(rows, source), start=1)
 
 
 def _csv(path: Path, source: Source) -> Iterator[Row]:
+    csv.field_size_limit(_LONGEST_CELL)
+    line = 0  # the last that a whole row has
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            for cells in reader:
-                place = f"line {reader.line_num}"
-                if None in cells or None in cells.values():
-                    raise ConfigError(
-                        f"{source}, {place}: {'more' if None in cells else 'fewer'} cells than the header's "
-                        f"{len(reader.fieldnames or ())}; put text with commas into double quotes"
-                    )
-                yield reader.line_num, place, {name: cell_value(text) for name, text in cells.items()}
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{source}: cannot read it as CSV in UTF-8 ({_reason(error)})") from error
+        reader = csv.reader(io.StringIO(_text(path, source), newline=""), strict=True)
+        rows = (cells for cells in reader if cells)
+        header = next(rows, [])
+        line = reader.line_num
+        if twice := [name for name, count in Counter(header).items() if name and count > 1]:
+            raise ConfigError(
+                f"{source}, line {line}: two columns are called '{twice[0]}'; rename one of them"
+            )
+        for cells in rows:
+            line = reader.line_num
+            if len(cells) != len(header):
+                raise ConfigError(
+                    f"{source}, line {line}: {'more' if len(cells) > len(header) else 'fewer'} cells than the header's "
+                    f"{len(header)}; put text with commas into double quotes"
+                )
+            yield line, f"line {line}", dict(zip(header, map(cell_value, cells)))
+    except csv.Error as error:
+        raise ConfigError(
+            f"{source}, line {line + 1}: not valid CSV ({error}); mend the row that begins there"
+        ) from error
+
+
+def _text(path: Path, source: Source) -> str:
+    try:
+        data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        return data.decode()
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot read it ({error.strerror or error}); check the path") from error
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{source}, line {line}: not UTF-8 text; save the file as UTF-8") from error
 
 
 def cell_value(text: str) -> str | int | float:
@@ -133,7 +158,7 @@ def _saved_dataset(path: Path, source: Source) -> Iterable[Mapping[str, Any]]:
         from datasets import load_from_disk  # noqa: PLC0415 - optional, and slow to import
     try:
         found = load_from_disk(str(path))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{source}: not a Hugging Face dataset made by save_to_disk ({_reason(error)}); check the path"
         ) from error

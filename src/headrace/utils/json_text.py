@@ -55,8 +55,8 @@ def parse_json(data: bytes) -> Any:
     return value
 
 
-def read_json(path: Path, *, remedy: str) -> Any:
-    """Return the value of a file that holds one; `remedy` ends the message of an error.
+def read_json(path: Path, *, name: str = "", remedy: str) -> Any:
+    """Return the value of a file that holds one; `name` stands for the path in a message, which `remedy` ends.
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is none.
@@ -67,9 +67,9 @@ def read_json(path: Path, *, remedy: str) -> Any:
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read it ({error.strerror or error}); {remedy}") from error
+        raise ConfigError(f"{name or path}: cannot read it ({error.strerror or error}); {remedy}") from error
     except JsonFault as error:
-        raise ConfigError(f"{path}, line {error.line}: damaged, {error}; {remedy}") from error
+        raise ConfigError(f"{name or path}, line {error.line}: damaged, {error}; {remedy}") from error
 
 
 def read_json_lines(
