@@ -71,11 +71,28 @@ def _named(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     path = value.get("path")
-    if isinstance(path, str) and not TARGET.fullmatch(path):
-        return {PurePath(path).stem or "data": value}
     if isinstance(path, str):
-        return {path.partition(":")[2]: value}
+        name = path.partition(":")[2] if TARGET.fullmatch(path) else PurePath(path).stem or "data"
+        return {name: _with_own(value, name)}
     return {name: {"path": entry} if isinstance(entry, str) else entry for name, entry in value.items()}
+
+
+def _with_own(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the keys of the one set in `value`, with those under its name, as overrides and messages have them."""
+    others = [k for k, entry in value.items() if k != name and isinstance(entry, Mapping) and "path" in entry]
+    if others and others[0] not in SourceConfig.model_fields:
+        raise ValueError(
+            f"path={value['path']} is of one set without a name, beside sets by name ({', '.join(others)}); write "
+            f"{name}.path"
+        )
+    own = None if name in SourceConfig.model_fields else value.get(name)
+    if not isinstance(own, Mapping):
+        return value
+    rest = {key: entry for key, entry in value.items() if key != name}
+    columns = [keys["columns"] for keys in (rest, own) if "columns" in keys]
+    if len(columns) == 2 and all(isinstance(entry, Mapping) for entry in columns):
+        own = {**own, "columns": {**columns[0], **columns[1]}}
+    return {**rest, **own}
 
 
 def _sets_of(source: Any) -> BeforeValidator:

@@ -81,6 +81,27 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
     "seed.=3": ("override 'seed.=3': expected key=value",),
     "policy..workers=3": ("override 'policy..workers=3': expected key=value",),
     "seed=[1": ("override 'seed=[1': line ", "did not find expected ',' or ']'", "put the value in quotes"),
+    "data.train.path=x.csv data.train.colums.prompt=task": (
+        "'data.train.x.colums'; did you mean 'data.train.x.columns'?",
+    ),
+    "data.train.x.path=x.csv data.train.x.wieght=2": (
+        "override 'data.train.x.wieght=2'",
+        "'data.train.x.weight'?",
+    ),
+    "data.train.x.path=x.csv data.train.path=y.csv": (
+        "data.train: path=y.csv",
+        "sets by name (x)",
+        "write y.path",
+    ),
+    "env.kind=by_column env.environments.a.kind=dataset env.environments.a.mtach=exact": (
+        "unknown key 'env.environments.a.mtach'; did you mean 'env.environments.a.match'?",
+    ),
+    "env.kind=by_column env.environments.a.kind=dataset env.environments.a.match=x": (
+        "override 'env.environments.a.match=x': env.environments.a.match='x': expected 'exact', 'contains'",
+    ),
+    "env.kind=by_column env.environments.a.match=exact": (
+        "missing key 'env.environments.a.kind'; expected one of reasoning_gym, math",
+    ),
     # out of range: negative, zero, huge, inf, nan
     "policy.workers=-1": ("policy.workers=-1: expected greater than 0",),
     "policy.workers=99999999999999999999": (
@@ -330,6 +351,10 @@ TEXTS: dict[str, tuple[str | bytes, tuple[str, ...]]] = {
     "blanks as run_dir": (
         BASE.replace("RUN_DIR", '" "'),
         ("run_dir is empty; set it to a directory of its own",),
+    ),
+    "a number for a name": (
+        "+data: {train: {1: {path: x.csv}}}\n",
+        ("unknown key 'data.train.1'; expected a name",),
     ),
     "many faults": (
         "run_dir: 3\npolicy: {workers: x}\nfoo: 1\n",

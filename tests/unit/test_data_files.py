@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from headrace.config import DataConfig, DatasetConfig
+from headrace.config import DataConfig, DatasetConfig, TrainSourceConfig
 from headrace.environments.build import build_environment
 from headrace.errors import ConfigError
 from headrace.experience.types import Prompt
@@ -113,3 +113,11 @@ def test_a_saved_dataset_whose_facts_are_damaged_is_told_by_its_key(tmp_path: Pa
     datasets.Dataset.from_list([{"prompt": "1", "answer": "1"}]).save_to_disk(str(folder))
     (folder / "dataset_info.json").write_text("[]")
     assert line_about(folder).startswith("data.train.sums.path=sums: not a Hugging Face dataset")
+
+
+def test_the_keys_of_a_set_without_a_name_can_be_set_under_the_name_that_messages_have() -> None:
+    short = {"path": "sums.csv", "columns": {"prompt": "task", "answer": "sum"}}
+    own = {"sums": {"columns": {"answer": "total"}, "size": 3}}
+    merged = DataConfig.model_validate({"train": {**short, **own}}).train
+    columns = {"prompt": "task", "answer": "total"}
+    assert merged == {"sums": TrainSourceConfig(path="sums.csv", columns=columns, size=3)}

@@ -76,8 +76,8 @@ def _describe_one(fault: Any, model: type[BaseModel]) -> str:
     parts, section, field = _locate(fault["loc"], model)
     key = ".".join(parts)
     kind, value, context = fault["type"], _short(fault["input"]), fault.get("ctx", {})
-    if kind == "invalid_key":
-        return f"unknown key '{key}'; expected a name"
+    if kind == "invalid_key" or parts[-1:] == ["[key]"]:
+        return f"unknown key '{key.removesuffix('.[key]')}'; expected a name"
     if kind == "extra_forbidden":
         new = RECIPE_KEYS.get(key)
         return f"unknown key '{key}'" + (
@@ -142,8 +142,14 @@ def _locate(
             continue
         section = _as_model(here)
         parts.append(str(step))
-        here = field = section.model_fields.get(str(step)) if section is not None else None
+        here = field = section.model_fields.get(str(step)) if section is not None else _entry(here)
     return parts, section, field
+
+
+def _entry(here: Any) -> FieldInfo | None:
+    """Return what stands under each name of a mapping."""
+    is_mapping = isinstance(here, FieldInfo) and get_origin(here.annotation) is dict
+    return FieldInfo.from_annotation(get_args(here.annotation)[1]) if is_mapping else None
 
 
 def _as_model(here: Any) -> type[BaseModel] | None:
