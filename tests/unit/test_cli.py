@@ -168,6 +168,19 @@ def test_ctrl_c_outside_a_loop_is_one_line_and_130() -> None:
     assert process("slow", code=code) == (130, "", "headrace: interrupted\n")
 
 
+def test_ctrl_c_while_modules_load_is_one_line_and_130() -> None:
+    code = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def interrupt(event, about):\n"
+        "    if event == 'import' and about[0] == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.addaudithook(interrupt)\n"
+        "from headrace.__main__ import main\n"
+        "main()"
+    )
+    assert process("--version", code=code) == (130, "", "headrace: interrupted\n")
+
+
 @pytest.mark.parametrize("debug", [(), ("--debug",)], ids=str)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
