@@ -137,6 +137,10 @@ class LoraConfig(Section):
     """How matrices below the adapter are held: as `policy.precision` says, or in 8 or 4 bits by torchao (one worker).
     The generator gets the rounded values."""
 
+    def faults(self) -> Iterator[str]:
+        if self.rank is not None and not self.targets:
+            yield "targets=[] gives no layer an adapter; name linear layers, or all, or set rank=null"
+
 
 class ParallelConfig(Section):
     """How one replica of the policy is spread over workers; the data-parallel size is what is left.

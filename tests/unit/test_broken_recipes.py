@@ -176,6 +176,10 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "whole weights",
         "set generation.sglang.weights=disk",
     ),
+    "policy.lora.rank=8 policy.lora.targets=[]": (
+        "policy.lora.targets=[] gives no layer an adapter",
+        "or all",
+    ),
     "policy.lora.rank=0": ("policy.lora.rank=0", "rank=0", "greater than 0"),
     "data_plane.enabled=true policy.workers=2": (
         "data_plane.impl=local",

@@ -202,9 +202,13 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "another type": (_config(model_type="nonsense"), r"policy.model.path=.*nonsense"),
     "a broken config": (lambda folder: (folder / "config.json").write_text("{"), r"policy.model.path="),
     "weights of another": (_weights_of_another, r"no weights for .*; the files must be whole"),
+    "weights of another size": (
+        _config(intermediate_size=24),
+        r"policy.model.path=.*: [\w.]+ has the shape \([\d, ]+\), and \([\d, ]+\) by the config \(\d+ such",
+    ),
     "a torn file": (
         lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 20),
-        r"policy.model: transformers cannot build this model",
+        r"policy.model.path=.*: transformers cannot build this model",
     ),
     "no tokenizer": (
         _no_tokenizer,

@@ -115,12 +115,13 @@ def load_model(
     device = device or resolve_device(cfg)
     directory = model_directory(cfg.model)
     options = _model_options(cfg, directory, device, tokenizer)
-    with _building(options, cfg.model.config), torch.random.fork_rng(devices=[]):
+    key = "policy.model" if directory is None else f"policy.model.path={directory}"
+    with _building(options, cfg.model.config, key), torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "model"))
         build = partial(load_pretrained, directory) if directory else AutoModelForCausalLM.from_config
         model = build(**options)
     model = model.eval().to(device)
-    key = "policy.model.config" if directory is None else f"policy.model.path={directory}"
+    key = "policy.model.config" if directory is None else key
     check_runs(model, COMPUTE_DTYPES[cfg.precision], key)
     return model
 
@@ -160,8 +161,10 @@ def _model_options(
 
 
 @contextmanager
-def _building(options: Mapping[str, Any], values: Mapping[str, Any] | None) -> Iterator[None]:
-    """Tell what transformers refuses as a mistake in the recipe; `values` are its `policy.model.config`."""
+def _building(
+    options: Mapping[str, Any], values: Mapping[str, Any] | None, key: str = "policy.model"
+) -> Iterator[None]:
+    """Tell what transformers refuses as a mistake under `key`; `values` are the recipe's `policy.model.config`."""
     try:
         with no_progress_bars():
             yield
@@ -172,9 +175,9 @@ def _building(options: Mapping[str, Any], values: Mapping[str, Any] | None) -> I
             suspect = f" with experts_implementation={options['experts_implementation']}"
         elif "attention" in lower or "attn" in lower:
             suspect = f" with attn_implementation={options['attn_implementation']} (eager works for most)"
-        elif isinstance(error, KeyError) and (key := _key_of(values or {}, error.args[0])):
-            text = f"config.{key}={error.args[0]} is no name that it knows"
-        raise ConfigError(f"policy.model: transformers cannot build this model{suspect}: {text}") from error
+        elif isinstance(error, KeyError) and (name := _key_of(values or {}, error.args[0])):
+            text = f"config.{name}={error.args[0]} is no name that it knows"
+        raise ConfigError(f"{key}: transformers cannot build this model{suspect}: {text}") from error
 
 
 def _key_of(values: Mapping[str, Any], value: object) -> str | None:
@@ -202,17 +205,18 @@ def load_pretrained(directory: Path, **options: Any) -> Any:
     """Return the model of a Hugging Face directory.
 
     Raises:
-        ConfigError: weights that the files do not hold; transformers would draw them at random.
+        ConfigError: weights that the files do not hold, or of other shapes; transformers would draw them at random.
     """
     model, report = AutoModelForCausalLM.from_pretrained(
-        directory, local_files_only=True, output_loading_info=True, **options
+        directory, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ConfigError(
-            f"{directory}: no weights for {', '.join(missing[:3])} ({len(missing)} in all); the files must be whole "
-            "and of the config beside them"
-        )
+    missing, others = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
+    if missing or others:
+        fault = f"no weights for {', '.join(missing[:3])} ({len(missing)} in all)"
+        if not missing:
+            name, held, wanted = others[0]
+            fault = f"{name} has the shape {(*held,)}, and {(*wanted,)} by the config ({len(others)} such weights)"
+        raise ConfigError(f"{fault}; the files must be whole and of the config beside them")
     return model
 
 
