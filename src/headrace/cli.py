@@ -107,7 +107,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _fail_usage(error: Any) -> NoReturn:
-    message = error.format_message().rstrip(".")
+    message = error.format_message().rstrip(".") or "missing command"
     if "." in getattr(error, "option_name", ""):
         message += ": keys of a recipe have no dashes"
     if error.ctx:

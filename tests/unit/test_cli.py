@@ -58,6 +58,16 @@ def test_without_a_command_the_help_is_shown() -> None:
     assert "Commands" in headrace_cli().output
 
 
+@pytest.mark.parametrize("group", ["config", "data", "store"])
+def test_a_group_without_its_command_shows_its_help_and_says_what_is_missing(group: str) -> None:
+    result = headrace_cli(group)
+    assert (result.exit_code, result.stderr) == (
+        2,
+        f"headrace: error: missing command; see headrace {group} --help\n",
+    )
+    assert "Commands" in result.stdout
+
+
 def test_the_version_is_shown() -> None:
     assert headrace_cli("--version").output == f"headrace {headrace.__version__}\n"
 
