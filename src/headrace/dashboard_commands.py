@@ -1,7 +1,9 @@
 """`headrace dashboard`, the live page of runs, and `headrace report`, what they came to."""
 
+import errno
 import os
 import secrets
+import socket
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -69,9 +71,11 @@ def dashboard(
         server.serve(server.make_app(found, token=token), host, port, tell)
     except OSError as error:
         reason = error.strerror or os.strerror(error.errno or 0)
-        raise ConfigError(
-            f"--host {host} --port {port}: {reason}; give another --port, or 0 for a free one"
-        ) from error
+        no_address = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        remedy = (
+            "an address of this machine as --host" if no_address else "another --port, or 0 for a free one"
+        )
+        raise ConfigError(f"--host {host} --port {port}: {reason}; give {remedy}") from error
 
 
 def report(

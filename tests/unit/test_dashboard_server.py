@@ -337,6 +337,13 @@ def test_a_port_that_is_taken_and_a_run_that_is_not_there_are_one_line(run_dir: 
     assert "no such directory" in cli("dashboard", run_dir / "nowhere").stderr
 
 
+@pytest.mark.parametrize("host", ["203.0.113.77", "nowhere.invalid"])
+def test_a_host_that_is_not_this_machine_s_is_told_as_such(run_dir: Path, host: str) -> None:
+    line = cli("dashboard", run_dir, "--host", host, "--port", 0).stderr
+    assert line.startswith(f"headrace: error: --host {host} --port 0: ")
+    assert line.endswith("; give an address of this machine as --host\n")
+
+
 @pytest.mark.parametrize("token", ["", " ", "ключ", "a&b#c é", "a b", "a\n", "a;b", "a%20b"])
 def test_a_token_that_lets_everybody_in_or_that_no_address_carries_is_refused_before_the_page_is_served(
     run_dir: Path, port: int, token: str
