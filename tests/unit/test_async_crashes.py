@@ -135,6 +135,17 @@ def test_what_a_run_that_goes_on_used_out_of_turn_is_known_from_its_start(tmp_pa
         ]
 
 
+def test_a_run_that_dropped_and_now_waits_makes_each_step_whole(tmp_path: Path) -> None:
+    recipe = recipe_of(max_lag=0, on_stale="wait", prompts_per_call=GROUPS)
+    at = Progress.at_start().model_copy(update={"step": 1, "prompt_position": 5, "prompts_ahead": [6, 9]})
+    generator = MoodyGenerator(random.Random(0), slow_s=0, fails=0)
+    with producing(recipe, [generator], at) as (producers, store):
+        producers.publish(1)
+        for step, positions in ((2, [5, 7, 8, 10]), (3, [11, 12, 13, 14])):
+            rows = train(producers, store, step)
+            assert [tag["position"] for tag in (rows.tags or [])[::GROUP]] == positions
+
+
 def test_more_rows_in_the_making_than_the_store_has_room_for_are_waited_for() -> None:
     recipe = recipe_of(max_lag=0, on_stale="drop", collectors=2, prompts_per_call=GROUPS)
     moods = [MoodyGenerator(random.Random(n), slow_s=0.05, fails=0) for n in range(2)]

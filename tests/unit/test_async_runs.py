@@ -1,11 +1,13 @@
 """Whole asynchronous runs of a tiny model: lag, collectors, resume, stops, validation, and what is refused."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.algorithms.async_utils.staleness_sampler import InOrderSampler
+from headrace.algorithms.observer import StepRecord
 from headrace.algorithms.run import train
 from headrace.errors import ConfigError, HeadraceError
 from headrace.utils.recipe import load_recipe
@@ -21,10 +23,14 @@ class TooGenerous(InOrderSampler):
 
 
 def run(
-    directory: Path, stopper: Any = None, asynchrony: dict[str, Any] | None = None, **changes: Any
+    directory: Path,
+    stopper: Any = None,
+    asynchrony: dict[str, Any] | None = None,
+    observer: Recorder | None = None,
+    **changes: Any,
 ) -> Recorder:
     directory.mkdir(exist_ok=True)
-    recorder = Recorder()
+    recorder = observer or Recorder()
     section = {"enabled": True, **(asynchrony or {})}
     changes = {"loss": {"importance_correction": "tis"}, **changes}
     recipe = tiny_recipe(directory, batching="packed", **{"async": section}, **changes)
@@ -88,6 +94,53 @@ def test_a_stopped_run_without_a_lag_goes_on_bit_for_bit(tmp_path: Path) -> None
     assert 0 < len(first.steps) < 5
     second = run(tmp_path / "parts", asynchrony=lag)
     assert {**numbers(first), **numbers(second)} == numbers(whole)
+
+
+def with_groups(per_step: int, **grpo: Any) -> dict[str, Any]:
+    return {
+        "grpo": {"num_prompts_per_step": per_step, **grpo},
+        "policy": {"train_global_batch_size": 4 * per_step},
+    }
+
+
+@pytest.mark.parametrize("groups", [8, 6])
+def test_a_run_that_goes_on_with_steps_of_another_size_takes_those_of_the_synchronous_loop(
+    tmp_path: Path, groups: int
+) -> None:
+    losses = {}
+    for enabled in (True, False):
+        made, folder = list[StepRecord](), tmp_path / str(enabled)
+        for sizes in (with_groups(4, max_num_steps=3), with_groups(groups)):
+            made += run(folder, asynchrony={"enabled": enabled, "max_lag": 0}, **sizes).steps
+        assert [record.step for record in made] == [1, 2, 3, 4, 5]
+        losses[enabled] = [(r.metrics["train/loss"], r.metrics["train/grad_norm"]) for r in made]
+    assert losses[True] == losses[False]
+
+
+class Crash(Recorder):
+    """Ends the run in step 5, when groups of the next step have been put."""
+
+    def on_stage(self, step: int, stage: str) -> None:
+        if (step, stage) == (5, "train"):
+            time.sleep(0.2)
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "drop"])
+def test_groups_of_steps_of_another_size_are_made_again_after_a_crash_and_ids_come_anew(
+    tmp_path: Path, on_stale: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = {
+        "data": {"train_size": 4},  # so that a prompt comes again at once
+        "data_plane": {"journal": {"enabled": True}},
+        "checkpointing": {"save_period": 3},
+    }
+    lag = {"max_lag": 1, "room": 16, "on_stale": on_stale}
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, observer=Crash(), asynchrony=lag, **with_groups(4), **changes)
+    made = run(tmp_path, asynchrony=lag, **with_groups(8), **changes)
+    assert [(r.step, r.metrics["async/failed_calls"]) for r in made.steps] == [(4, 0), (5, 0)]
+    assert not [message for message in caplog.messages if "rows" in message]
 
 
 def test_a_validation_beside_training_is_of_the_weights_that_it_names(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def restore(session: Session, checkpoints: CheckpointManager, reference_dir: Pat
     if client is not None and (journal := journal_of(client)) is not None:
         position = {} if state is None else state.journal or {}
         if position and state is not None and session.recipe.asynchrony.enabled:
-            keep = worth_restoring(session.recipe, state.progress)
+            keep = worth_restoring(session.recipe, state.progress, state.recipe)
             report = restore_rows(client, journal.folder, position, later=True, keep=keep)
         else:
             report = restore_rows(client, journal.folder, position)

@@ -8,9 +8,10 @@ if answers may have been drawn with its own.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from threading import Condition, Lock
 
 from headrace.algorithms.async_utils.staleness_sampler import StalenessSampler
@@ -40,7 +41,8 @@ class Plan:
 
     The step `first_step` takes its prompts from `position` on. `trained` are later positions whose groups earlier steps
     have used, `there` those whose groups are in the store already. After `last_step` no ticket is made for a later one.
-    Calls begin at multiples of `per_call`, so that a group has the same id in every run.
+    With `in_order` a step takes the groups made for it alone, so that no call is for two; elsewhere calls begin at
+    multiples of `per_call`. Either way a group has the same id in every run.
     """
 
     per_step: int
@@ -52,16 +54,33 @@ class Plan:
     last_step: int | None
     trained: frozenset[int] = frozenset()
     there: frozenset[int] = frozenset()
+    in_order: bool = False
 
     def made_for(self, position: int, dropped: int) -> int:
         """Return the step that a position is for, when so many groups were dropped, whose places later ones take."""
         gone = dropped + sum(at < position for at in self.trained)
         return self.first_step + max(position - self.position - gone, 0) // self.per_step
 
-    def positions(self, start: int) -> list[int]:
-        """Return the positions of the call that begins at `start` which are to be answered."""
-        gone = self.trained | self.there
-        return [at for at in range(start, start + self.per_call) if at >= self.position and at not in gone]
+    def calls(self) -> Iterator["Call"]:
+        """Yield the calls that are still to be made, without end."""
+        gone, per_step = self.trained | self.there, self.per_step // self.per_call
+        number = (self.first_step - 1) * per_step if self.in_order else self.position // self.per_call
+        start = self.position if self.in_order else number * self.per_call
+        stream = (at for at in count(start) if not (self.in_order and at in self.trained))
+        while True:
+            cut = islice(stream, self.per_call)
+            if positions := [at for at in cut if at >= self.position and at not in gone]:
+                yield Call(*divmod(number, per_step), positions)
+            number += 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """Positions that are answered together, and the name of their call: its number in a step, counted from 0."""
+
+    step: int
+    number: int
+    positions: Sequence[int]
 
 
 class Dispatcher:
@@ -86,7 +105,8 @@ class Dispatcher:
         self._changed = Condition()
         # One thread at a time looks for room, so that what it finds is still there when it takes it.
         self._turn = Lock()
-        self._next, self._again = plan.position // plan.per_call * plan.per_call, deque[Ticket]()
+        self._calls_to_come, self._again = plan.calls(), deque[Ticket]()
+        self._next = next(self._calls_to_come)
         self.version = plan.first_step - 2  # before the first weights nothing may begin
         self._rows_in_making, self._dropped = 0, 0
         # Positions from the first one on whose group has not been used, and later ones whose groups have.
@@ -184,16 +204,14 @@ class Dispatcher:
                 continue
             with self._changed:
                 self._rows_in_making += self._rows(ticket)
-                self._next += self._plan.per_call
+                self._next = next(self._calls_to_come)
             return ticket
 
     def _has_next(self) -> bool:
         return self._is_closed or (not self.lacks_weights and (bool(self._again) or self._may_begin()))
 
     def _may_begin(self) -> bool:
-        plan = self._plan
-        while not (positions := plan.positions(self._next)):
-            self._next += plan.per_call
+        plan, positions = self._plan, self._next.positions
         made_for = plan.made_for(positions[0], self._dropped)
         if self._rows_in_making + len(positions) * plan.group_size > self._most_rows:
             return False
@@ -202,15 +220,14 @@ class Dispatcher:
         return self._sampler.may_begin(made_for, self.version)
 
     def _mint(self) -> Ticket:
-        plan, positions = self._plan, self._plan.positions(self._next)
-        step, number = divmod(self._next // plan.per_call, plan.per_step // plan.per_call)
+        plan, call = self._plan, self._next
         # As the synchronous loop has them, whose step is one call.
         return Ticket(
-            plan.made_for(positions[0], self._dropped),
-            tuple(positions),
-            self._prompts.at(positions),
-            derive_seed(plan.seed, "rollout", step + 1, number),
-            f"{step + 1}.{number}",
+            plan.made_for(call.positions[0], self._dropped),
+            tuple(call.positions),
+            self._prompts.at(call.positions),
+            derive_seed(plan.seed, "rollout", call.step + 1, call.number),
+            f"{call.step + 1}.{call.number}",
         )
 
     def _rows(self, ticket: Ticket) -> int:

@@ -189,20 +189,27 @@ def plan_of(recipe: RecipeConfig, progress: Progress) -> Plan:
         position=progress.prompt_position,
         last_step=grpo.max_num_steps if cfg.sampler is None and cfg.on_stale == "wait" else None,
         trained=frozenset(progress.prompts_ahead),
+        in_order=isinstance(build_sampler(recipe), InOrderSampler),
     )
 
 
-def worth_restoring(recipe: RecipeConfig, progress: Progress) -> Callable[[Mapping[str, Any]], bool]:
+def worth_restoring(
+    recipe: RecipeConfig, progress: Progress, then: Mapping[str, Any] | None = None
+) -> Callable[[Mapping[str, Any]], bool]:
     """Return whether a run that goes on can train on a row of before, by the row's tags.
 
     Where steps train on the groups made for them, they are made again as they were, and with them the weights that drew
-    later groups. Elsewhere groups of weights that the checkpoint does not know are left out.
+    later groups. Elsewhere groups of weights that the checkpoint does not know are left out. So are all groups where
+    the recipe of `then` cut prompts into other steps or calls: part of a call would take the ids of its other part.
     """
     sampler, plan = build_sampler(recipe), plan_of(recipe, progress)
+    is_cut_alike = then is None or _cut_of(then) == (plan.per_step, plan.per_call)
 
     def keep(tags: Mapping[str, Any]) -> bool:
         if POSITION not in tags:
             return True
+        if not is_cut_alike:
+            return False
         position, made_for, version = tags[POSITION], tags[MADE_FOR], tags[OLDEST]
         if position < plan.position or position in plan.trained:
             return False
@@ -211,6 +218,12 @@ def worth_restoring(recipe: RecipeConfig, progress: Progress) -> Callable[[Mappi
         return bool(tags[NEWEST] <= progress.step)
 
     return keep
+
+
+def _cut_of(recipe: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many prompts a step has, and a call."""
+    per_step: int = recipe["grpo"]["num_prompts_per_step"]
+    return per_step, recipe["async"]["prompts_per_call"] or per_step // recipe["async"]["collectors"]
 
 
 def _live_generator(collector: Collector) -> LiveGenerator | None:

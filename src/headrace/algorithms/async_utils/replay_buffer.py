@@ -68,11 +68,11 @@ class ReplayBuffer:
 
     def open(self) -> None:
         """Open the partition, unless there is one that will do: rows that were restored are trained on."""
-        if self.partition_id in self._client.partition_ids():
-            there = self._client.partition_report(self.partition_id, limit=0)
+        is_there = self.partition_id in self._client.partition_ids()
+        # One without rows only knows the ids that it has had.
+        if is_there and (there := self._client.partition_report(self.partition_id, limit=0)).rows:
             spare = (there.num_samples or 0) - self.rows
-            columns = self._columns if there.rows else []
-            is_whole = all(there.rows_by_column.get(name) == there.rows for name in columns)
+            is_whole = all(there.rows_by_column.get(name) == there.rows for name in self._columns)
             if there.group_size == self._group_size and spare >= there.rows and is_whole:
                 self._spare = spare
                 return
