@@ -79,3 +79,12 @@ def test_a_run_stopped_after_its_warm_start_and_before_step_1_does_not_begin_tha
     assert latest is not None
     assert latest.step == 0
     assert latest.state["progress"]["warm_start_steps"] == 12
+
+
+def test_a_run_stopped_in_step_1_does_not_measure_its_first_weights_again(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", NeverStop())
+    first = run(tmp_path / "parts", StopAfter(2))
+    assert [step for step, _ in first.validations] == [0]
+    second = run(tmp_path / "parts", NeverStop())
+    assert first.validations + second.validations == whole.validations
+    assert second.summary["val_reward_before"] == whole.summary["val_reward_before"]

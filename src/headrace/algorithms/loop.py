@@ -48,7 +48,9 @@ class Loop:
         total = self.recipe.grpo.max_num_steps
         with self._guarded(self.progress.step):
             self._update_weights(self.progress.step)
-        if self.progress.step == 0 and self.recipe.validation.at_start and not self.session.should_stop():
+        # A run that was stopped in its first step has measured its first weights.
+        is_due = self.progress.step == 0 and self.progress.first_validation is None
+        if is_due and self.recipe.validation.at_start and not self.session.should_stop():
             self._validate(Timer())
             self.progress.first_validation = dict(self.progress.last_validation)
         completed = True
