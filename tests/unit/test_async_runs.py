@@ -1,5 +1,6 @@
 """Whole asynchronous runs of a tiny model: lag, collectors, resume, stops, validation, and what is refused."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,27 @@ def test_a_run_that_goes_on_with_steps_of_another_size_takes_those_of_the_synchr
         assert [record.step for record in made] == [1, 2, 3, 4, 5]
         losses[enabled] = [(r.metrics["train/loss"], r.metrics["train/grad_norm"]) for r in made]
     assert losses[True] == losses[False]
+
+
+def prompts_of(made: Recorder) -> list[list[str]]:
+    return [[s["sample_id"].partition("@")[0] for s in samples[::4]] for _, _, samples in made.samples]
+
+
+def test_prompts_that_were_used_out_of_turn_are_passed_over_by_a_synchronous_run_too(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"logging": {"samples_per_step": 16}, "validation": {"at_end": False}}
+    off, on = {"enabled": False}, {"max_lag": 0}
+    stream = sum(prompts_of(run(tmp_path / "whole", asynchrony=off, **changes)), list[str]())
+    folder = tmp_path / "parts"
+    run(folder, asynchrony=off, grpo={"max_num_steps": 2}, **changes)
+    # As of a run with async.on_stale=drop.
+    file = folder / "checkpoints" / "step_000002" / "checkpoint.json"
+    saved = json.loads(file.read_text())
+    saved["state"]["progress"]["prompts_ahead"] = [10, 13]
+    file.write_text(json.dumps(saved))
+    made = run(folder, asynchrony=off, grpo={"max_num_steps": 4}, **changes)
+    assert prompts_of(made) == [[stream[at] for at in step] for step in ((8, 9, 11, 12), (14, 15, 16, 17))]
+    (last,) = prompts_of(run(folder, asynchrony=on, **changes))
+    assert last[:2] == stream[18:]
 
 
 class Crash(Recorder):

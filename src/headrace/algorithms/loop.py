@@ -99,7 +99,8 @@ class Loop:
 
     def _note_prompts(self) -> None:
         """Note in the progress where the prompts of the next step begin."""
-        self.progress.prompt_position = self.session.prompts.position
+        at = self.progress.prompt_position = self.session.prompts.position
+        self.progress.prompts_ahead = [ahead for ahead in self.progress.prompts_ahead if ahead >= at]
 
     def _measure(self) -> Metrics:
         return self.session.validate()

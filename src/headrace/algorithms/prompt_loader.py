@@ -1,6 +1,7 @@
 """The order in which prompts are used: shuffled anew each epoch, resumable by position."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import count, islice
 
 import numpy as np
 
@@ -30,14 +31,16 @@ class PromptLoader:
         self._seed, self._shuffle = seed, shuffle
         self._order_of = order or self._usual_order
         self.position = 0
+        self.used: Collection[int] = ()
+        """Positions whose prompts were used out of turn, and are passed over."""
         self._epoch = -1
         self._order: Sequence[int] = range(len(prompts))
 
-    def take(self, count: int) -> list[Prompt | str]:
-        """Return the next `count` prompts and move on."""
-        taken = self.at(range(self.position, self.position + count))
-        self.position += count
-        return taken
+    def take(self, number: int) -> list[Prompt | str]:
+        """Return the next `number` prompts and move on."""
+        positions = list(islice((at for at in count(self.position) if at not in self.used), number))
+        self.position = positions[-1] + 1
+        return self.at(positions)
 
     def at(self, positions: Iterable[int]) -> list[Prompt | str]:
         return [self._at(position) for position in positions]

@@ -77,7 +77,7 @@ def restore_from(session: Session, latest: CheckpointInfo, reference_dir: Path) 
     if recipe.needs_reference and progress.step > 0:
         _restore_reference(session.policy, progress, reference_dir)
     session.policy.load_checkpoint(latest.path / "policy")
-    session.prompts.position = progress.prompt_position
+    session.prompts.position, session.prompts.used = progress.prompt_position, set(progress.prompts_ahead)
     return progress
 
 
