@@ -1,5 +1,8 @@
 """Reward functions of one's own that fail now and then, or always: what is counted, and when a run ends."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from headrace.models.generation.interfaces import SamplingParams
 
 CODE = """
 import asyncio
+import time
 from headrace import StepResult
 
 at_once = asyncio.Semaphore(2)
@@ -43,6 +47,7 @@ class Few:
     async def step(self, conversations):
         return await asyncio.gather(*map(self.judge, conversations))
 
+def slow(completion): time.sleep(50)
 def one(completion): return {"reward": {"ok": 1.0}[completion], "level": 0.5}
 def together(completions): return [{"ok": 1.0}[completion] for completion in completions]
 """
@@ -134,3 +139,27 @@ def test_what_turns_of_an_asynchronous_environment_share_works_in_every_step() -
         talks = [prompt.messages for prompt in prompts]
         results = environment.step(prompts, talks, truncated=[False] * 8)
         assert [result.reward for result in results] == [1.0] * 8
+
+
+INTERRUPTED = """
+import signal, threading
+from test_own_rewards import rewards_of, score
+
+rewards = rewards_of("slow", 60.0)
+main = threading.main_thread().ident
+threading.Timer(2.0, signal.pthread_kill, [main, signal.SIGINT]).start()
+try:
+    score(rewards, ["ok"] * 3)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.usefixtures("_code")
+def test_a_process_that_is_interrupted_does_not_wait_for_a_slow_reward(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, timeout=40, capture_output=True, check=True
+    )
+    assert done.stdout == b"interrupted\n"

@@ -5,7 +5,6 @@ import queue
 import re
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ from headrace.environments.judge_process import JudgeProcess, NoVerdict
 from headrace.environments.reward_calls import Reply, RewardFunction, Sample, call_reward, reward_function
 from headrace.errors import ConfigError, RewardError
 from headrace.experience.types import Prompt
+from headrace.utils.background import in_background
 from headrace.utils.targets import is_local
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,10 @@ class _Processes:
         self._timeout_s = timeout_s
         self._count = count
         self._free: queue.SimpleQueue[JudgeProcess] = queue.SimpleQueue()
-        self._threads: ThreadPoolExecutor | None = None
+        if timeout_s is not None:
+            for _ in range(count):
+                # A little more, so that of asynchronous calls those that are late are told from the others.
+                self._free.put(JudgeProcess(limit_s=1.1 * timeout_s, code_of_user=True))
 
     def call(self, function: RewardFunction, samples: Sequence[Sample]) -> list[Reply]:
         if self._timeout_s is None or is_local(function.target):
@@ -144,13 +147,25 @@ class _Processes:
         elif function.is_batched or function.is_async:
             replies = self._ask(function, samples)
         else:
-            asked = self._start().map(lambda sample: self._ask(function, [sample]), samples)
-            replies = [reply for (reply,) in asked]
+            replies = self._ask_one_by_one(function, samples)
         # One reply that is wrong may stand for all.
         return replies if len(replies) == len(samples) else replies * len(samples)
 
+    def _ask_one_by_one(self, function: RewardFunction, samples: Sequence[Sample]) -> list[Reply]:
+        places, replies = iter(range(len(samples))), dict[int, Reply]()
+
+        def work() -> None:
+            for place in places:
+                (replies[place],) = self._ask(function, [samples[place]])
+
+        try:
+            for worker in [in_background(work, "rewards") for _ in range(min(self._count, len(samples)))]:
+                worker.result()
+        finally:
+            list(places)  # after an error or an interrupt, no more are asked
+        return [replies[place] for place in range(len(samples))]
+
     def _ask(self, function: RewardFunction, samples: Sequence[Sample]) -> list[Reply]:
-        self._start()
         process = self._free.get()
         try:
             replies: list[Reply] = process.ask(call_reward, function, list(samples), self._timeout_s)
@@ -162,15 +177,6 @@ class _Processes:
             return [["error", told]] * len(samples)
         finally:
             self._free.put(process)
-
-    def _start(self) -> ThreadPoolExecutor:
-        if self._threads is None:
-            assert self._timeout_s is not None
-            self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="rewards")
-            for _ in range(self._count):
-                # A little more, so that of asynchronous calls those that are late are told from the others.
-                self._free.put(JudgeProcess(limit_s=1.1 * self._timeout_s, code_of_user=True))
-        return self._threads
 
 
 def _sample(prompt: Prompt, completion: str, truncated: bool) -> Sample:
