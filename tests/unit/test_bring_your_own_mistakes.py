@@ -58,6 +58,16 @@ class OddPrompts:
     def prompts(self, split): return ["1+1"]
 class Failing:
     def step(self, prompts): return [1 / 0]
+class Leaving:
+    def step(self, prompts): raise SystemExit(0)
+class NoText:
+    def step(self, prompts):
+        from headrace import Message, StepResult
+        told = Message("user", chr(0xDCFF))  # a byte, by surrogateescape
+        return [StepResult(0.0, done=False, observation=(told,)) for _ in prompts]
+async def cancelled(completion):
+    import asyncio
+    raise asyncio.CancelledError
 class TooFew:
     def step(self, prompts): return []
 def sum_loss(inputs): return inputs.logprobs.sum()
@@ -84,6 +94,11 @@ MISTAKES = {
     "no function": (["env.rewards=[byo_code:number]"], "byo_code:number is a int", "expected a function"),
     "no colon": (["env.rewards=[byo_code.one]"], "target=byo_code.one", "package.module:function"),
     "a module that fails": (["env.rewards=[byo_bad:one]"], "importing byo_bad fails: SyntaxError", "line 2"),
+    "a module that leaves": (
+        ["env.rewards=[byo_leaves:one]"],
+        "importing byo_leaves fails: SystemExit: 0",
+        "mend it",
+    ),
     "a module that lacks another": (["env.rewards=[byo_lacks:one]"], "imports 'notinstalled'", "install it"),
     "a class for a reward": (
         ["env.rewards=[byo_code:Rewarder]"],
@@ -138,6 +153,16 @@ MISTAKES = {
         "took more than 0.3 s",
     ),
     "a reward that leaves": (["env.rewards=[byo_code:leaving]"], "byo_code:leaving", "SystemExit"),
+    "a reward that leaves the rollout's process": (
+        ["env.rewards=[byo_code:leaving]", "env.reward_timeout_s=null"],
+        "byo_code:leaving: tried on prompt",
+        "raised SystemExit",
+    ),
+    "an asynchronous one that was cancelled": (
+        ["env.rewards=[byo_code:cancelled]", "env.reward_timeout_s=null"],
+        "byo_code:cancelled: tried on prompt",
+        "raised CancelledError",
+    ),
     "two of a name": (
         ["env.rewards=[byo_code:one, byo_code:one]"],
         "two are called 'one'",
@@ -253,6 +278,12 @@ LATE = {
         "step() of env.target=byo_code:Failing raised ZeroDivision",
         "mend it",
     ),
+    "a step that leaves": ([ENV.format("Leaving")], "byo_code:Leaving raised SystemExit: 0", "mend it"),
+    "an observation that is no text": (
+        [ENV.format("NoText"), "grpo.max_rollout_turns=2"],
+        r"a message holds '\udcff', half a surrogate pair",
+        "errors='replace'",
+    ),
     "a step of too few results": ([ENV.format("TooFew")], "returned 0 results for", "has none"),
     "a column that nobody has": (
         ["loss.target=byo_code:unknown", "validation.at_start=false"],
@@ -272,6 +303,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "byo_code.py": CODE,
         "byo_bad.py": "x = 1\ndef one(:\n",
         "byo_lacks.py": "import notinstalled\n",
+        "byo_leaves.py": "import sys\nsys.exit(0)\n",
         "sums.csv": f"prompt,answer\n{sums}",
         "more.csv": "prompt,answer\n9+9=,18\n",
         "cells.csv": "prompt,answer\n1,2\n3\n",

@@ -79,7 +79,7 @@ def call_reward(function: RewardFunction, samples: Sequence[Sample], timeout_s: 
 def _call(call: Callable[..., Any], values: Mapping[str, Any]) -> Reply:
     try:
         return _checked(call(**values))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return ["error", failure(error)]
 
 
@@ -91,7 +91,7 @@ async def _call_together(
             return _checked(await asyncio.wait_for(call(**values), timeout_s))
         except TimeoutError:
             return ["error", f"it took more than {timeout_s:g} s" if timeout_s else "TimeoutError"]
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             return ["error", failure(error)]
 
     return list(await asyncio.gather(*map(one, arguments)))

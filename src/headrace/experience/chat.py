@@ -190,6 +190,13 @@ def _ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
 
 
 def _quoted(tokenizer: ChatTokenizer, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"a message holds {text[error.start]!r}, half a surrogate pair, which no tokenizer takes; decode bytes "
+            "with errors='replace', or remove it"
+        ) from error
     control = _control_tokens(tokenizer, len(tokenizer))
     return control.sub(lambda match: f"{_MARK}{match[0].encode().hex()}xzq", text)
 

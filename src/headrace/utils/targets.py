@@ -121,7 +121,7 @@ def user_code(who: str) -> Iterator[None]:
         yield
     except HeadraceError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{who} raised {failure(error)}; mend it") from error
 
 
@@ -159,7 +159,7 @@ def _import(name: str, who: str) -> Any:
         raise ConfigError(
             f"{who}: {name} imports '{error.name}', which is not installed; install it, or remove the import"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{who}: importing {name} fails: {failure(error)}; mend it") from error
 
 
