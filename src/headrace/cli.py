@@ -5,6 +5,7 @@ with one line on standard error: exit code 2 for a bad config or command line, 1
 Ctrl-C.
 """
 
+import os
 import shlex
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from headrace.doctor import doctor_table, run_checks
 from headrace.errors import ConfigError, HeadraceError
 from headrace.init_commands import init
 from headrace.model_commands import export, find_checkpoint, plan
-from headrace.progress import make_console, print_line, tell
+from headrace.progress import forgive_encoding, make_console, print_line, tell
 from headrace.run_tables import metrics_table
 from headrace.step_commands import record_step, replay_step
 from headrace.store_commands import store_app
@@ -98,6 +99,9 @@ app.command()(report)
 def main() -> NoReturn:
     if _DEBUG not in sys.argv:
         sys.excepthook = _report_unexpected
+    forgive_encoding()
+    if os.environ.get("COLUMNS") == "0":  # of a terminal that does not know; rich would print nothing
+        del os.environ["COLUMNS"]
     sys.exit(typer.main.get_command(app)(prog_name="headrace"))
 
 

@@ -1,7 +1,9 @@
 """Observers of a run: a display for a person, and the files of the run directory."""
 
+import io
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -173,7 +175,14 @@ class _RunConsole(Console):
 
 def make_console(mode: Mode = "auto") -> Console:
     """Return the console of standard output; `on` makes it draw into a file or pipe too."""
+    forgive_encoding()
     return _RunConsole(force_terminal=True if mode == "on" else None)
+
+
+def forgive_encoding() -> None:
+    """Have standard output show `?` for a character that its encoding lacks, in place of an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def print_line(console: Console, line: str) -> None:

@@ -261,6 +261,11 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "set cluster.",
     ),
     "run_dir=": ("run_dir is empty; set it to a directory of its own",),
+    "run_dir=\udce9": (
+        "override 'run_dir=\\udce9': no text in UTF-8",
+        "other characters",
+    ),
+    "generation.stop_strings=[\udce9]": ("no text in UTF-8",),
     "run_dir=/proc/x": ("run_dir=/proc/x: cannot write there", "set run_dir to a writable directory"),
 }
 

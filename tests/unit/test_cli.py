@@ -58,6 +58,11 @@ def test_without_a_command_the_help_is_shown() -> None:
     assert "Commands" in headrace_cli().output
 
 
+def test_a_terminal_that_does_not_know_its_width_gets_the_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "Commands" in process("--help")[1]
+
+
 @pytest.mark.parametrize("group", ["config", "data", "store"])
 def test_a_group_without_its_command_shows_its_help_and_says_what_is_missing(group: str) -> None:
     result = headrace_cli(group)

@@ -114,6 +114,19 @@ def test_a_run_goes_on_and_ends_well_where_nothing_can_be_printed(
     assert len((run_dir / "timings.txt").read_text().splitlines()[2].split()[0]) > 5
 
 
+def test_a_terminal_without_our_characters_gets_a_question_mark_for_each(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished[0], run_dir)
+    command = [sys.executable, "-m", "headrace", "train", str(run_dir / "config.yaml"), f"run_dir={run_dir}"]
+    done = subprocess.run(
+        command, capture_output=True, check=False, env={**os.environ, "PYTHONIOENCODING": "ascii"}
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"float32 ? loop" in done.stdout
+
+
 @pytest.mark.parametrize("columns", ["1", "5"])
 def test_a_terminal_too_narrow_for_a_table_gets_it_all_the_same(
     finished: tuple[Path, str], columns: str

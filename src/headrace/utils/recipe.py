@@ -29,6 +29,7 @@ _LONGEST_OVERRIDE = 100
 _YAML_MARKS = "'\"|>!&*"
 _NO_MAPPING = "expected a mapping of sections at the top level; got a list or a scalar"
 _TOO_LONG = "a whole number of thousands of digits, which is more than can be read"
+_NO_TEXT = "no text in UTF-8, which the files of a run are in; use other characters"
 _LONGEST_KEY = 60
 _SETTINGS = {"env.task": "env.config", "env.target": "env.args", "env.id": "env.args"}
 """Keys that name what runs, each with the key of its own settings, which mean nothing to another."""
@@ -66,6 +67,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, of_a_run: bo
         values = OmegaConf.to_container(merged, resolve=True)
         if isinstance(values, dict):
             values.setdefault("code_path", folders)
+            if not all(map(_is_text, values["code_path"] or ())):
+                raise ConfigError(f"{path}: code_path={values['code_path']}: {_NO_TEXT}")
         return RecipeConfig.model_validate(values)
     except OmegaConfBaseException as error:
         culprit = _culprit(parsed, str(getattr(error, "full_key", "")), "")
@@ -100,6 +103,14 @@ def _left_open(value: Any, key: str = "") -> str | None:
     else:
         return key if value == _OPEN else None
     return next((inner for inner in found if inner is not None), None)
+
+
+def _is_text(value: object) -> bool:
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:  # half a character, of a name in another encoding
+        return False
+    return True
 
 
 def dump_recipe(recipe: RecipeConfig) -> str:
@@ -237,6 +248,8 @@ class _Override:
 def _parse_override(text: str) -> _Override:
     key, sign, value = text.partition("=")
     key = key.strip()
+    if not _is_text(text):
+        raise ConfigError(f"override '{text}': {_NO_TEXT}")
     if not sign or not all(key.split(".")):
         raise ConfigError(f"override '{text}': expected key=value, for example policy.optimizer.lr=1e-5")
     if value.strip() == _OPEN:
