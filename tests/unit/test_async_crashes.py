@@ -184,3 +184,10 @@ def test_groups_that_another_recipe_cannot_train_on_are_made_again(tmp_path: Pat
     tags = {"weight_version": 3, "weight_version_min": 3}
     assert keep({"position": 12, "made_for": 4, **tags})
     assert not keep({"position": 14, "made_for": 4, **tags}), "these are of step 5 now"
+
+
+def test_groups_that_nobody_has_judged_are_made_again_for_dynamic_sampling() -> None:
+    keep = worth_restoring(recipe_of(max_refills=3, max_lag=1), Progress.at_start())
+    tags = {"position": 0, "made_for": 1, "weight_version": 0, "weight_version_min": 0}
+    assert keep({**tags, "trains": 1})
+    assert not keep(tags), "no step would take them"

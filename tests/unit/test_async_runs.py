@@ -165,6 +165,19 @@ def test_groups_of_steps_of_another_size_are_made_again_after_a_crash_and_ids_co
     assert not [message for message in caplog.messages if "rows" in message]
 
 
+def test_an_asynchronous_run_begins_the_step_anew_in_which_a_synchronous_one_crashed(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "data_plane": {"journal": {"enabled": True}},
+        "checkpointing": {"save_period": 3},
+    }
+    # So that the step's partition has room for the asynchronous run's groups.
+    sampling = {"dynamic_sampling": {"enabled": True}}
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, observer=Crash(), asynchrony={"enabled": False}, grpo=sampling, **changes)
+    made = run(tmp_path, asynchrony={"on_stale": "drop"}, **changes)
+    assert [record.step for record in made.steps] == [4, 5]
+
+
 def test_a_validation_beside_training_is_of_the_weights_that_it_names(tmp_path: Path) -> None:
     validation = {"period": 2, "batch_size": 8}
     lag = {"max_lag": 0}

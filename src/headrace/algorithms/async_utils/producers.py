@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.algorithms.async_utils.dispatcher import Dispatcher, Plan
-from headrace.algorithms.async_utils.replay_buffer import ReplayBuffer
+from headrace.algorithms.async_utils.replay_buffer import TRAINS, ReplayBuffer
 from headrace.algorithms.async_utils.staleness_sampler import NEWEST, OLDEST, InOrderSampler, build_sampler
 from headrace.algorithms.async_utils.weights import Weights
 from headrace.algorithms.prompt_loader import PromptLoader
@@ -206,9 +206,9 @@ def worth_restoring(
     is_cut_alike = then is None or _cut_of(then) == (plan.per_step, plan.per_call)
 
     def keep(tags: Mapping[str, Any]) -> bool:
-        if POSITION not in tags:
-            return True
-        if not is_cut_alike:
+        # A synchronous run's rows have no position, and without dynamic sampling groups are not judged.
+        is_known = POSITION in tags and (TRAINS in tags or not recipe.grpo.dynamic_sampling.enabled)
+        if not (is_known and is_cut_alike):
             return False
         position, made_for, version = tags[POSITION], tags[MADE_FOR], tags[OLDEST]
         if position < plan.position or position in plan.trained:
