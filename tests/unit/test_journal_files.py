@@ -2,6 +2,9 @@
 
 import os
 import shutil
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,26 @@ def test_a_full_disk_refuses_the_put_whole(tmp_path: Path) -> None:
     assert client.sample_ids("train") == ids
     later = put_group(client, 2)
     assert restored(tmp_path).sample_ids("train") == [*ids, *later]
+
+
+def test_a_put_that_is_interrupted_keeps_no_restore_from_the_others(tmp_path: Path) -> None:
+    client = journaled(tmp_path, segment_bytes=2**30)
+    # Its record takes the system several calls.
+    fields = TensorDict({f"x{i}": torch.zeros(1, 2000) for i in range(1200)}, [1])
+    start = time.monotonic()
+    client.put_samples(["a"], "train", fields)
+    once_s, before = time.monotonic() - start, signal.getsignal(signal.SIGALRM)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    for part in range(40):
+        client.clear_samples(["b"], "train")
+        with suppress(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, once_s * (0.2 + part / 50))
+            client.put_samples(["b"], "train", fields)
+            time.sleep(once_s)
+    signal.signal(signal.SIGALRM, before)
+    client.put_samples(["c"], "train", fields)
+    there = restored(tmp_path).sample_ids("train")
+    assert {"a", "c"} <= set(there) <= {"a", "b", "c"}
 
 
 def test_a_damaged_record_is_told_and_a_damaged_last_one_is_cut_off(tmp_path: Path) -> None:

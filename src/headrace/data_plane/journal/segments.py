@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -266,11 +266,12 @@ class Writer:
             if self._file is None:
                 self.begin()
             assert self._file is not None
-            try:
-                return self._write(framed(head, body))
-            except OSError:
-                os.ftruncate(self._file, self._size)
-                raise
+            with ExitStack() as undo:
+                # Also after Ctrl-C: nothing may be written behind a part of a record.
+                undo.callback(lambda file: os.ftruncate(file, self._size), self._file)
+                nbytes = self._write(framed(head, body))
+                undo.pop_all()
+            return nbytes
 
     def _write(self, buffers: list[memoryview]) -> int:
         assert self._file is not None
