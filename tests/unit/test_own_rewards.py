@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headrace.config import (
@@ -22,6 +23,7 @@ from headrace.environments.prompts import Splits
 from headrace.environments.python import python_environment
 from headrace.errors import ConfigError, RewardError
 from headrace.experience.own_columns import own_columns
+from headrace.experience.scoring import checked_results, score_group
 from headrace.experience.types import Message, Prompt, Rollout
 from headrace.experience.validation import ValidationSet, measure
 from headrace.models.generation.interfaces import SamplingParams
@@ -139,6 +141,38 @@ def test_what_turns_of_an_asynchronous_environment_share_works_in_every_step() -
         talks = [prompt.messages for prompt in prompts]
         results = environment.step(prompts, talks, truncated=[False] * 8)
         assert [result.reward for result in results] == [1.0] * 8
+
+
+class Grading:
+    """Measures with NumPy."""
+
+    def prompts(self, split: str) -> list[Prompt]:
+        return prompts_of("ab")
+
+    def step(self, prompts: Sequence[Prompt], *_: object, **__: object) -> list[StepResult]:
+        grades = np.array([0.5, 2.0], dtype=np.float32)
+        return [
+            StepResult(float(x), metrics={"grade": x, "place": np.int64(i)}) for i, x in enumerate(grades)
+        ]
+
+
+def test_a_number_of_numpys_that_an_environment_measures_is_a_column_as_any_number() -> None:
+    rollouts = [Rollout(f"{prompt.uid}_g0", prompt, 0) for prompt in prompts_of("ab")]
+    score_group(Grading(), rollouts)
+    columns = own_columns(rollouts, ["grade", "place"])
+    assert {name: column.tolist() for name, column in columns.items()} == {
+        "grade": [0.5, 2.0],
+        "place": [0.0, 1.0],
+    }
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_narrow_number_that_is_not_finite_is_refused(kind: type[np.floating], value: float) -> None:
+    for result in (StepResult(kind(value)), StepResult(0.0, metrics={"grade": kind(value)})):  # type: ignore[arg-type,dict-item]
+        with pytest.raises(RewardError, match=r"result 0 \(p0\) with .* expected a.* finite number"):
+            checked_results([result], ["p0"])
+    assert checked_results([StepResult(kind(0.5))], ["p0"])  # type: ignore[arg-type]
 
 
 INTERRUPTED = """

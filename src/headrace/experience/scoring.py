@@ -38,7 +38,7 @@ def score_group(environment: Environment, rollouts: Sequence[Rollout]) -> list[S
             )
         rollout.correct = rollout.correct if result.correct is None else bool(result.correct)
         rollout.answer = result.answer
-        rollout.metrics.update(result.metrics)
+        rollout.metrics.update({name: float(value) for name, value in result.metrics.items()})
     return results
 
 
@@ -94,7 +94,9 @@ def _fault_of_turn(result: StepResult) -> str | None:
 
 
 def _is_finite(value: Any, most: float = sys.float_info.max) -> bool:
-    # Not `math.isfinite`, to which a whole number beyond floats is an error.
+    # Not `math.isfinite`, to which a whole number beyond floats is an error. A narrow float would make the bound one of
+    # its own kind, which is infinite.
+    value = value.item() if isinstance(value, np.generic) else value
     return issubclass(type(value), Real) and bool(abs(value) <= most)
 
 
