@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -260,6 +261,30 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         build_generator(generation(), model_of(0), TOKENIZER)
     with pytest.raises(ConfigError, match=r"generation.sglang.python=/no/python: No such file"):
         build_generator(generation(python="/no/python"), model_of(0), TOKENIZER)
+
+
+ENDS = """
+import sys
+from pathlib import Path
+from headrace.config import SGLangConfig
+from headrace.errors import ConfigError
+from headrace.models.generation.sglang_server import SGLangServer
+
+try:
+    SGLangServer(SGLangConfig(python=sys.argv[1])).start({}, Path(sys.argv[2]))
+except ConfigError as error:
+    print(ascii(str(error)))
+"""
+
+
+def test_what_a_server_said_last_is_read_as_utf_8_in_any_locale(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nprintf '\\303\\274ber\\n'\nexit 3\n", encoding="utf-8")
+    python.chmod(0o755)
+    command = [sys.executable, "-c", ENDS, str(python), str(tmp_path)]
+    locale = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    said = subprocess.run(command, env={**os.environ, **locale}, capture_output=True, text=True, check=True)
+    assert r"has ended with exit code 3, and said last: \xfcber; it was started with" in said.stdout
 
 
 @pytest.mark.parametrize("key", ["model_path", "dtype", "port"])

@@ -207,7 +207,7 @@ class SGLangServer:
         assert self._process is not None
         assert self._log is not None
         code = self._process.returncode
-        lines = self._log.read_text(errors="replace").split("\n")
+        lines = self._log.read_text("utf-8", errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
         return GenerationError(
             f"the SGLang server has ended with exit code {code}, and said last: {last[:_MOST_TEXT]}"
