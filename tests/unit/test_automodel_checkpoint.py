@@ -22,8 +22,10 @@ from headrace.models.automodel.checkpoint import (
     save_checkpoint,
     save_shards,
 )
+from headrace.models.automodel.export import export_model
 from headrace.models.automodel.setup import build_optimizer
 from tiny_models import tiny_model, tiny_tokenizer
+from tiny_recipe import tiny_recipe
 
 CONFIG = OptimizerConfig(lr=0.05)
 
@@ -163,6 +165,23 @@ def test_a_damaged_index_of_shards_is_named(tmp_path: Path, content: bytes | str
     with pytest.raises(ConfigError, match=r"sharded: cannot load this checkpoint .* must be whole") as caught:
         load_shards(tmp_path, model, build_optimizer(model, CONFIG))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("kept", [0, 100, None])
+def test_a_checkpoint_whose_model_cannot_be_read_is_not_exported(
+    tmp_path: Path, file: str, kept: int | None
+) -> None:
+    model, optimizer = _trained("llama")
+    save_checkpoint(tmp_path, model, tiny_tokenizer(), optimizer, TrainerState(7, 3))
+    if kept is None:
+        (tmp_path / "model" / file).unlink()
+    else:
+        (tmp_path / "model" / file).write_bytes((tmp_path / "model" / file).read_bytes()[:kept])
+    with pytest.raises(ConfigError, match=r"/model: .*; give another checkpoint") as caught:
+        export_model(tiny_recipe(tmp_path), tmp_path, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
 
 
 def test_tensors_that_are_not_those_of_a_run_are_named(tmp_path: Path) -> None:

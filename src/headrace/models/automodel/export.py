@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
@@ -13,6 +14,7 @@ from headrace.models.automodel.quantized_base import round_base
 from headrace.models.automodel.setup import COMPUTE_DTYPES, load_model, load_tokenizer
 from headrace.models.automodel.sharding import named_tensors
 from headrace.utils import atomic
+from headrace.utils.json_text import read_json
 
 
 def export_model(recipe: RecipeConfig, policy: Path, target: Path) -> None:
@@ -27,6 +29,7 @@ def export_model(recipe: RecipeConfig, policy: Path, target: Path) -> None:
     if target.exists():
         raise ConfigError(f"{target}: is there already; give a directory that is not, or remove it")
     if (policy / MODEL).is_dir():
+        _check_readable(policy / MODEL)
         with atomic.writing_directory(target) as draft:
             shutil.copytree(policy / MODEL, draft, dirs_exist_ok=True)
         return
@@ -40,3 +43,17 @@ def export_model(recipe: RecipeConfig, policy: Path, target: Path) -> None:
     Adapter(model, cfg.lora, host, cfg.model.path).load(policy / ADAPTER)
     with atomic.writing_directory(target) as draft:
         save_model(draft, model, tokenizer, merged(named_tensors(model), cfg.lora))
+
+
+def _check_readable(model: Path) -> None:
+    """Look at what says how long the weights' files are, and not at the weights."""
+    weights = sorted(model.glob("*.safetensors"))
+    try:
+        if not weights:
+            raise FileNotFoundError("no .safetensors there")
+        read_json(model / "config.json", remedy="it says what the weights are of")
+        for file in weights:
+            with safe_open(file, "pt"):
+                pass
+    except (OSError, ConfigError, SafetensorError) as error:
+        raise ConfigError(f"{model}: cannot be read ({error}); give another checkpoint") from error
