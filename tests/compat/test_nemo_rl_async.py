@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from nemo_rl.data_plane.adapters.noop import NoOpDataPlaneClient
 from nemo_rl.experience.interfaces import Completion, PromptGroupRecord
 from nemo_rl_names import calls
 
+from headrace.data_plane.passing_client import PassingClient
 from headrace.errors import ConfigError, DataPlaneError, ReplayError, SchemaError
 from ray_session import fresh_store
 
@@ -250,6 +252,42 @@ def test_a_group_that_cannot_be_written_leaves_no_row(store: Any) -> None:
         run(late.commit(name, record(), 0, 0))
     assert (full.sample_ids("rollouts"), late.ready_list) == ([], [False])
     full.close()
+
+
+class Slow(PassingClient):
+    """A store whose puts begin, and go on when they may."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def put_samples(self, *args: Any, **options: Any) -> Any:
+        self.begun.set()
+        assert self.may_go_on.wait(10)
+        return self.inner.put_samples(*args, **options)
+
+
+@pytest.mark.parametrize("how", ["removed", "cancelled"])
+def test_a_group_that_is_given_up_while_it_is_put_leaves_no_row(store: Any, how: str) -> None:
+    slow = Slow(store)
+    buffer = over(slow)
+    name = buffer.reserve(weight_version=0)
+
+    async def give_up() -> Any:
+        commit = asyncio.create_task(buffer.commit(name, record(), 0, 0))
+        await asyncio.to_thread(slow.begun.wait, 10)
+        if how == "removed":
+            assert await buffer.remove_group(name, remove_in_dp=True)
+        else:
+            commit.cancel()
+            await asyncio.sleep(0.05)
+        slow.may_go_on.set()
+        return (await asyncio.gather(commit, return_exceptions=True))[0]
+
+    outcome = run(give_up())
+    assert store.sample_ids("rollouts") == []
+    assert buffer.ready_list == ([] if how == "removed" else [False])
+    assert isinstance(outcome, SchemaError if how == "removed" else asyncio.CancelledError)
 
 
 @calls(BUFFER, "TQReplayBuffer.state_dict", "TQReplayBuffer.load_state_dict")

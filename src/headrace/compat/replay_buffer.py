@@ -108,7 +108,7 @@ class TQReplayBuffer:
         """Put the completions of a reserved group into the store; its rows are there as a whole or not at all.
 
         Raises:
-            SchemaError: a group that is not reserved, or completions that do not become rows.
+            SchemaError: a group that is not reserved, or no longer, or completions that do not become rows.
             ReplayError: routes are required, and there are none.
         """
         slot = self._slot(group_id)
@@ -121,6 +121,9 @@ class TQReplayBuffer:
         ids, fields, tags = pack_payload(batch, weight_version=start_weight_version, group_id=group_id)
         lengths = [int(length) for length in batch[INPUT_LENGTHS]]
         await self._put(ids, fields, tags)
+        if not any(slot is other for other in self._slots):
+            await asyncio.to_thread(self._client.clear_samples, ids, self._partition_id)
+            raise SchemaError(f"group '{group_id}' was removed while its rows were put; they are cleared")
         meta = KVBatchMeta(self._partition_id, "train", ids, list(fields.keys()), lengths, tags=tags)
         slot.meta, slot.start_weight, slot.end_weight = meta, start_weight_version, end_weight_version
         return meta
@@ -167,13 +170,15 @@ class TQReplayBuffer:
 
     async def _put(self, ids: list[str], fields: TensorDict, tags: Any) -> None:
         stored = False
+        put = asyncio.ensure_future(
+            asyncio.to_thread(self._client.put_samples, ids, self._partition_id, fields=fields, tags=tags)
+        )
         try:
-            await asyncio.to_thread(
-                self._client.put_samples, ids, self._partition_id, fields=fields, tags=tags
-            )
+            await asyncio.shield(put)
             stored = True
         finally:
-            if not stored:  # a put whose answer was lost may have written
+            if not stored:  # a put whose answer was lost may have written, and one that is given up goes on
+                await asyncio.gather(put, return_exceptions=True)
                 await asyncio.to_thread(self._client.clear_samples, ids, self._partition_id)
 
     # Checkpoints.
