@@ -121,3 +121,13 @@ def test_the_keys_of_a_set_without_a_name_can_be_set_under_the_name_that_message
     merged = DataConfig.model_validate({"train": {**short, **own}}).train
     columns = {"prompt": "task", "answer": "total"}
     assert merged == {"sums": TrainSourceConfig(path="sums.csv", columns=columns, size=3)}
+
+
+def test_a_file_that_is_not_there_is_told_with_the_folder_from_which_its_path_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "sums.csv").write_text(CSV)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert f"which counts from the working directory {tmp_path}/elsewhere" in line_about(Path("sums.csv"))
+    assert line_about(tmp_path / "nope.csv").endswith("check the path")

@@ -62,7 +62,8 @@ def read_rows(source: Source) -> Iterator[Row]:
         )
     if reader is not None:
         if not path.is_file():
-            raise ConfigError(f"{source}: cannot read it (No such file or directory); check the path")
+            place = "" if path.is_absolute() else f", which counts from the working directory {Path.cwd()}"
+            raise ConfigError(f"{source}: cannot read it (No such file or directory); check the path{place}")
         return reader(path, source)
     if not _HUB_NAME.fullmatch(text):
         raise ConfigError(
