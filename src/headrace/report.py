@@ -34,9 +34,10 @@ _ABOUT = f"average of about {round(1 / (1 - _SMOOTHING))} steps"
 
 def read_metrics(run_dir: Path) -> list[Record]:
     """Return the lines of a run's metrics.jsonl."""
-    path = RunDirectory(run_dir).metrics_path
+    run = RunDirectory(run_dir)
+    path = run.metrics_path
     records: list[Record] = []
-    for line in read_log(path):
+    for line in () if run.is_marked and not path.exists() else read_log(path):
         for key, value in line.value.items():
             if key not in _TEXTS and not isinstance(value, int | float | None):
                 raise ConfigError(

@@ -171,6 +171,12 @@ def test_a_run_without_a_line_is_named(tmp_path: Path) -> None:
         read_metrics(tmp_path)
 
 
+def test_a_run_that_has_just_begun_is_named_as_such(tmp_path: Path) -> None:
+    begun = RunDirectory.open(tmp_path, recipe_text="seed: 0\n")
+    with begun, pytest.raises(ConfigError, match="no step has been recorded yet; try again"):
+        read_metrics(tmp_path)
+
+
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "step"\n')
     with pytest.raises(ConfigError, match=r"metrics.jsonl, line 1: not valid JSON .*mend or remove the line"):
