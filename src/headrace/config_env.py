@@ -41,7 +41,9 @@ class RewardFunctionConfig(Section):
                 f"target={self.target}: expected package.module:function, for example my_rewards:exact, or one of "
                 f"{', '.join(BUILT_IN_REWARDS)}"
             )
-        if self.label in _TAKEN or "/" in self.label:
+        if "/" in self.label:
+            yield f"name={self.label}: expected no slash, which begins the name of a part; set name to another"
+        if self.label in _TAKEN:
             yield f"name={self.label}: reward/{self.label} is a metric of its own; set name to another"
 
 

@@ -35,6 +35,7 @@ def raising(completion): return {}["solution"]
 def text(completion): return "yes"
 def nothing(completion): return None
 def bare(completion): return {"score": 1.0}
+def number_said(completion): return {"reward": 1.0, "answer": 3}
 def nan(completion): return float("nan")
 def short(completions): return []
 def single(completions): return 1.0
@@ -127,6 +128,21 @@ MISTAKES = {
         "a finite number",
     ),
     "a dict without reward": (["env.rewards=[byo_code:bare]"], "without 'reward' (it has 'score')", "add it"),
+    "an answer that is no text": (
+        ["env.rewards=[byo_code:number_said]"],
+        "env.rewards=byo_code:number_said: tried on prompt",
+        "a dict with 'answer': 3 of type int; expected text or None",
+    ),
+    "a reward's key that is misspelt": (
+        ["env.rewards=[{target: 'byo_code:one', wieght: 2}]"],
+        "unknown key 'env.rewards.0.wieght'",
+        "did you mean 'env.rewards.0.weight'?",
+    ),
+    "a name with a slash": (
+        ["env.rewards=[{target: 'byo_code:one', name: a/b}]"],
+        "name=a/b: expected no slash",
+        "set name to another",
+    ),
     "a reward that is not finite": (
         ["env.rewards=[byo_code:nan]"],
         "returned nan",

@@ -133,7 +133,9 @@ def _checked(result: Any) -> Reply:
         ]
     found: dict[str, Any] = {}
     for key, value in result.items():
-        if key == "answer" and (value is None or isinstance(value, str)):
+        if key == "answer":
+            if not isinstance(value, str | None):
+                return ["wrong", f"a dict with 'answer': {_shown(value)}; expected text or None"]
             found[key] = value
         elif key == "correct" and value is None:
             continue

@@ -147,9 +147,11 @@ def _locate(
 
 
 def _entry(here: Any) -> FieldInfo | None:
-    """Return what stands under each name of a mapping."""
-    is_mapping = isinstance(here, FieldInfo) and get_origin(here.annotation) is dict
-    return FieldInfo.from_annotation(get_args(here.annotation)[1]) if is_mapping else None
+    """Return what stands under each name of a mapping, or at each place of a list."""
+    kind = get_origin(here.annotation) if isinstance(here, FieldInfo) else None
+    return (
+        FieldInfo.from_annotation(get_args(here.annotation)[kind is dict]) if kind in (dict, tuple) else None
+    )
 
 
 def _as_model(here: Any) -> type[BaseModel] | None:
