@@ -216,7 +216,8 @@ class CheckpointingConfig(Section):
     """The best checkpoints that are kept, beside the newest; None: all."""
     metric: str | None = None
     """What the best checkpoint is best at, such as `validation/accuracy`, or `validation/NAME/pass@4` of a set of
-    `data.validation`. None: accuracy, or reward where the environment gives no verdicts."""
+    `data.validation`. None: accuracy, or reward where the environment gives no verdicts, of greedy completions if they
+    are measured, else of sampled ones."""
     higher_is_better: bool = True
     """Whether more of the metric is better."""
     save_optimizer: bool = True

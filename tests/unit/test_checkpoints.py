@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from full_disk import files_of_at_most
+from headrace.algorithms.observer import BEST_BY, SAMPLED_ACCURACY, SAMPLED_REWARD
+from headrace.config import CheckpointingConfig
 from headrace.errors import ConfigError, WriteError
 from headrace.utils import atomic
 from headrace.utils.checkpoints import CheckpointInfo, CheckpointManager, read_checkpoint
@@ -87,6 +89,17 @@ def test_of_several_metrics_the_first_that_was_measured_ranks_all(tmp_path: Path
     assert checkpoints.best().step == 2  # type: ignore[union-attr]
     save(checkpoints, 4, 0.1)
     assert checkpoints.best().step == 4  # type: ignore[union-attr]
+
+
+def test_where_only_sampled_completions_are_measured_the_best_is_best_at_these(tmp_path: Path) -> None:
+    cfg = CheckpointingConfig(keep_top_k=1)
+    checkpoints = CheckpointManager.configured(tmp_path, cfg, BEST_BY)
+    for step, accuracy in enumerate((0.2, 0.9, 0.4, 0.3), start=1):
+        with checkpoints.writing(step):
+            pass
+        checkpoints.commit(step, {SAMPLED_ACCURACY: accuracy, SAMPLED_REWARD: 1 - accuracy}, {})
+    assert checkpoints.best().step == 2  # type: ignore[union-attr]
+    assert steps(checkpoints) == [2, 4]
 
 
 def test_of_equal_checkpoints_the_newer_is_better(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ GENERATION_KL = "mismatch/generation_kl"
 ROUTE_AGREEMENT = "router_replay/route_exact"
 LAG, FAILED_CALLS, COLLECTORS_WAIT_S = "async/lag_mean", "async/failed_calls", "async/collectors_wait_s"
 UPDATE_BYTES = "weights/update_bytes"
-BEST_BY = (GREEDY_ACCURACY, GREEDY_REWARD)
+BEST_BY = (GREEDY_ACCURACY, GREEDY_REWARD, SAMPLED_ACCURACY, SAMPLED_REWARD)
 """What the best checkpoint is best at, where the recipe does not say: the first of these that is measured."""
 
 STAGES = (
