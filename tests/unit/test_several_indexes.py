@@ -18,7 +18,14 @@ from headrace.data_plane.store.claims import ClaimRequest, Registration
 from headrace.data_plane.store.columns import Put, RowFacts
 from headrace.data_plane.store.merge import owner_of
 from headrace.data_plane.store.sample_store import SampleStore
-from headrace.errors import CapacityExceeded, ClaimExpired, DataPlaneError, HeadraceError, SchemaError
+from headrace.errors import (
+    CapacityExceeded,
+    ClaimExpired,
+    DataPlaneError,
+    HeadraceError,
+    SchemaError,
+    TransportError,
+)
 
 pytest.importorskip("transfer_queue", reason="needs headrace[ray]")
 
@@ -38,14 +45,18 @@ def within(seconds: float = 10.0) -> Deadline:
 class Process:
     """A client's process: its connections to the indexes of a store. Rows have ids and tags, so no blocks."""
 
-    def __init__(self, servers: Sequence[IndexServer], store: str | None = None) -> None:
+    def __init__(
+        self, servers: Sequence[IndexServer], store: str | None = None, timeout_s: float = 10.0
+    ) -> None:
         self.clients = [IndexClient(server.endpoint, [], within(), operation_of) for server in servers]
         first, *others = self.clients
         told = (first.owner, "one", ROWS, "me")
         self.store: str = store or self._asked(first, "open_store", *told, len(servers))[0]
         for client in others if store is None else ():
             self._asked(client, "join_store", client.owner, *told[1:], self.store)
-        asker = IndexAsker(self.clients, self.store, "one", 10.0, lambda index: [], lambda *garbage: None)
+        asker = IndexAsker(
+            self.clients, self.store, "one", timeout_s, lambda index: [], lambda *garbage: None
+        )
         self.store_client = Several(asker)
 
     def _asked(self, client: IndexClient, operation: str, *arguments: object) -> Any:
@@ -367,3 +378,30 @@ def test_an_unknown_partition_is_an_error_of_all(process: Process) -> None:
     ):
         with pytest.raises(DataPlaneError, match="unknown partition 'q'"):
             call()
+
+
+def test_a_claim_that_one_of_several_indexes_does_not_answer_ends_in_time() -> None:
+    goes_on = threading.Event()
+
+    class Stalled(Indexes):
+        def run(self, call: Any) -> Any:
+            if call.operation == "ready":
+                goes_on.wait()
+            return super().run(call)
+
+    servers = [IndexServer("127.0.0.1", b"secret") for _ in range(2)]
+    for server, kind in zip(servers, (Indexes, Stalled)):
+        server.start(kind(server.is_alive))
+    process = Process(servers, timeout_s=0.5)
+    process.store_client.register(Registration("p", ROWS, ("train",), SIZE))
+    for wait_s in (0.0, 0.5):
+        start = time.monotonic()
+        with pytest.raises(TransportError, match=r"operation 'ready' .* no answer within 0.5 s"):
+            process.claim(2, wait_s)
+        assert time.monotonic() - start < 3
+    goes_on.set()
+    process.put(*group("a"))
+    facts = process.claim(2)
+    assert facts is not None
+    assert facts.sample_ids == group("a")
+    process.close()

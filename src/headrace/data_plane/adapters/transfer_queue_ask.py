@@ -118,7 +118,7 @@ class Watch:
 
     def __init__(self, asker: IndexAsker, operation: str) -> None:
         self._asker, self._operation = asker, operation
-        self._open: dict[int, tuple[IndexCall, Asked, ExitStack]] = {}
+        self._open: dict[int, tuple[IndexCall, Asked, ExitStack, Deadline]] = {}
 
     def __enter__(self) -> "Watch":
         return self
@@ -127,7 +127,7 @@ class Watch:
         self.forget()
 
     def forget(self) -> None:
-        for _, _, leases in self._open.values():
+        for _, _, leases, _ in self._open.values():
             # As by an error, after which a socket is not used again.
             leases.__exit__(_Abandoned, _Abandoned(), None)
         self._open.clear()
@@ -135,21 +135,26 @@ class Watch:
     def ask(self, call: IndexCall, hold_s: float) -> None:
         """Send a call, unless one of this index is open."""
         if call[0] not in self._open:
-            leases = ExitStack()
-            self._open[call[0]] = call, self._asker.send(leases, call, hold_s), leases
+            leases, deadline = ExitStack(), Deadline(hold_s + self._asker.timeout_s, KNOB)
+            self._open[call[0]] = call, self._asker.send(leases, call, hold_s), leases, deadline
 
-    def answers(self, timeout_s: float) -> dict[int, Any]:
-        """Wait for an answer; return those that have come, and are something."""
-        deadline = Deadline(HOLD_S + timeout_s, KNOB)
-        poller = zmq.Poller()
-        for _, asked, _ in self._open.values():
+    def answers(self) -> dict[int, Any]:
+        """Wait for an answer; return those that have come, and are something.
+
+        Raises:
+            TransportError: an index has not answered in time, whatever the others do.
+        """
+        poller, what = zmq.Poller(), self._asker.what(self._operation)
+        for _, asked, _, _ in self._open.values():
             poller.register(asked.socket, zmq.POLLIN)
-        parts = [part for _, asked, _ in self._open.values() for part in asked.parts]
-        come = partial(_polled, poller)
-        wait_for(come, parts, self._asker.what(self._operation), deadline)
+        parts = [part for _, asked, _, _ in self._open.values() for part in asked.parts]
+        first = min((deadline for *_, deadline in self._open.values()), key=lambda deadline: deadline.left)
+        wait_for(partial(_polled, poller), parts, what, first)
         ready = dict(poller.poll(0))
         found: dict[int, Any] = {}
-        for index, (call, asked, leases) in list(self._open.items()):
+        for index, (call, asked, leases, deadline) in list(self._open.items()):
+            if asked.socket not in ready and deadline.is_over():
+                raise deadline.missed(what)
             if asked.socket in ready:
                 frames = asked.socket.recv_multipart()
                 leases.close()

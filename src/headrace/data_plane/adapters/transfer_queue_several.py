@@ -354,11 +354,12 @@ class Several(Shares):
         known: dict[int, Any] = {}
         with Watch(self._asker, operation) as watch:
             while True:
-                for index in range(self._count):
+                # Until all have answered, none is asked again.
+                for index in [i for i in range(self._count) if i not in known] or range(self._count):
                     hold_s = min(wait.left, HOLD_S) if index in known and wait_s > 0 else 0.0
                     seen = state(known[index]) if index in known else []
                     watch.ask((index, operation, (*arguments, seen)), hold_s)
-                known |= watch.answers(self._asker.timeout_s)
+                known |= watch.answers()
                 if len(known) < self._count:
                     continue
                 try:
