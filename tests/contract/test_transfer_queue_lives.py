@@ -193,3 +193,14 @@ def test_of_two_stores_of_a_process_the_one_that_is_closed_first_keeps_nothing_f
     done = run_process(TWO_STORES, two)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [left_of(config["store_name"]) for config in two] == [[], []]
+
+
+def test_blocks_that_could_not_be_dropped_in_time_are_told_with_the_reason(
+    transfer_queue_engine: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = fresh_store(SIMPLE)
+    mine: Any = build_data_plane_client(config, bootstrap=True)
+    mine._link.blocks.drop_later("headrace/some", [1, 2], 0.0, lambda: None)
+    assert becomes(1, lambda: len(caplog.messages))
+    assert caplog.messages == ["2 blocks of headrace/some are left in TransferQueue: TimeoutError()"]
+    mine.close()

@@ -435,7 +435,7 @@ class Blocks:
                 await asyncio.wait_for(self._drop(partition, numbers), limit_s)
                 then()
             except (TransportError, *_FAULTS) as error:
-                _log.warning("%d blocks of %s are left in TransferQueue: %s", len(numbers), partition, error)
+                _log.warning("%d blocks of %s are left in TransferQueue: %r", len(numbers), partition, error)
 
         if self._client is not None and not self._has_lost:
             asyncio.run_coroutine_threadsafe(attempt(), self._loop)
