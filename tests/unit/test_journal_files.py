@@ -128,6 +128,18 @@ def test_a_client_is_built_by_its_config(tmp_path: Path) -> None:
         build_data_plane_client({"enabled": True, "journal": {"max_bytes": 5}}, bootstrap=True)
 
 
+def test_a_file_in_place_of_the_folder_is_named_and_leaves_no_store_open(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for folder in (file, file / "journal"):
+        config = {"enabled": True, "journal": {"enabled": True, "folder": str(folder)}}
+        with pytest.raises(WriteError, match=f"{folder}: cannot write it") as told:
+            build_data_plane_client(config, bootstrap=True)
+        # The error holds the frames that it went through.
+        build_data_plane_client({"enabled": True}, bootstrap=True).close()
+        del told
+
+
 def test_a_damaged_size_of_a_record_does_not_cut_off_those_behind_it(tmp_path: Path) -> None:
     client = journaled(tmp_path)
     for number in range(10):

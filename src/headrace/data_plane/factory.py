@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstr
         ConfigError: `enabled` is false, a key or value that the config does not take, or an `impl` that is not
             installed.
         DataPlaneError: bootstrap: a store of that name is open; otherwise: nothing to attach to.
+        WriteError: the journal's folder is none.
     """
     config = validated(DataPlaneConfig, cfg, "data_plane")
     if config.enabled is False:
@@ -43,7 +45,10 @@ def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstr
     client = _connect(config, bootstrap)
     if config.journal.enabled and folder is not None:
         sizes = config.journal.model_dump(include={"segment_bytes", "max_bytes", "fsync"})
-        client = JournalDataPlaneClient(client, user_path(folder, "data_plane.journal.folder"), **sizes)
+        with ExitStack() as undo:
+            undo.callback(client.close)
+            client = JournalDataPlaneClient(client, user_path(folder, "data_plane.journal.folder"), **sizes)
+            undo.pop_all()
     return MetricsDataPlaneClient(client, print_event) if config.observability.enabled else client
 
 

@@ -51,7 +51,7 @@ class JournalDataPlaneClient(PassingClient):
 
     Raises, beside what the store raises:
         CapacityExceeded: the folder holds `max_bytes`.
-        WriteError: the folder cannot be written. Nothing of a put has happened then; a clear has.
+        WriteError: the folder cannot be written. Nothing of a put has happened then; a clear, a claim or its end has.
     """
 
     write_samples = DataPlaneClient.write_samples  # by a put, which is journaled

@@ -231,7 +231,7 @@ def go_on_after(folder: Path, newest: int) -> None:
 def set_clock(folder: Path) -> None:
     """Put this process's clock forward as `go_on_after` says."""
     global _ahead
-    with suppress(FileNotFoundError):
+    with atomic.naming(folder), suppress(FileNotFoundError):
         told = json.loads((folder / _CLOCK).read_text(encoding="utf-8"))["ahead_ns"]
         with _clock_lock:
             _ahead = max(_ahead, told)
