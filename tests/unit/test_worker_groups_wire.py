@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import resource
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -283,3 +285,36 @@ def test_messages_of_any_size_pass_a_pipe_in_order_and_leave_no_descriptor(eleme
     assert len(os.listdir("/proc/self/fd")) <= before
     ours.close()
     theirs.close()
+
+
+def test_a_message_waits_where_no_descriptor_is_left_for_a_while() -> None:
+    """The limit is of the whole process: sender and receiver meet it by turns."""
+    ours, theirs = multiprocessing.Pipe()
+    message = torch.arange(1 << 18)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    taken: list[int] = []
+
+    def take_all() -> None:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+
+    def free() -> None:
+        while taken:
+            os.close(taken.pop())
+
+    try:
+        for leaves in (0, 1, 2, 3):
+            take_all()
+            for file in (taken.pop() for _ in range(leaves)):
+                os.close(file)
+            threading.Timer(0.3, free).start()
+            sender = threading.Thread(target=send, args=(ours, message))
+            sender.start()
+            assert torch.equal(receive(theirs), message)
+            sender.join()
+            free()
+    finally:
+        free()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -7,7 +7,9 @@ detached, contiguous, on the CPU; a jagged one with its rows back to back. Maske
 refused.
 """
 
+import errno
 import os
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -29,6 +31,8 @@ from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged import byte_view, nested_from_ragged, take_apart
 
 _FILE_BYTES = 1 << 20
+_ROOM_S, _LOOK_S = 10.0, 0.02
+"""How long a lack of file descriptors is waited for, and how often it is looked at."""
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _COLLECTIONS: dict[type, str] = {kind: kind.__name__ for kind in (list, tuple, set, frozenset)}
 _BUILDERS: dict[str, Callable[[Any], Any]] = {name: kind for kind, name in _COLLECTIONS.items()}
@@ -113,12 +117,12 @@ def _as_file(nbytes: int) -> bool:
 
 
 def _send_memory(connection: "Connection[Any, Any]", buffer: Bytes) -> None:
-    file = os.memfd_create("headrace")
+    file = _with_room(lambda: os.memfd_create("headrace"))
     try:
         rest = buffer.data
         while rest.nbytes:
             rest = rest[os.write(file, rest) :]
-        send_handle(connection, file, None)
+        _with_room(lambda: send_handle(connection, file, None))
     finally:
         os.close(file)
 
@@ -126,6 +130,8 @@ def _send_memory(connection: "Connection[Any, Any]", buffer: Bytes) -> None:
 def _receive_buffer(connection: "Connection[Any, Any]", nbytes: int) -> Bytes:
     buffer = np.empty(nbytes, dtype=np.uint8)
     if _as_file(nbytes):
+        connection.poll(None)
+        _with_room(_try_two)  # a descriptor that is taken where there is no room for it is lost
         file = recv_handle(connection)
         try:
             done = 0
@@ -136,6 +142,24 @@ def _receive_buffer(connection: "Connection[Any, Any]", nbytes: int) -> Bytes:
     elif nbytes:
         connection.recv_bytes_into(buffer.data)
     return buffer
+
+
+def _with_room(do: Callable[[], T]) -> T:
+    """Do what takes descriptors; where this process or the system has none left, wait a while for some."""
+    deadline = time.monotonic() + _ROOM_S
+    while True:
+        try:
+            return do()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or time.monotonic() > deadline:
+                raise
+        time.sleep(_LOOK_S)
+
+
+def _try_two() -> None:
+    """Raise where there is no room for what `recv_handle` takes."""
+    for file in os.pipe():
+        os.close(file)
 
 
 # A name is looked up by importing its module, a loss's of any layer; what is not registered there is refused.
