@@ -237,6 +237,10 @@ def test_images_are_read_from_wherever_they_are_named(tmp_path: Path) -> None:
         ((2, 2), "RGB"),
         ((1, 1), "RGB"),
     ]
+    path.rename(spaced := tmp_path / "50% a b.png")
+    for address in (spaced.as_uri(), spaced.as_uri().replace("file://", "file:"), str(spaced)):
+        assert media.resolve_to_image(address).size == (5, 6)
+    spaced.rename(path)
     with pytest.raises(ValueError, match="got a int for an image"):
         media.resolve_to_image(3)
     message = {

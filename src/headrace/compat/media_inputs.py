@@ -6,6 +6,7 @@ import re
 import urllib.request
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import torch
 
@@ -172,7 +173,9 @@ def resolve_to_image(image_path_or_image: Any) -> "Image":
     if source.startswith(("http://", "https://")):
         with urllib.request.urlopen(source, timeout=_DOWNLOAD_TIMEOUT_S) as reply:
             return Image.open(io.BytesIO(reply.read())).convert("RGB")
-    return Image.open(source.removeprefix("file://")).convert("RGB")
+    if source.startswith("file:"):
+        source = unquote(source.removeprefix("file:").removeprefix("//"))
+    return Image.open(source).convert("RGB")
 
 
 def image_to_data_url(image: "Image", fmt: str = "PNG") -> str:
