@@ -55,6 +55,8 @@ def test_a_conversation_is_read_key_by_key() -> None:
     assert message_log_to_flat_messages([]) == {}
     with pytest.raises(SchemaError, match="tensors for key='x' must have same number of dimensions"):
         message_log_to_flat_messages([{"x": torch.ones(2, 2)}, {"x": torch.ones(2)}])
+    with pytest.raises(SchemaError, match="tensors for key='x' are single numbers"):
+        message_log_to_flat_messages([{"x": torch.tensor(1)}, {"x": torch.tensor(2)}])
     assert get_keys_from_message_log(LOGS[0], ["role", "nowhere"]) == [
         {"role": "user"},
         {"role": "assistant"},
@@ -73,6 +75,8 @@ def test_media_of_several_messages_are_one_row() -> None:
     log = [{"pixels": PackedTensor(torch.ones(2, 3), 0)}, {}, {"pixels": PackedTensor(torch.zeros(1, 3), 0)}]
     pixels = message_log_to_flat_messages(log)["pixels"]
     assert len(pixels) == 1
+    mixed = [log[0], {"pixels": None}]
+    assert message_log_to_flat_messages(mixed)["pixels"] == [log[0]["pixels"], None]
     assert pixels.as_tensor().tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
 
 

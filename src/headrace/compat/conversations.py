@@ -27,7 +27,7 @@ def message_log_to_flat_messages(message_log: Sequence[Message]) -> dict[str, An
     flat: dict[str, Any] = {}
     for key in dict.fromkeys(key for message in message_log for key in message):
         values = [message[key] for message in message_log if key in message]
-        if isinstance(values[0], PackedTensor):
+        if all(isinstance(value, PackedTensor) for value in values):
             columns = [type(values[0]).flattened_concat([value]) for value in values]
             flat[key] = type(values[0]).flattened_concat([type(values[0]).concat(columns)])
         elif all(isinstance(value, torch.Tensor) for value in values):
@@ -37,6 +37,10 @@ def message_log_to_flat_messages(message_log: Sequence[Message]) -> dict[str, An
                 raise SchemaError(
                     f"tensors for key='{key}' must have same number of dimensions, sizes behind the first, and device; "
                     f"got {shapes}"
+                )
+            if not values[0].dim():
+                raise SchemaError(
+                    f"tensors for key='{key}' are single numbers; expected one number per token"
                 )
             flat[key] = torch.cat(values)
         else:
