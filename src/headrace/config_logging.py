@@ -1,5 +1,6 @@
 """The part of a recipe that says what a run reports, and where to: `logging`."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
@@ -82,6 +83,10 @@ class LoggingConfig(Section):
     """The most of detail.jsonl that is kept, in MB."""
     progress: Literal["auto", "on", "off"] = "auto"
     """Draw a live view of the run: on, off, or auto, which draws on a terminal only."""
+
+    def faults(self) -> Iterator[str]:
+        if twice := [name for name in self.trackers if self.trackers.count(name) > 1]:
+            yield f"trackers names {twice[0]} twice, and would write everything twice; name it once"
 
     @model_validator(mode="before")
     @classmethod

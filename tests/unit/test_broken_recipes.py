@@ -74,6 +74,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "algorithm='first_fit_shuffle': expected 'first",
     ),
     "policy.tokenizer.builder=words": ("policy.tokenizer.builder='words': expected 'characters'",),
+    "logging.trackers=[jsonl,wandb,jsonl]": ("logging.trackers names jsonl twice", "name it once"),
     "logging.progress=loud": ("logging.progress='loud': expected 'auto', 'on' or 'off'",),
     "checkpointing.metric=loss": ("checkpointing.metric='loss': expected 'validation/accuracy', ",),
     "seed": ("override 'seed': expected key=value, for example ",),
