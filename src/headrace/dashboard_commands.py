@@ -1,9 +1,7 @@
 """`headrace dashboard`, the live page of runs, and `headrace report`, what they came to."""
 
-import errno
 import os
 import secrets
-import socket
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -17,6 +15,7 @@ from headrace.errors import ConfigError
 from headrace.progress import make_console, print_line
 from headrace.training import write_results
 from headrace.utils import atomic
+from headrace.utils.addresses import is_of_the_host
 from headrace.utils.run_directory import RunDirectory
 
 TOKEN_VARIABLE = "HEADRACE_DASHBOARD_TOKEN"
@@ -71,9 +70,10 @@ def dashboard(
         server.serve(server.make_app(found, token=token), host, port, tell)
     except OSError as error:
         reason = error.strerror or os.strerror(error.errno or 0)
-        no_address = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         remedy = (
-            "an address of this machine as --host" if no_address else "another --port, or 0 for a free one"
+            "an address of this machine as --host"
+            if is_of_the_host(error)
+            else "another --port, or 0 for a free one"
         )
         raise ConfigError(f"--host {host} --port {port}: {reason}; give {remedy}") from error
 

@@ -113,6 +113,17 @@ def test_the_endpoint_ends_with_the_run(seen: Seen) -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{seen.scraper.port}/metrics", timeout=5)
 
 
+def test_an_address_of_another_machine_is_told_as_such(tmp_path: Path) -> None:
+    logging = {"prometheus_port": 0, "prometheus_address": "203.0.113.77"}
+    recipe = tiny_recipe(tmp_path / "run", logging=logging)
+    opened = RunDirectory.open(tmp_path / "run", recipe_text="")
+    with (
+        opened as run,
+        pytest.raises(ConfigError, match=r"set logging.prometheus_address to an address of this"),
+    ):
+        RunTrackers(recipe, run)
+
+
 def test_a_port_that_is_taken_is_an_error_before_the_run_begins(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -11,6 +11,7 @@ from headrace.algorithms.observer import StepRecord
 from headrace.errors import ConfigError
 from headrace.metric_names import meaning_of
 from headrace.trackers.base import Tracker
+from headrace.utils.addresses import is_of_the_host
 from headrace.utils.targets import load_optional
 
 if TYPE_CHECKING:
@@ -70,9 +71,11 @@ class PrometheusTracker(Tracker):
                 port, addr=address, registry=registry
             )
         except (OSError, OverflowError) as error:
+            remedy = "another port, or 0 for any free one"
+            if is_of_the_host(error):
+                remedy = "logging.prometheus_address to an address of this machine"
             raise ConfigError(
-                f"logging.prometheus_port={port}: cannot listen on {address} ({error}); set another port, or 0 for any "
-                "free one"
+                f"logging.prometheus_port={port}: cannot listen on {address} ({error}); set {remedy}"
             ) from error
         self.port = int(self._server.server_port)
 
