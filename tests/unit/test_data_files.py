@@ -131,3 +131,14 @@ def test_a_file_that_is_not_there_is_told_with_the_folder_from_which_its_path_co
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert f"which counts from the working directory {tmp_path}/elsewhere" in line_about(Path("sums.csv"))
     assert line_about(tmp_path / "nope.csv").endswith("check the path")
+
+
+def test_a_split_of_a_file_is_told_to_have_no_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "sums.csv").write_text(CSV)
+    assert len(prompts_of(f"{tmp_path}/sums.csv", split="test", revision="v2")) == 4
+    assert caplog.messages == [
+        "no effect: data.train.sums.split=test (a file has none)",
+        "no effect: data.train.sums.revision=v2 (a file has none)",
+    ]

@@ -3,6 +3,7 @@
 import codecs
 import csv
 import io
+import logging
 import os
 import re
 from collections import Counter
@@ -19,6 +20,8 @@ from headrace.errors import ConfigError
 from headrace.utils.json_text import read_json, read_json_lines
 from headrace.utils.paths import user_path
 from headrace.utils.targets import TARGET, check_parameters, load_callable, user_code
+
+logger = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LONGEST_REASON = 200
@@ -51,9 +54,11 @@ def read_rows(source: Source) -> Iterator[Row]:
     """
     text = source.cfg.path
     if TARGET.fullmatch(text) and not Path(text).exists():
+        _tell_unread(source, "a function", "subset", "revision")
         return _of_function(source)
     path = user_path(text, source.key)
     if path.is_dir():
+        _tell_unread(source, "a saved dataset", "subset", "revision")
         return _numbered(_saved_dataset(path, source))
     reader = _READERS.get(path.suffix.lower())
     if path.is_file() and reader is None:
@@ -64,6 +69,7 @@ def read_rows(source: Source) -> Iterator[Row]:
         if not path.is_file():
             place = "" if path.is_absolute() else f", which counts from the working directory {Path.cwd()}"
             raise ConfigError(f"{source}: cannot read it (No such file or directory); check the path{place}")
+        _tell_unread(source, "a file", "split", "subset", "revision")
         return reader(path, source)
     if not _HUB_NAME.fullmatch(text):
         raise ConfigError(
@@ -71,6 +77,14 @@ def read_rows(source: Source) -> Iterator[Row]:
             "(package.module:function); check the path"
         )
     return _numbered(_hub_dataset(source))
+
+
+def _tell_unread(source: Source, what: str, *names: str) -> None:
+    for name in names:
+        if (value := getattr(source.cfg, name)) is not None:
+            logger.warning(
+                "no effect: %s%s=%s (%s has none)", source.key.removesuffix("path"), name, value, what
+            )
 
 
 def _json_lines(path: Path, source: Source) -> Iterator[Row]:
