@@ -144,23 +144,40 @@ class Crash(Recorder):
 
     def on_stage(self, step: int, stage: str) -> None:
         if (step, stage) == (5, "train"):
-            time.sleep(0.2)
+            time.sleep(0.4)
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("on_stale", ["wait", "drop"])
-def test_groups_of_steps_of_another_size_are_made_again_after_a_crash_and_ids_come_anew(
-    tmp_path: Path, on_stale: str, caplog: pytest.LogCaptureFixture
+WHATEVER_IS_READY = {"on_stale": "drop", "order": "freshest"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "then", "now"),
+    [
+        (8, {"room": 16}, {"room": 16}),
+        (8, {"room": 16, **WHATEVER_IS_READY}, {"room": 16, **WHATEVER_IS_READY}),
+        (4, WHATEVER_IS_READY, {}),
+    ],
+    ids=["larger steps", "larger steps of whatever is ready", "in order, after steps of whatever is ready"],
+)
+def test_groups_of_prompts_that_were_cut_otherwise_are_made_again_after_a_crash_and_ids_come_anew(
+    tmp_path: Path, groups: int, then: Any, now: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     changes = {
-        "data": {"train_size": 4},  # so that a prompt comes again at once
+        "data": {"train_size": 2},  # so that a prompt comes again at once
         "data_plane": {"journal": {"enabled": True}},
         "checkpointing": {"save_period": 3},
     }
-    lag = {"max_lag": 1, "room": 16, "on_stale": on_stale}
+    cut = {"max_lag": 2, "prompts_per_call": 2}
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, observer=Crash(), asynchrony=lag, **with_groups(4), **changes)
-    made = run(tmp_path, asynchrony=lag, **with_groups(8), **changes)
+        run(
+            tmp_path,
+            observer=Crash(),
+            asynchrony={**cut, **then},
+            **with_groups(4, max_num_steps=9),
+            **changes,
+        )
+    made = run(tmp_path, asynchrony={**cut, **now}, **with_groups(groups), **changes)
     assert [(r.step, r.metrics["async/failed_calls"]) for r in made.steps] == [(4, 0), (5, 0)]
     assert not [message for message in caplog.messages if "rows" in message]
 

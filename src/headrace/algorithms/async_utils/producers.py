@@ -200,10 +200,10 @@ def worth_restoring(
 
     Where steps train on the groups made for them, they are made again as they were, and with them the weights that drew
     later groups. Elsewhere groups of weights that the checkpoint does not know are left out. So are all groups where
-    the recipe of `then` cut prompts into other steps or calls: part of a call would take the ids of its other part.
+    the recipe of `then` cut prompts in another way: some of a call would get the ids of others that are there.
     """
     sampler, plan = build_sampler(recipe), plan_of(recipe, progress)
-    is_cut_alike = then is None or _cut_of(then) == (plan.per_step, plan.per_call)
+    is_cut_alike = then is None or _cut_of(then) == _cut_of(recipe.model_dump())
 
     def keep(tags: Mapping[str, Any]) -> bool:
         # A synchronous run's rows have no position, and without dynamic sampling groups are not judged.
@@ -220,10 +220,12 @@ def worth_restoring(
     return keep
 
 
-def _cut_of(recipe: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many prompts a step has, and a call."""
-    per_step: int = recipe["grpo"]["num_prompts_per_step"]
-    return per_step, recipe["async"]["prompts_per_call"] or per_step // recipe["async"]["collectors"]
+def _cut_of(recipe: Mapping[str, Any]) -> tuple[int, int, bool]:
+    """Return how many prompts a step has, and a call, and whether each step trains on the groups made for it."""
+    cfg, grpo = recipe["async"], recipe["grpo"]
+    per_step: int = grpo["num_prompts_per_step"]
+    in_order = (cfg["sampler"], cfg["on_stale"], grpo["dynamic_sampling"]["enabled"]) == (None, "wait", False)
+    return per_step, cfg["prompts_per_call"] or per_step // cfg["collectors"], in_order
 
 
 def _live_generator(collector: Collector) -> LiveGenerator | None:
