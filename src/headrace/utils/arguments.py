@@ -29,14 +29,15 @@ def texts(what: str, names: Sequence[str]) -> list[str]:
     """
     own = list(names_list(what, names))
     own = own if set(map(type, own)) <= {str} else list(map(str, own))
-    if not "".join(own).isascii() and (halves := [name for name in own if not _is_utf8(name)]):
+    if not "".join(own).isascii() and (halves := [name for name in own if not is_utf8(name)]):
         raise SchemaError(
             f"{what}: {halves[0]!r} is no UTF-8 text, since it holds half a surrogate pair; expected other letters"
         )
     return own
 
 
-def _is_utf8(text: str) -> bool:
+def is_utf8(text: str) -> bool:
+    """Return whether UTF-8 can hold a text; it cannot hold half a surrogate pair, as of a name in another encoding."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -18,6 +18,7 @@ from yaml import MarkedYAMLError, YAMLError
 
 from headrace.config import RecipeConfig
 from headrace.errors import ConfigError
+from headrace.utils.arguments import is_utf8
 from headrace.utils.config_errors import describe, kinds_of_sections, text_kind
 from headrace.utils.misread import misread_number
 from headrace.utils.renamed import with_new_keys
@@ -67,7 +68,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, of_a_run: bo
         values = OmegaConf.to_container(merged, resolve=True)
         if isinstance(values, dict):
             values.setdefault("code_path", folders)
-            if not all(map(_is_text, values["code_path"] or ())):
+            if not all(is_utf8(str(folder)) for folder in values["code_path"] or ()):
                 raise ConfigError(f"{path}: code_path={values['code_path']}: {_NO_TEXT}")
         return RecipeConfig.model_validate(values)
     except OmegaConfBaseException as error:
@@ -103,14 +104,6 @@ def _left_open(value: Any, key: str = "") -> str | None:
     else:
         return key if value == _OPEN else None
     return next((inner for inner in found if inner is not None), None)
-
-
-def _is_text(value: object) -> bool:
-    try:
-        str(value).encode()
-    except UnicodeEncodeError:  # half a character, of a name in another encoding
-        return False
-    return True
 
 
 def dump_recipe(recipe: RecipeConfig) -> str:
@@ -248,7 +241,7 @@ class _Override:
 def _parse_override(text: str) -> _Override:
     key, sign, value = text.partition("=")
     key = key.strip()
-    if not _is_text(text):
+    if not is_utf8(text):
         raise ConfigError(f"override '{text}': {_NO_TEXT}")
     if not sign or not all(key.split(".")):
         raise ConfigError(f"override '{text}': expected key=value, for example policy.optimizer.lr=1e-5")
