@@ -69,6 +69,25 @@ def test_half_a_surrogate_pair_is_refused_at_the_put_and_nothing_is_written(
     assert client.sample_ids("p") == ["a"]
 
 
+def test_half_a_surrogate_pair_in_a_registration_or_a_holder_is_refused(client: DataPlaneClient) -> None:
+    half = "a\ud800"
+    client.register_partition("p", ["x"], 4, ["t"])
+    for act in (
+        lambda: client.register_partition(half, ["x"], 4, ["t"]),
+        lambda: client.register_partition("q", [half], 4, ["t"]),
+        lambda: client.register_partition("q", ["x"], 4, [half]),
+        lambda: client.claim_meta("p", "t", ["x"], 1, blocking=False, lease_s=1, holder=half),
+    ):
+        with pytest.raises(SchemaError, match=r"\\ud800.*no UTF-8 text"):
+            act()
+    assert client.partition_ids() == ["p"]
+
+
+def test_a_tag_has_a_text_as_its_name(client: DataPlaneClient) -> None:
+    with pytest.raises(SchemaError, match="tag 1 of row 0 has a name that is no text"):
+        client.put_samples(["a"], "p", fields=wire(1, x=torch.ones(1)), tags=[{1: 2}])  # type: ignore[dict-item]
+
+
 def test_unknown_ids_and_missing_columns_are_named_together(client: DataPlaneClient) -> None:
     put_numbers(client, ["a", "b"], x=0)
     put_numbers(client, ["a"], y=0)

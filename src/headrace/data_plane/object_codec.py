@@ -76,6 +76,8 @@ def copied_tag(tag: Mapping[str, object], row: int) -> dict[str, Any]:
     """Return a tag of a put with values as a store gives them back, which share nothing with the caller's."""
     copied: dict[str, Any] = {}
     for name, value in tag.items():
+        if not isinstance(name, str):
+            raise SchemaError(f"tag {name!r} of row {row} has a name that is no text")
         try:
             copied[_copied(name)] = _copied(value)
         except _NotStorableError as error:

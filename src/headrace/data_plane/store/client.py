@@ -75,6 +75,7 @@ class StoreClient(DataPlaneClient):
         other = next((rule for rule in where if not isinstance(rule, TagRule)), None)
         if other is not None:
             raise DataPlaneError(f"where has {other!r}; expected rules, as TagRule('reward', min_spread=0.1)")
+        texts("holder", [holder or ""])
         lease = None if lease_s is None else seconds("lease_s", lease_s, above_zero=True)
         wait_s = seconds("timeout_s", timeout_s)
         request = ClaimRequest(
