@@ -39,11 +39,15 @@ class Connected(NamedTuple):
     starts: bool = False
 
 
-@contextmanager
-def connected(
-    address: str | None = None, *, knob: str = "RAY_ADDRESS", may_start: bool = True, **local: Any
-) -> Iterator[bool]:
-    """Connect this process to Ray, as `connect` does, until the last such block ends; yield whether that starts it.
+def connect_until(
+    undo: ExitStack,
+    address: str | None = None,
+    *,
+    knob: str = "RAY_ADDRESS",
+    may_start: bool = True,
+    **local: Any,
+) -> bool:
+    """Connect this process to Ray, as `connect` does, until the last such `undo` ends; return whether that starts it.
 
     A connection that somebody else has made stays.
     """
@@ -51,13 +55,16 @@ def connected(
     with _lock:
         connects, starts = connect(address, knob=knob, may_start=may_start, **local)
         _users, _is_ours = _users + 1, connects or (_is_ours and _users > 0)
-    try:
-        yield starts
-    finally:
-        with _lock:
-            _users -= 1
-            if _is_ours and not _users:
-                ray.shutdown()
+    undo.callback(_leave)
+    return starts
+
+
+def _leave() -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        if _is_ours and not _users:
+            ray.shutdown()
 
 
 def connect(

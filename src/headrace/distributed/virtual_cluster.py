@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import (
 )
 
 import headrace
-from headrace.distributed.ray_connection import connected
+from headrace.distributed.ray_connection import connect_until
 from headrace.errors import ConfigError, HeadraceError
 
 _PACKAGE = "headrace"
@@ -70,7 +70,7 @@ class RayVirtualCluster:
             )
         self.workers_per_node = workers // num_nodes
         self._connection = ExitStack()
-        starts_ray = self._connection.enter_context(connected(num_cpus=num_cpus))
+        starts_ray = connect_until(self._connection, num_cpus=num_cpus)
         self.placement_group: Any = None
         with ExitStack() as undo:
             undo.callback(self.shutdown)

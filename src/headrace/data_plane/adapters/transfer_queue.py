@@ -40,7 +40,7 @@ from headrace.data_plane.store.client import StoreClient
 from headrace.data_plane.store.columns import Chunk, Known, Put, RowFacts, checked_put
 from headrace.data_plane.store.merge import Located
 from headrace.data_plane.wire import wire_tensordict
-from headrace.distributed.ray_connection import Deadline, connected
+from headrace.distributed.ray_connection import Deadline, connect_until
 from headrace.errors import DataPlaneError, HeadraceError, TransportError
 from headrace.utils.arguments import shown, texts
 
@@ -111,22 +111,23 @@ _links: dict[str, Link] = {}
 """One per engine."""
 
 
-@contextlib.contextmanager
-def _linked(index: Any, deadline: Deadline) -> Iterator[Link]:
-    """Connect to the engine of an index actor, once for all clients of this process, until the block ends."""
+def _linked(undo: ExitStack, index: Any, deadline: Deadline) -> Link:
+    """Connect to the engine of an index actor, once for all clients of this process, until `undo` ends."""
     connection = cluster.wait_for_connection(index, deadline)
     engine = connection.engine_id
     with _links_lock:
         link = _links[engine] = _links.get(engine) or Link.of(connection, deadline)
         link.users += 1
-    try:
-        yield link
-    finally:
-        with _links_lock:
-            link.users -= 1
-            unused = None if link.users else _links.pop(engine)
-        if unused is not None:
-            unused.close()
+    undo.callback(_unlink, engine, link)
+    return link
+
+
+def _unlink(engine: str, link: Link) -> None:
+    with _links_lock:
+        link.users -= 1
+        unused = None if link.users else _links.pop(engine)
+    if unused is not None:
+        unused.close()
 
 
 @contextlib.contextmanager
@@ -134,11 +135,9 @@ def _engines(config: DataPlaneConfig) -> Iterator[dict[str, Link]]:
     """Connect to the engines that a cluster has, by backend, until the block ends."""
     deadline = Deadline(config.startup_timeout_s, cluster.STARTUP_KNOB)
     with ExitStack() as undo:
-        undo.enter_context(connected(config.ray_address, knob=_ADDRESS_KNOB, may_start=False))
+        connect_until(undo, config.ray_address, knob=_ADDRESS_KNOB, may_start=False)
         found = {backend: cluster.find_index(backend) for backend in BACKENDS}
-        yield {
-            b: undo.enter_context(_linked(index, deadline)) for b, index in found.items() if index is not None
-        }
+        yield {b: _linked(undo, index, deadline) for b, index in found.items() if index is not None}
 
 
 def list_stores(config: DataPlaneConfig) -> dict[str, list[StoreFacts]]:
@@ -189,8 +188,7 @@ class TransferQueueDataPlaneClient(StoreClient):
         self._undo = ExitStack()
         with ExitStack() as undo:
             undo.callback(self.close)
-            ray_is_there = connected(config.ray_address, knob=_ADDRESS_KNOB, may_start=bootstrap)
-            self._undo.enter_context(ray_is_there)
+            connect_until(self._undo, config.ray_address, knob=_ADDRESS_KNOB, may_start=bootstrap)
             self._connect(bootstrap)
             undo.pop_all()
         if bootstrap:
@@ -208,7 +206,7 @@ class TransferQueueDataPlaneClient(StoreClient):
                 "this Ray cluster has no store to attach to; the driver starts one first with "
                 "build_data_plane_client(cfg, bootstrap=True)"
             )
-        link = self._undo.enter_context(_linked(index, deadline))
+        link = _linked(self._undo, index, deadline)
         if bootstrap:
             self._store, count = self._open_store(link, deadline), config.indexes
             self._owns_store = True
