@@ -20,6 +20,8 @@ from tiny_recipe import tiny_recipe
 pytestmark = pytest.mark.slow
 FOLDER = Path(sys.prefix) / "verifiers"
 OWN = """
+import asyncio
+import sys
 import verifiers as vf
 from datasets import Dataset
 
@@ -42,6 +44,10 @@ class Again(vf.MultiTurnEnv):
     async def env_response(self, messages, state, **kwargs):
         if messages[-1]["content"] == "crash":
             raise ValueError("no such word")
+        if messages[-1]["content"] == "leave":
+            sys.exit(3)
+        if messages[-1]["content"] == "cancel":
+            raise asyncio.CancelledError
         state["tries"].append(messages[-1]["content"])
         return [{"role": "user", "content": "not " + ", ".join(state["tries"])}]
 
@@ -188,6 +194,18 @@ def test_an_environment_that_fails_ends_the_run_by_its_name() -> None:
         made.step([prompt], [said(prompt, "crash")], [False])
     with pytest.raises(RewardError, match="no rollout of prompt 'train-2' waits at this turn"):
         made.step([prompt], [said(prompt, "a", "b", "c")], [False])
+
+
+@pytest.mark.parametrize(("word", "told"), [("leave", "SystemExit: 3"), ("cancel", "CancelledError: ")])
+def test_an_environment_that_leaves_or_is_cancelled_ends_the_run_by_its_name_too(
+    word: str, told: str
+) -> None:
+    made = environment(turns=2)
+    prompt = made.prompts("train")[0]
+    with pytest.raises(RewardError, match=rf"env.id=sums-of-mine: a rollout failed with {told}"):
+        made.step([prompt], [said(prompt, word)], [False])
+    (result,) = made.step([prompt], [said(prompt, "x")], [False])
+    assert result.observation == (Message("user", "not x"),)
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, get_args
 
 from headrace.config import DataConfig, VerifiersConfig
@@ -63,7 +63,7 @@ class VerifiersEnvironment:
             )
         self._waiting: OrderedDict[tuple[str, Talk], list[_Episode]] = OrderedDict()
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="verifiers").start()
+        threading.Thread(target=_run, args=(self._loop,), daemon=True, name="verifiers").start()
 
     def prompts(self, split: str) -> list[Prompt]:
         return list(self._prompts[split])
@@ -163,7 +163,8 @@ class _Episode:
 
     def _result(self) -> StepResult:
         assert self._task is not None
-        if (error := self._task.exception()) is not None:
+        error = asyncio.CancelledError() if self._task.cancelled() else self._task.exception()
+        if error is not None:
             raise RewardError(
                 f"{self._who}: a rollout failed with {type(error).__name__}: {error}"
             ) from error
@@ -172,6 +173,13 @@ class _Episode:
             raise RewardError(f"{self._who}: a rollout failed: {' '.join(str(failure).split())[:300]}")
         parts = {f"reward/{name}": float(value) for name, value in (output.get("metrics") or {}).items()}
         return StepResult(float(output["reward"]), metrics=parts)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop, also beyond a rollout that leaves by `sys.exit`; whoever waits for that one is told."""
+    while True:
+        with suppress(SystemExit):
+            loop.run_forever()
 
 
 def _message(message: Any) -> Message:
