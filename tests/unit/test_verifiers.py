@@ -2,8 +2,11 @@
 
 import importlib
 import logging
+import os
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +77,7 @@ def load_environment(turns=1, kind=None, held_out=0):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_module(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def own_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("own")
     (folder / "sums_of_mine.py").write_text(OWN)
     sys.path[:0] = [str(folder)]
@@ -82,7 +85,7 @@ def own_module(tmp_path_factory: pytest.TempPathFactory) -> Any:
     levels = [logging.root.level]
     if not FOLDER.is_dir():
         pytest.skip("needs the package verifiers (make test-extras)")
-    yield
+    yield folder
     sys.path.remove(str(folder))
     sys.path.remove(str(FOLDER))
     logging.root.setLevel(levels[0])
@@ -206,6 +209,28 @@ def test_an_environment_that_leaves_or_is_cancelled_ends_the_run_by_its_name_too
         made.step([prompt], [said(prompt, word)], [False])
     (result,) = made.step([prompt], [said(prompt, "x")], [False])
     assert result.observation == (Message("user", "not x"),)
+
+
+LEFT_WAITING = """
+import gc
+from test_verifiers import environment, said
+
+made = environment(turns=2)
+prompt = made.prompts("train")[0]
+print(made.step([prompt] * 3, [said(prompt, "x")] * 3, [False] * 3)[2].done)
+del made
+gc.collect()
+"""
+
+
+def test_a_process_ends_without_a_word_of_rollouts_that_nobody_goes_on_with(own_module: Path) -> None:
+    path = os.pathsep.join([str(own_module), str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-W", "ignore", "-c", LEFT_WAITING]
+    ended = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "False\n"
+    assert "Task" not in ended.stderr
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ Source: the package verifiers, classic API (`verifiers.legacy` since 0.2; `verif
 import asyncio
 import signal
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from headrace.errors import ConfigError, RewardError
 from headrace.experience.types import Message, Prompt, Role
 from headrace.utils.targets import load_optional
 
-_MODEL, _MOST_WAITING = "headrace", 16_384
+_MODEL, _MOST_WAITING, _END_S = "headrace", 16_384, 1.0
 Talk = tuple[Message, ...]
 
 
@@ -64,6 +65,7 @@ class VerifiersEnvironment:
         self._waiting: OrderedDict[tuple[str, Talk], list[_Episode]] = OrderedDict()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=_run, args=(self._loop,), daemon=True, name="verifiers").start()
+        weakref.finalize(self, _end, self._loop)
 
     def prompts(self, split: str) -> list[Prompt]:
         return list(self._prompts[split])
@@ -180,6 +182,22 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     while True:
         with suppress(SystemExit):
             loop.run_forever()
+            return
+
+
+def _end(loop: asyncio.AbstractEventLoop) -> None:
+    """End a loop with the rollouts that still wait in it, of which Python would tell one by one."""
+
+    async def cancel() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_END_S)
+
+    with suppress(TimeoutError):
+        asyncio.run_coroutine_threadsafe(cancel(), loop).result(2 * _END_S)
+    loop.call_soon_threadsafe(loop.stop)
 
 
 def _message(message: Any) -> Message:
