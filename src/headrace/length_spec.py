@@ -5,6 +5,7 @@ import random
 import re
 from pathlib import Path
 
+from headrace.distributed.bin_packing import LONGEST_ROW
 from headrace.errors import ConfigError
 from headrace.utils.section import shortened
 
@@ -28,12 +29,22 @@ def parse_lengths(text: str, *, seed: int = 0) -> list[int]:
     [176, 205, 326, 187]
 
     Raises:
-        ConfigError: text of another form, an unreadable file, or a length below 1.
+        ConfigError: text of another form, an unreadable file, or a length below 1 or above `LONGEST_ROW`.
     """
     shown = shortened(text, _LONGEST_SHOWN)
     kind, *numbers = text.split(":")
     if kind in ("lognormal", "uniform"):
-        return _draw(shown, kind, _integers(shown, numbers), random.Random(seed))
+        lengths = _draw(shown, kind, _integers(shown, numbers), random.Random(seed))
+    else:
+        lengths = _listed(shown, text)
+    if max(lengths) > LONGEST_ROW:
+        raise ConfigError(
+            f"LENGTHS '{shown}' has a row of {max(lengths)} tokens; expected {LONGEST_ROW} at most"
+        )
+    return lengths
+
+
+def _listed(shown: str, text: str) -> list[int]:
     # Unlike Path.exists, this takes a long list for what it is, and not for a name that is too long.
     content = _read(Path(text)) if os.path.exists(text) else text
     parts = [part for part in re.split(r"[\s,]+", content) if part]

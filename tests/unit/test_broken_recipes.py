@@ -407,6 +407,9 @@ CALLS: dict[str, tuple[str, ...]] = {
     "plan 99999999999999999999": (
         "'99999999999999999999' is not a whole number of at most 12 digits; expected ",
     ),
+    "plan 999999999999,1 --ranks 2 --budget 999999999999": (
+        "LENGTHS '999999999999,1' has a row of 999999999999 tokens; expected 2147483647 at most",
+    ),
     "plan uniform:99999999999:1:2": ("LENGTHS 'uniform:99999999999:1:2' are 99,999,999,999 rows; expected ",),
     "plan lognormal:5:9:3": ("LENGTHS 'lognormal:5:9:3': expected ", "the last two in order"),
     "plan 1,2 --budget 1": (

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import reference_packing as reference
 from headrace.compat.packing_algorithms import pack_rows
 from headrace.distributed.bin_packing import ALGORITHMS
+from headrace.distributed.planner import plan_microbatches
 from headrace.errors import ConfigError, SchemaError
 
 FIRST_FIT = ("first_fit_decreasing", "modified_first_fit_decreasing")
@@ -150,3 +151,15 @@ def test_the_result_does_not_depend_on_earlier_calls():
     for algorithm in ALGORITHMS:
         first = as_lists(pack_rows(lengths, 64, algorithm, bin_count_multiple=7))
         assert as_lists(pack_rows(lengths, 64, algorithm, bin_count_multiple=7)) == first
+
+
+@pytest.mark.parametrize("length", [2**31, 10**12, 2**62, 2**63 - 1, 2**63])
+@pytest.mark.parametrize("kind", ["sequence_packing_args", "dynamic_batching_args"])
+def test_a_length_that_is_no_row_s_is_refused_whatever_the_budget(kind: str, length: int) -> None:
+    common = {"input_key": "ids", "input_lengths_key": "n", "max_tokens_per_microbatch": 100}
+    own = {"algorithm": "first_fit_decreasing", "sequence_length_pad_multiple": 64}
+    args = {**common, **(own if kind.startswith("seq") else {"sequence_length_round": 64})}
+    for budget in (100, 2**63 - 1):
+        args["max_tokens_per_microbatch"] = budget
+        with pytest.raises(SchemaError, match=f"row 1 has length {length}; expected 2147483647 at most"):
+            plan_microbatches(np.array([3, length], dtype=np.uint64), shards=2, **{kind: args})

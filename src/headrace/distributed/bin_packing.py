@@ -18,6 +18,9 @@ Algorithm = Literal[
 """`first_fit_shuffle` places rows in a random order that depends only on their number."""
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
+LONGEST_ROW = 2**31 - 1
+"""Tokens of a row at most, as in a store; sums and costs of rows fit in 64 bits."""
+
 _ROW_BY_ROW = 4096
 """Rows of a batch up to which bins are filled by plain loops, and modified first fit is used at all."""
 
@@ -33,6 +36,9 @@ def as_lengths(lengths: npt.ArrayLike) -> IntArray:
     if int(array.min()) < 0:
         row = int(array.argmin())
         raise SchemaError(f"row {row} has length {int(array[row])}; expected 0 or more")
+    if int(array.max()) > LONGEST_ROW:
+        row = int(array.argmax())
+        raise SchemaError(f"row {row} has length {int(array[row])}; expected {LONGEST_ROW} at most")
     return array.astype(np.int64)
 
 

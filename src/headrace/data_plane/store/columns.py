@@ -20,6 +20,7 @@ from headrace.data_plane.store.forms import Form as Form
 from headrace.data_plane.store.forms import RowBlock
 from headrace.data_plane.store.forms import Rows as Rows
 from headrace.data_plane.wire import Leaf, check_declared, leaf_rows, read_wire
+from headrace.distributed.bin_packing import LONGEST_ROW
 from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
 from headrace.distributed.offsets_reader import OffsetsReader
@@ -40,7 +41,6 @@ Array = TypeVar("Array", bound=NDArray[Any])
 Lengths = NDArray[np.int32]
 Known = list[tuple[torch.Tensor, torch.Tensor]]
 """Offsets that a call has met, each with the store's or the caller's own copy."""
-_LONGEST = 2**31 - 1
 _NOWHERE = -1
 _NO_ROWS: Rows = np.empty(0, np.int64)
 
@@ -299,11 +299,11 @@ def said_lengths(chunks: Mapping[str, Chunk]) -> dict[str, Lengths]:
         form, values, offsets = chunks[name].form, chunks[name].values, chunks[name].offsets
         if name == INPUT_LENGTHS and form.kind == "dense":
             numbers = values.detach().cpu().reshape(-1).numpy()
-            wrong = np.flatnonzero((numbers < 0) | (numbers > _LONGEST))
+            wrong = np.flatnonzero((numbers < 0) | (numbers > LONGEST_ROW))
             if len(wrong):
                 row = wrong[0]
                 raise SchemaError(
-                    f"column '{name}' is {numbers[row]} in row {row}; expected tokens, 0 to {_LONGEST}"
+                    f"column '{name}' is {numbers[row]} in row {row}; expected tokens, 0 to {LONGEST_ROW}"
                 )
             found = numbers.astype(np.int32)
         elif name not in PER_TOKEN_FIELDS or form.dtype is None or form.ragged_dim != 1:
