@@ -5,6 +5,7 @@ from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from nemo_rl.data_plane import (
@@ -25,7 +26,7 @@ from nemo_rl_names import calls
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
-from headrace.errors import ConfigError, DataPlaneError
+from headrace.errors import ConfigError, DataPlaneError, SchemaError
 from ray_session import fresh_store
 
 LOCAL = {"enabled": True, "impl": "local"}
@@ -232,6 +233,21 @@ def test_outstanding_bytes_come_to_nothing_also_where_they_do_not_divide_or_are_
     assert client.snapshot()["bytes_outstanding"] == 147
     client.clear_samples(ids, "p")
     assert client.snapshot()["bytes_outstanding"] == 0
+    client.close()
+
+
+@pytest.mark.parametrize("advantages", [[0.5, 1.0], np.ones(2), torch.ones(2)])
+def test_one_value_per_sample_does_not_say_how_long_rows_are(advantages: Any) -> None:
+    client = NoOpDataPlaneClient()
+    client.register_partition("p", ["input_ids"], 2, ["train"])
+    meta = KVBatchMeta("p", "train", ["a", "b"])
+    with pytest.raises(SchemaError, match="'advantages' is per token, and the meta has no sequence_lengths"):
+        write_columns(client, meta, {"advantages": advantages})
+    with pytest.raises(SchemaError, match="no column 'input_lengths'"):
+        kv_first_write({"advantages": advantages}, sample_ids=["a", "b"], dp_client=client, partition_id="p")
+    both = {"advantages": advantages, "input_ids": torch.ones(2, 3, dtype=torch.int64)}
+    meta = kv_first_write(both, sample_ids=["a", "b"], dp_client=client, partition_id="p")
+    assert meta.sequence_lengths == [3, 3]
     client.close()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from headrace.compat.batched_data_dict import BatchedDataDict
@@ -88,6 +89,8 @@ def plain_media(fields: Mapping[str, Any]) -> dict[str, Any]:
 def full_lengths(fields: Mapping[str, Any]) -> list[int] | None:
     """Return the width of each row of `input_ids`, or of another column of tokens; None if there is none.
 
+    One value per sample, which may hold for all its tokens, says nothing.
+
     >>> full_lengths({"input_ids": torch.zeros(2, 3, dtype=torch.int64)})
     [3, 3]
     """
@@ -95,11 +98,13 @@ def full_lengths(fields: Mapping[str, Any]) -> list[int] | None:
         column = fields.get(name)
         if name not in PER_TOKEN_FIELDS or column is None:
             continue
-        if not isinstance(column, torch.Tensor):
-            return [len(row) for row in column]
-        if is_nested(column):
+        if isinstance(column, torch.Tensor) and is_nested(column):
             lengths: list[int] = ragged_from_nested(column)[1].diff().tolist()
             return lengths
-        if column.dim() > 1:
-            return [column.shape[1]] * len(column)
+        if isinstance(column, torch.Tensor):
+            widths = [column.shape[1]] * len(column) if column.dim() > 1 else []
+        else:
+            widths = [len(row) for row in column if np.ndim(row)]
+        if len(widths) == len(column):
+            return widths
     return None
