@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from nemo_rl.algorithms.async_utils.trajectory_collector import AsyncTrajectoryC
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl_names import calls
 
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError, HeadraceError, SchemaError
 from tiny_models import tiny_tokenizer
 
 
@@ -267,3 +268,15 @@ def test_buffer_and_collector_are_actors_where_callers_start_them_so(ray_cluster
     taken = ray.get(buffer.sample.remote(2, 0, 1))
     assert [t["batch"]["total_reward"].tolist() for t in taken["trajectories"]] == [[1.0, 1.0]] * 2
     ray.kill(buffer)
+
+
+@pytest.mark.parametrize("kept", [0, 10, 700])
+def test_a_damaged_file_of_a_buffer_is_named_and_the_buffer_stays_as_it_is(tmp_path: Path, kept: int) -> None:
+    buffer = ReplayBuffer(3, False)
+    buffer.add({"batch": {}}, weight_version=0, target_weight_version=0)
+    file = tmp_path / "buffer.pt"
+    buffer.save_to_path(str(file))
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(SchemaError, match=r"buffer.pt: missing parts or damaged .*; restore another"):
+        buffer.load_from_path(str(file))
+    assert buffer.size() == 1

@@ -4,6 +4,7 @@ import io
 import threading
 from collections import Counter
 from pathlib import Path
+from pickle import UnpicklingError
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -185,8 +186,16 @@ class ReplayBufferImpl(ReplayBufferProtocol):
         current_training_step: int | None = None,
         max_age_steps: int | None = None,
     ) -> None:
-        """Replace the content by that of a file, which is a pickle: load only what you have written."""
-        state = torch.load(path, map_location="cpu", weights_only=False)
+        """Replace the content by that of a file, which is a pickle: load only what you have written.
+
+        Raises:
+            SchemaError: a damaged file, or one of something else.
+        """
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=False)
+        except (EOFError, RuntimeError, UnpicklingError) as error:
+            reason = str(error).split(".")[0]
+            raise SchemaError(f"{path}: missing parts or damaged ({reason}); restore another file") from error
         self.load_state_dict(state, num_prompts_per_step, current_training_step, max_age_steps)
 
 
