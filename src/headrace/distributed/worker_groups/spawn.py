@@ -5,10 +5,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from headrace.distributed.topology import RankLayout
@@ -29,6 +30,24 @@ from headrace.utils.interrupt import TERMINAL_SIGNALS, held_back
 _HOST = "127.0.0.1"
 _GENTLE_S = 10.0
 _FORCED_S = 3.0
+
+
+@contextmanager
+def _main_left_alone(spec: WorkerSpec) -> Iterator[None]:
+    """Keep processes that start meanwhile from running this one's script again, unless the workers are of it."""
+    main = sys.modules["__main__"]
+    if b"__main__" in bytes(ForkingPickler.dumps(spec)):
+        yield
+        return
+    kept: dict[str, object] = {
+        name: vars(main)[name] for name in ("__spec__", "__file__") if name in vars(main)
+    }
+    for name in kept:
+        setattr(main, name, None)
+    try:
+        yield
+    finally:
+        vars(main).update(kept)
 
 
 class SpawnWorkerGroup(RemoteWorkerGroup):
@@ -66,7 +85,7 @@ class SpawnWorkerGroup(RemoteWorkerGroup):
                 name=f"headrace-worker-{rank}",
                 daemon=True,
             )
-            with held_back(TERMINAL_SIGNALS):
+            with held_back(TERMINAL_SIGNALS), _main_left_alone(spec):
                 process.start()
             theirs.close()
             self._pipes.append(ours)
