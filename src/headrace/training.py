@@ -84,6 +84,7 @@ def train(
         raise ConfigError(
             "headrace.train got environment and reward; an environment gives its own rewards: leave out one"
         )
+    _check_kinds(recipe, observers, overrides)
     if not isinstance(recipe, str | Path):
         code_path = plain(recipe).get("code_path") or ()
         extend_import_path(code_path if isinstance(code_path, list | tuple) else ())
@@ -93,6 +94,22 @@ def train(
         extend_import_path([str(Path(recipe).parent.absolute())])
     changes = _own_code(environment, reward, loss)
     return run_recipe(_with_changes(recipe, changes, overrides), observers)[1]
+
+
+def _check_kinds(recipe: Any, observers: Any, overrides: Any) -> None:
+    """Refuse what is of another kind than `train` takes, which would only show later."""
+    if not isinstance(recipe, str | Path | Mapping | RecipeConfig):
+        raise ConfigError(
+            f"headrace.train got recipe={recipe!r:.60}; expected a file, the name of a recipe, a mapping, or a config"
+        )
+    are_texts = isinstance(overrides, Sequence) and all(isinstance(text, str) for text in overrides)
+    if isinstance(overrides, str) or not are_texts:
+        raise ConfigError(f"headrace.train got overrides={overrides!r:.60}; expected a list of 'key=value'")
+    if not isinstance(observers, Sequence) or not all(isinstance(found, RunObserver) for found in observers):
+        raise ConfigError(
+            f"headrace.train got observers={observers!r:.60}; expected a list of objects whose classes derive from "
+            "headrace.RunObserver"
+        )
 
 
 def _own_code(environment: Any, reward: Any, loss: Any) -> dict[str, Any]:

@@ -4,8 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import headrace
+from headrace.errors import ConfigError
 
 UNGUARDED = """
 from group_worker import GroupWorker
@@ -38,3 +42,25 @@ def test_worker_processes_do_not_run_the_script_that_starts_them(tmp_path: Path,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "the script runs\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"recipe": None}, "recipe=None; expected a file, the name of a recipe, a mapping"),
+        ({"recipe": ["a.yaml"]}, "recipe=.'a.yaml'.; expected a file"),
+        ({"overrides": "seed=1"}, "overrides='seed=1'; expected a list of 'key=value'"),
+        ({"overrides": {"seed": 1}}, "expected a list of 'key=value'"),
+        (
+            {"observers": headrace.RunObserver()},
+            "expected a list of objects whose classes derive from headrace.Run",
+        ),
+        (
+            {"observers": [headrace.RunObserver]},
+            "expected a list of objects whose classes derive from headrace.Run",
+        ),
+    ],
+)
+def test_an_argument_of_another_kind_is_told_at_once(given: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=f"headrace.train got .*{expected}"):
+        headrace.train(**{"recipe": "demo_moe", **given})
