@@ -3,17 +3,20 @@
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from multiprocessing.connection import Pipe
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from group_worker import wait_until_gone
 from headrace.config import GenerationConfig
 from headrace.distributed.worker_groups import wire
 from headrace.errors import ConfigError, GenerationError, GeneratorLost
@@ -292,6 +295,28 @@ def test_what_an_engine_lacks_is_said_by_the_trainer() -> None:
     keys = {"backend": "vllm", "placement": "beside", "python": sys.executable}
     with pytest.raises(ConfigError, match=r"No module named 'vllm'.*generation.python"):
         build_generator(GenerationConfig(**keys), tiny_model("llama"), TOKENIZER)
+
+
+TRAINER = """
+import time
+from test_engine_processes import build
+generator = build(placement="beside")
+print(generator.pids[0], flush=True)
+time.sleep(100)
+"""
+
+
+def test_an_engine_ends_with_a_trainer_that_was_killed_and_its_folder_goes_with_it(tmp_path: Path) -> None:
+    places = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINER], env={**os.environ, **places}, stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdout is not None
+        engine = int(trainer.stdout.readline())
+        assert list(tmp_path.iterdir())
+        trainer.kill()
+    assert wait_until_gone([engine])
+    assert not list(tmp_path.iterdir())
 
 
 def test_when_the_last_engine_dies_new_weights_start_those_again_that_may_be_and_else_the_cause_is_told(

@@ -6,6 +6,7 @@ msgpack values.
 """
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -186,21 +187,28 @@ def build_engine(spec: EngineSpec) -> ProcessEngine:
 def main(descriptors: Iterable[str]) -> None:
     """Serve one engine until the trainer says stop or is gone."""
     calls, weights, lifeline, *memory = map(int, descriptors)
-    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     pipe: Connection[Any, Any] = Connection(calls)
+    folders: list[Path] = []
 
     def load() -> WorkerSpec:
+        spec: EngineSpec = wire.receive(pipe)
+        folders.append(spec.folder)
+        threading.Thread(target=_end_with, args=(lifeline, spec.folder), daemon=True).start()
         receiver = weight_memory.Receiver(Connection(weights), memory[0]) if memory else None
-        return WorkerSpec(EngineServer, (wire.receive(pipe), receiver))
+        return WorkerSpec(EngineServer, (spec, receiver))
 
     serve(pipe, None, RankSettings(), load)
+    for folder in folders:  # a trainer that was killed leaves it
+        shutil.rmtree(folder, ignore_errors=True)
     # An interpreter with these libraries takes seconds to take itself apart.
     sys.stdout.flush()
     os._exit(0)
 
 
-def _end_with(lifeline: int) -> None:
+def _end_with(lifeline: int, folder: Path) -> None:
+    """End this process with its trainer, whatever it does; the folder is the engines' own."""
     os.read(lifeline, 1)
+    shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
