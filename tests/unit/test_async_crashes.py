@@ -17,6 +17,7 @@ from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.interfaces import KVBatchMeta
 from headrace.data_plane.journal.client import JournalDataPlaneClient, keep_since
 from headrace.data_plane.journal.restore import restore
+from headrace.experience.rollouts import tell_of_one_turn
 from headrace.utils.run_state import Progress
 
 
@@ -172,6 +173,8 @@ def test_groups_that_another_recipe_cannot_train_on_are_made_again(tmp_path: Pat
     def of(**changes: Any) -> RecipeConfig:
         return first.model_copy(update={"grpo": grpo.model_copy(update=changes)})
 
+    tell_of_one_turn()  # which is said once in a process
+    caplog.clear()
     same = lives_of(tmp_path / "same", first, first)
     assert (same.unwanted, caplog.messages) == (0, [])
     larger = lives_of(tmp_path / "larger", first, of(num_generations_per_prompt=GROUP + 1))
