@@ -32,6 +32,9 @@ class GroupWorker:
             **{n: int(os.environ[n]) for n in names},
         }
 
+    def meeting(self) -> tuple[str, int]:
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
     def total(self, shard: torch.Tensor, *, times: float = 1.0) -> torch.Tensor:
         """Sum over all ranks of what each was given."""
         value = shard.sum() * self.scale * times

@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -276,6 +277,22 @@ def test_a_killed_worker_is_noticed_and_ends_the_group(start: Start) -> None:
         assert f"worker process {pids[1]} was killed by SIGKILL" in str(caught.value)
     assert wait_until_gone(pids)
     group.shutdown()
+
+
+@pytest.mark.parametrize("ends", ["well", "by a death"])
+def test_nobody_listens_where_the_processes_of_a_group_met_when_it_has_ended(ends: str) -> None:
+    group = start_spawn(lay_out_ranks(1))
+    (address,) = group.run_all("meeting")
+    with socket.create_connection(address):
+        pass
+    if ends == "well":
+        group.shutdown()
+    else:
+        os.kill(*pids_of(group), signal.SIGKILL)
+        with pytest.raises(HeadraceError):
+            group.run_all("place")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
 
 
 def test_an_actor_that_was_killed_is_called_by_its_name_once_and_briefly(ray_cluster: str) -> None:
