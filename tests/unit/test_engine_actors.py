@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +47,21 @@ def test_actors_draw_with_new_weights_what_one_generator_in_place_draws_also_aft
         assert "engine 0 has died" in caplog.text
     finally:
         apart.shutdown()
+
+
+def test_an_engine_in_an_actor_leaves_no_folder(ray_cluster: str) -> None:
+    import ray
+
+    cfg = GenerationConfig(max_new_tokens=6, batch_size=2, placement="apart")
+    apart: Any = build_generator(cfg, tiny_model("llama"), tiny_tokenizer(), room=ROOM)
+    try:
+        (engine,) = apart._engine.engines.values()
+        asked = engine._actor.__ray_call__.remote(lambda actor: actor._worker._folder.name)
+        folder = Path(ray.get(asked))
+        assert (folder / "config.json").exists()
+    finally:
+        apart.shutdown()
+    assert not folder.exists()
 
 
 def test_actors_have_no_other_interpreter_than_rays(ray_cluster: str) -> None:

@@ -77,7 +77,7 @@ class EngineCluster:
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(seat.node, soft=False),
                 "runtime_env": {**(self._cluster.runtime_env or {}), "env_vars": _sees(seat.devices)},
             }
-        return EngineActor(name, WorkerSpec(_built, (self._spec, self._files, threads)), options)
+        return EngineActor(name, WorkerSpec(_Server, (self._spec, self._files, threads)), options)
 
     def close(self) -> None:
         self._cluster.shutdown()
@@ -137,10 +137,17 @@ def _sees(devices: str) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": devices, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
-def _built(spec: EngineSpec, files: Mapping[str, bytes], threads: int) -> EngineServer:
-    """Build an engine in an actor, from the files that describe its model."""
-    torch.set_num_threads(threads)
-    folder = Path(tempfile.mkdtemp(prefix="headrace-engine-"))
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    return EngineServer(EngineSpec(**{**vars(spec), "folder": folder}), None)
+class _Server(EngineServer):
+    """An engine in an actor, from the files that describe its model; they are there as long as it is."""
+
+    def __init__(self, spec: EngineSpec, files: Mapping[str, bytes], threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._folder = tempfile.TemporaryDirectory(prefix="headrace-engine-")
+        folder = Path(self._folder.name)
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+        super().__init__(EngineSpec(**{**vars(spec), "folder": folder}), None)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._folder.cleanup()
