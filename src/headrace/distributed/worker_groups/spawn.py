@@ -131,7 +131,7 @@ class SpawnWorkerGroup(RemoteWorkerGroup):
             _join(self._processes, _FORCED_S)
         for pipe in self._pipes:
             pipe.close()
-        del self._store  # it listens as long as it is there
+        vars(self).pop("_store", None)  # it listens as long as it is there
 
 
 def _join(processes: list[SpawnProcess], timeout_s: float) -> None:
