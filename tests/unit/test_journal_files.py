@@ -15,8 +15,8 @@ from full_disk import files_of_at_most
 from headrace.data_plane import build_data_plane_client, restore
 from headrace.data_plane.adapters.local import LocalDataPlaneClient
 from headrace.data_plane.journal.client import journal_of
-from headrace.data_plane.journal.records import FRAME_BYTES
-from headrace.data_plane.journal.segments import records, segments
+from headrace.data_plane.journal.records import FRAME_BYTES, Written
+from headrace.data_plane.journal.segments import Writer, records, segments
 from headrace.errors import CapacityExceeded, ConfigError, DataPlaneError, WriteError
 from journal_model import bytes_written, journaled, put_group, restored
 
@@ -53,24 +53,29 @@ def test_a_full_disk_refuses_the_put_whole(tmp_path: Path) -> None:
     assert restored(tmp_path).sample_ids("train") == [*ids, *later]
 
 
-def test_a_put_that_is_interrupted_keeps_no_restore_from_the_others(tmp_path: Path) -> None:
-    client = journaled(tmp_path, segment_bytes=2**30)
-    # Its record takes the system several calls.
-    fields = TensorDict({f"x{i}": torch.zeros(1, 2000) for i in range(1200)}, [1])
+def test_a_record_that_is_interrupted_leaves_no_part_of_it_before_the_next_ones(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, "w", segment_bytes=2**30, syncs=False)
+    # It takes the system several calls.
+    body = [memoryview(bytes(2048))] * 4000
+
+    def append(at: int) -> None:
+        writer.append(Written(at=at, partition="p", ids=[], columns=[], offsets=[]), body)
+
     start = time.monotonic()
-    client.put_samples(["a"], "train", fields)
+    append(0)
     once_s, before = time.monotonic() - start, signal.getsignal(signal.SIGALRM)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     for part in range(40):
-        client.clear_samples(["b"], "train")
         with suppress(KeyboardInterrupt):
             signal.setitimer(signal.ITIMER_REAL, once_s * (0.2 + part / 50))
-            client.put_samples(["b"], "train", fields)
+            append(1 + part)
             time.sleep(once_s)
     signal.signal(signal.SIGALRM, before)
-    client.put_samples(["c"], "train", fields)
-    there = restored(tmp_path).sample_ids("train")
-    assert {"a", "c"} <= set(there) <= {"a", "b", "c"}
+    append(100)
+    (segment,) = segments(tmp_path)
+    size = segment.path(tmp_path).stat().st_size
+    found = list(records(tmp_path, segment, 0, size))
+    assert (found[0].head.at, found[-1].head.at, found[-1].end) == (0, 100, size)
 
 
 def test_a_damaged_record_is_told_and_a_damaged_last_one_is_cut_off(tmp_path: Path) -> None:
