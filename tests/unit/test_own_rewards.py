@@ -180,6 +180,7 @@ import signal, threading
 from test_own_rewards import rewards_of, score
 
 rewards = rewards_of("slow", 60.0)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts without
 main = threading.main_thread().ident
 threading.Timer(2.0, signal.pthread_kill, [main, signal.SIGINT]).start()
 try:
