@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 DOCS = Path(__file__).parents[1] / "docs"
-BLUE, SKY, GREEN, ORANGE, RED, GREY = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#8c8c8c"
-PINK, BLACK = "#CC79A7", "#000000"
+BLUE, SKY, GREEN, ORANGE, RED = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00"
+PINK, BLACK, GREY = "#CC79A7", "#000000", "#8c8c8c"
 """Okabe and Ito's colours, which colour-blind readers tell apart; headrace is blue."""
 PACKING = {
     "from ragged": ("headrace, ragged rows", SKY),

@@ -110,9 +110,7 @@ def _record_speed(bench: Bench, case: Found, good: Sequence[Found]) -> None:
             bench.figure(f"{kind}.efficiency.{where}", share, "", at_least=goal if kind == "step" else None)
     data = _like(good, case, layout="data", way=HEADRACE)
     if data is not None and data is not case:
-        for kind in ("step", "score"):
-            key = f"{kind}_tokens_per_s"
-            bench.figure(f"{kind}.of_data.{where}", case[key] / data[key], "x")
+        _record_rates(bench, f"of_data.{where}", case, data)
     plain = _like(good, case, way=TRANSFORMERS)
     if plain is not None and case["way"] != TRANSFORMERS and case["layout"] == "data":
         _hold_equal(bench, where, case, plain)
@@ -120,12 +118,17 @@ def _record_speed(bench: Bench, case: Found, good: Sequence[Found]) -> None:
 
 def _hold_equal(bench: Bench, where: str, ours: Found, plain: Found) -> None:
     """Record how much faster headrace is than the plain way, and that both took the same first step."""
-    for kind in ("step", "score"):
-        key = f"{kind}_tokens_per_s"
-        bench.figure(f"{kind}.faster_than_plain.{where}", ours[key] / plain[key], "x")
+    _record_rates(bench, f"faster_than_plain.{where}", ours, plain)
     bench.figure(f"loss_apart.{where}", abs(ours["loss"] - plain["loss"]), "nats", at_most=LOSS_APART)
     apart = abs(ours["grad_norm"] / plain["grad_norm"] - 1)
     bench.figure(f"norm_apart.{where}", apart, "x", at_most=NORM_APART)
+
+
+def _record_rates(bench: Bench, name: str, case: Found, other: Found) -> None:
+    """Record the rate of one case in that of another."""
+    for kind in ("step", "score"):
+        key = f"{kind}_tokens_per_s"
+        bench.figure(f"{kind}.{name}", case[key] / other[key], "x")
 
 
 def _record_whole(bench: Bench, found: Mapping[tuple[str, int], Found]) -> None:

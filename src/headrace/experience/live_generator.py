@@ -84,9 +84,10 @@ class LiveGenerator:
         whole = GenerationOutput([[] for _ in prompts], [[] for _ in prompts], [True] * len(prompts))
         versions: list[list[int]] = [[] for _ in prompts]
         whole.weight_versions = versions
-        going, number, begun_with = list(range(len(prompts))), 0, None
+        going, begun_with = list(range(len(prompts))), None
         parts: list[tuple[int, dict[str, float]]] = []
         while going:
+            number = len(parts)
             self.refresh()
             if self._keeps_cache and begun_with is None:
                 begun_with = self.weight_version
@@ -105,7 +106,7 @@ class LiveGenerator:
                 whole.logprobs[i] += part.logprobs[row]
                 whole.truncated[i] = part.truncated[row]
                 versions[i] += [self.weight_version] * len(part.token_ids[row])
-            whole.stop_token_ids, number = part.stop_token_ids, number + 1
+            whole.stop_token_ids = part.stop_token_ids
             parts.append((sum(map(len, so_far)), part.metrics))
             going = [i for i in going if whole.truncated[i] and len(whole.token_ids[i]) < limits[i]]
         whole.metrics = _joined(parts, whole)
