@@ -255,6 +255,7 @@ Speeds = Sequence[dict[str, Any]]
 _SCALING_LINES = {
     ("headrace", "data"): (BLUE, "o-"),
     ("headrace compiled", "data"): (GREY, "o-"),
+    ("headrace whole scores", "data"): (BLUE, "*-"),
     ("headrace", "tensor"): (GREEN, "s--"),
     ("headrace", "context"): (SKY, "^--"),
     ("headrace", "tensor and context"): (RED, "D--"),

@@ -16,6 +16,8 @@ from headrace.models.automodel import flops
 MIDDLE, SPREAD = 1000, 1.0
 """Median of the lengths, and the standard deviation of their logarithm."""
 HEADRACE, COMPILED, TRANSFORMERS = "headrace", "headrace compiled", "transformers"
+WHOLE = "headrace whole scores"
+"""headrace with the scores of a whole microbatch in memory at once, as plain transformers has them."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,9 @@ def cases(gpus: Sequence[int]) -> Iterator[Case]:
     if 1 in counts:
         yield Case("8b-6", 1)
     yield from (Case("8b-36", count) for count in several)
+    yield from (Case(model, count, WHOLE) for model in compared[1:] for count in several)
     yield from (Case("0.6b", count, COMPILED) for count in counts)
+    yield from (Case("8b-12", count, COMPILED) for count in several)
 
 
 def model_config(name: str, scale: Scale) -> dict[str, Any]:

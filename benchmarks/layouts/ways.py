@@ -21,7 +21,7 @@ from headrace.models.automodel.attention import PACKED_ATTENTION
 from headrace.models.automodel.data import Packing, pack
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from headrace.models.tokenizers import SPECIAL_TOKENS, build_character_tokenizer
-from layouts.cases import COMPILED, MODELS, Case, Scale, model_config
+from layouts.cases import COMPILED, MODELS, WHOLE, Case, Scale, model_config
 
 LEARNING_RATE, BETAS, WEIGHT_DECAY, MAX_NORM = 1e-6, (0.9, 0.95), 0.01, 1.0
 
@@ -150,6 +150,9 @@ def _policy(case: Case, scale: Scale, directory: Path, device: torch.device, row
         "workers": case.gpus,
         "parallel": case.parallel,
         "compile": case.way == COMPILED,
+        "logprob_chunk_tokens": budget
+        if case.way == WHOLE
+        else PolicyConfig.model_fields["logprob_chunk_tokens"].default,
         "max_total_sequence_length": scale.longest,
         "train_global_batch_size": rows,
         "activation_checkpointing": MODELS[case.model].recompute,

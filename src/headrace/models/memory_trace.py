@@ -127,13 +127,15 @@ class FusedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> torch.Tensor:
         matrix = weight.to(hidden.dtype)
+        logits: torch.Tensor | None = None
         for start in range(0, len(hidden), chunk):
+            del logits
             logits = hidden[start : start + chunk] @ matrix.t()
             sums = logits.new_empty(3, len(logits), dtype=torch.float32)
-            del logits, sums
+            del sums
         kept = hidden.new_empty(2, len(hidden), dtype=torch.float32)
         ctx.save_for_backward(hidden, weight, kept[0])
-        ctx.chunk = chunk
+        ctx.chunk, ctx.last_logits = chunk, logits
         return kept[1]
 
     @staticmethod
@@ -141,15 +143,16 @@ class FusedHead(torch.autograd.Function):
         hidden, weight, _ = ctx.saved_tensors
         matrix = weight.to(hidden.dtype)
         grad_hidden, grad_weight = torch.empty_like(hidden), None
-        for start in range(0, len(hidden), ctx.chunk):
+        logits, ctx.last_logits = ctx.last_logits, None
+        for start in reversed(range(0, len(hidden), ctx.chunk)):
             part = hidden[start : start + ctx.chunk]
-            logits = part @ matrix.t()
+            logits = part @ matrix.t() if logits is None else logits
             grad_hidden[start : start + ctx.chunk] = logits @ matrix
             if ctx.needs_input_grad[1]:
                 product = logits.t() @ part
                 grad_weight = product.to(weight.dtype) if grad_weight is None else grad_weight.add_(product)
                 del product
-            del logits
+            logits = None
         return grad_hidden, grad_weight, None
 
 

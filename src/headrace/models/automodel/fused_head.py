@@ -1,8 +1,9 @@
 """Log-probabilities straight from hidden states and the output head's matrix, as one node of the autograd graph.
 
 Where the plain path keeps several float32 copies of a chunk's [tokens, vocabulary] scores, this one keeps a single
-copy in the compute dtype: one pass over it gives all that is wanted, and the backward pass computes it anew and
-turns it into its own gradient, in place. The passes are Triton kernels on CUDA, and PyTorch elsewhere.
+copy in the compute dtype: one pass over it gives all that is wanted, and the backward pass turns it into its own
+gradient, in place. The backward pass begins with the last chunk, whose scores are still there, and computes those of
+the others anew: a single chunk's are computed once. The passes are Triton kernels on CUDA, and PyTorch elsewhere.
 """
 
 from collections.abc import Iterator
@@ -63,14 +64,17 @@ class _FusedScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Not by autocast's cache, which would keep a copy that no gradient flows through.
         matrix = weight.to(hidden.dtype)
-        parts = []
+        parts: list[tuple[torch.Tensor, ...]] = []
+        logits: torch.Tensor | None = None
         for rows in _chunks(len(targets), chunk):
+            del logits  # before the next chunk's are made
             logits = _logits(hidden[rows], matrix, targets[rows], unknown_ids)
             parts.append(_statistics(logits, targets[rows], scale))
-            del logits  # before the next chunk's are made
         logprobs, normalizers, entropies = (torch.cat(column) for column in zip(*parts))
         ctx.save_for_backward(hidden, weight, targets, normalizers)
         ctx.scale, ctx.chunk, ctx.unknown_ids = scale, chunk, unknown_ids
+        # The loss's backward pass follows at once, and would have to make room for them anyway.
+        ctx.last_logits = logits
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
@@ -81,8 +85,11 @@ class _FusedScores(torch.autograd.Function):
         matrix = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight: torch.Tensor | None = None
-        for rows in _chunks(len(targets), ctx.chunk):
-            logits = _logits(hidden[rows], matrix, targets[rows], ctx.unknown_ids)
+        # A second backward pass finds none.
+        logits, ctx.last_logits = ctx.last_logits, None
+        for rows in reversed(list(_chunks(len(targets), ctx.chunk))):
+            if logits is None:
+                logits = _logits(hidden[rows], matrix, targets[rows], ctx.unknown_ids)
             _turn_into_gradient(logits, targets[rows], normalizers[rows], grad[rows].contiguous(), ctx.scale)
             if grad_hidden is not None:
                 grad_hidden[rows] = logits @ matrix
@@ -90,7 +97,7 @@ class _FusedScores(torch.autograd.Function):
                 part = logits.t() @ hidden[rows]
                 grad_weight = part.to(weight.dtype) if grad_weight is None else grad_weight.add_(part)
                 del part
-            del logits
+            logits = None
         return grad_hidden, grad_weight, None, None, None, None
 
 
