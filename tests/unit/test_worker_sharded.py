@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from headrace.algorithms.sample_stats import MismatchLoss, split_mismatch
 from headrace.data_plane import KVBatchMeta, build_data_plane_client, kv_first_write, read_columns
 from headrace.distributed.batched_data_dict import BatchedDataDict
+from headrace.models.automodel.experts import DISPATCH_GROUP
 from headrace.models.policy.results import combine_metrics, merge_rows
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from ranks import run_ranks
@@ -142,6 +143,7 @@ def _run_rank(rank: int, world: int, folder: str) -> None:
         results["store"] = [_stages_from_store(parallel) for parallel in STORED[world]]
         if world == 2:
             results["gathered"] = {gib: _gathers(gib) for gib in (4.0, 0.0)}
+            results["told"] = [_counts_told(recompute=recompute) for recompute in (False, True)]
             results["failed"] = _train_after_a_failure()
         if world == 4:
             results["uneven"] = _save_uneven(Path(folder))
@@ -194,6 +196,26 @@ def _gathers(gib: float) -> dict[str, int]:
             call()
         found[name] = gathers.count
     return found
+
+
+class CountsTold(TorchDispatchMode):
+    """Counts how often ranks tell each other how many rows they will send."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.c10d.alltoall_base_.default and args[1].dtype == torch.int64
+        return func(*args, **(kwargs or {}))
+
+
+def _counts_told(*, recompute: bool) -> tuple[int, int]:
+    """Return how often counts are told for 2 microbatches of training, and in how many layers experts are shared."""
+    worker = _worker("qwen3_moe", {"expert": 2}, {"activation_checkpointing": recompute})
+    own, _ = _shards(2, packed=False)
+    with CountsTold() as told:
+        worker.train(copy.copy(own[dist.get_rank()]), PolicyGradient(), mbs=2)
+    layers = sum(hasattr(module, DISPATCH_GROUP) for module in worker.model.modules())
+    return told.count, layers
 
 
 class FailsLate(PolicyGradient):
@@ -376,6 +398,15 @@ def test_a_small_model_is_gathered_once_for_all_microbatches_and_of_any_other_th
             assert large[f"score {microbatches}"] == outside + microbatches * layers
             # A backward needs them again.
             assert large[f"train {microbatches}"] == outside + microbatches * 2 * layers
+
+
+def test_ranks_that_share_experts_tell_how_many_rows_they_send_once_also_where_layers_are_recomputed(
+    ranks: Any,
+) -> None:
+    for rank in ranks[2]:
+        for told, layers in rank["told"]:
+            assert layers == 2
+            assert told == 2 * layers  # microbatches x layers
 
 
 def test_a_step_that_fails_with_weights_gathered_leaves_them_split_and_as_they_were(ranks: Any) -> None:

@@ -23,6 +23,7 @@ from headrace.models.automodel.attention import (
     choose_attention,
 )
 from headrace.models.automodel.data import Packing
+from headrace.models.automodel.dispatch import checkpoint_contexts
 from headrace.models.automodel.experts import GROUPED_EXPERTS
 from headrace.models.automodel.lora import add_adapter
 from headrace.models.automodel.masters import Masters, hold_in_half, train_in_half
@@ -210,7 +211,9 @@ class ModelBuilder:
         if model.config._experts_implementation == "grouped_mm":
             model.set_experts_implementation(GROUPED_EXPERTS)
         if self._cfg.activation_checkpointing:
-            enable_activation_checkpointing(model)
+            # With `compile`, torch takes no such contexts, and ranks share no experts.
+            shares = self._cfg.parallel.expert_over_data > 1
+            enable_activation_checkpointing(model, **({"context_fn": checkpoint_contexts} if shares else {}))
         return model
 
 

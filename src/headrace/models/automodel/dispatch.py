@@ -6,6 +6,8 @@ send or get none.
 Source: Lepikhin et al., GShard (arXiv 2006.16668), section 3.2.
 """
 
+from collections.abc import Iterator
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +36,19 @@ class Dispatch:
 
     @classmethod
     def plan(cls, top_k_index: torch.Tensor, experts: int, group: dist.ProcessGroup) -> "Dispatch":
-        """Tell the ranks of `group`, which share `experts` evenly, how many rows each gets. Waits for the device."""
+        """Tell the ranks of `group`, which share `experts` evenly, how many rows each gets.
+
+        It waits for the device, but for the recompute of an activation checkpoint (`checkpoint_contexts`).
+        """
+        plans = _PLANS.get()
+        return (
+            cls._new(top_k_index, experts, group)
+            if plans is None
+            else plans.next(top_k_index, experts, group)
+        )
+
+    @classmethod
+    def _new(cls, top_k_index: torch.Tensor, experts: int, group: dist.ProcessGroup) -> "Dispatch":
         ids, ranks = top_k_index.flatten().long(), group.size()
         order = ids.argsort(stable=True)
         places = torch.empty_like(order)
@@ -60,6 +74,43 @@ class Dispatch:
         rows = swap_rows(made[: sum(self.received)], self.received, self.sent, self.group)
         in_order = _picked(rows, self.places, self.order, 1, rows.dtype)
         return in_order.view(-1, self.choices, rows.shape[1])
+
+
+class _Plans:
+    """A context for the forward of a layer, which keeps its plans, or for a recompute, which takes those in order."""
+
+    def __init__(self, kept: list[Dispatch], *, is_recompute: bool) -> None:
+        self._kept, self._is_recompute = kept, is_recompute
+        self._left: Iterator[Dispatch] = iter(())
+        self._outer: Token[_Plans | None] | None = None
+
+    def __enter__(self) -> None:
+        self._left = iter(self._kept)
+        self._outer = _PLANS.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._outer is not None
+        _PLANS.reset(self._outer)
+
+    def next(self, top_k_index: torch.Tensor, experts: int, group: dist.ProcessGroup) -> Dispatch:
+        if not self._is_recompute:
+            self._kept.append(Dispatch._new(top_k_index, experts, group))
+            return self._kept[-1]
+        return next(self._left)
+
+
+# A recompute runs in autograd's own thread where there is a device.
+_PLANS: ContextVar[_Plans | None] = ContextVar("headrace_dispatch_plans", default=None)
+
+
+def checkpoint_contexts() -> tuple[_Plans, _Plans]:
+    """Return the contexts of an activation checkpoint's forward and recompute, which then sends rows as planned.
+
+    A recompute has the experts of its forward, so that ranks need not tell each other again. It is a `context_fn` of
+    `torch.utils.checkpoint.checkpoint`.
+    """
+    kept: list[Dispatch] = []
+    return _Plans(kept, is_recompute=False), _Plans(kept, is_recompute=True)
 
 
 def _picked(

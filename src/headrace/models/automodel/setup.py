@@ -273,11 +273,14 @@ def no_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def enable_activation_checkpointing(model: Any) -> None:
-    """Have each layer keep only its inputs, and compute the rest again in the backward pass."""
+def enable_activation_checkpointing(model: Any, **options: Any) -> None:
+    """Have each layer keep only its inputs, and compute the rest again in the backward pass.
+
+    `options` are those of `torch.utils.checkpoint.checkpoint`.
+    """
     # The second name is that of older transformers.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
+    enable({"use_reentrant": False, **options})
     # transformers checkpoints layers in training mode only; what is inside a layer stays in evaluation mode.
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
