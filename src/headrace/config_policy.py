@@ -162,7 +162,8 @@ class ParallelConfig(Section):
     gradients on its device; several, with FSDP2, have only the layer that runs there."""
     gathered_gib: NonNegativeFloat = 4.0
     """Up to so many GiB of weights, in the precision that computes, stay whole on every rank from the first microbatch
-    of a step, or of scoring, to the last. A larger model is gathered layer by layer in every microbatch; 0: each is."""
+    of a step, or of scoring, to the last, and so do float32 gradients. A larger model is gathered layer by layer, and
+    its gradients are added up over ranks, in every microbatch; 0: each is."""
     launcher: Literal["auto", "spawn", "ray"] = "auto"
     """How several workers are started; auto: Ray with the transfer_queue data plane, else plain processes."""
 

@@ -121,9 +121,10 @@ def test_ranks_that_share_experts_gather_only_their_own() -> None:
 
 
 def test_a_small_sharded_model_is_whole_on_every_rank_while_it_runs() -> None:
-    by_layer, whole = (
-        part(plan_memory(recipe(workers=2, parallel={"gathered_gib": gib})), "weights") for gib in (0.0, 4.0)
-    )
+    by_layer, whole = (plan_memory(recipe(workers=2, parallel={"gathered_gib": gib})) for gib in (0.0, 4.0))
     with torch.device("meta"):
-        layer = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA)).model.layers[0]
-    assert whole - by_layer == 2 * 2 * sum(weight.numel() for weight in layer.parameters())
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
+    layer = sum(weight.numel() for weight in model.model.layers[0].parameters())
+    assert part(whole, "weights") - part(by_layer, "weights") == 2 * 2 * layer
+    # In float32, until a step's last microbatch.
+    assert part(whole, "gradients") - part(by_layer, "gradients") == 4 * model.num_parameters()

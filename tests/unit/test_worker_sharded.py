@@ -142,7 +142,7 @@ def _run_rank(rank: int, world: int, folder: str) -> None:
         results["counts"] = [_train_uneven_counts(parallel) for parallel in PLANS[world]]
         results["store"] = [_stages_from_store(parallel) for parallel in STORED[world]]
         if world == 2:
-            results["gathered"] = {gib: _gathers(gib) for gib in (4.0, 0.0)}
+            results["collectives"] = {gib: _collectives(gib) for gib in (4.0, 0.0)}
             results["told"] = [_counts_told(recompute=recompute) for recompute in (False, True)]
             results["failed"] = _train_after_a_failure()
         if world == 4:
@@ -169,18 +169,19 @@ def _train_uneven_counts(parallel: dict[str, Any]) -> dict[str, Any]:
     return {"replica": own, "microbatches": result["num_microbatches"], "norm": float(result["grad_norm"][0])}
 
 
-class Gathers(TorchDispatchMode):
-    """Counts FSDP2's all-gathers."""
+class Collectives(TorchDispatchMode):
+    """Counts FSDP2's all-gathers and reduce-scatters."""
 
-    count = 0
+    gathers = reductions = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.c10d._allgather_base_.default
+        self.gathers += func is torch.ops.c10d._allgather_base_.default
+        self.reductions += func is torch.ops.c10d._reduce_scatter_base_.default
         return func(*args, **(kwargs or {}))
 
 
-def _gathers(gib: float) -> dict[str, int]:
-    """Return how often weights were gathered for 2 and 4 microbatches of training, and of scoring."""
+def _collectives(gib: float) -> dict[str, tuple[int, int]]:
+    """Return how often weights were gathered, and gradients added up, for 2 and 4 microbatches."""
     worker = _worker("llama", {"gathered_gib": gib}, {})
     own, _ = _shards(2, packed=False)
     shard = own[dist.get_rank()]
@@ -192,9 +193,9 @@ def _gathers(gib: float) -> dict[str, int]:
     }
     found = {}
     for name, call in calls.items():
-        with Gathers() as gathers:
+        with Collectives() as seen:
             call()
-        found[name] = gathers.count
+        found[name] = seen.gathers, seen.reductions
     return found
 
 
@@ -387,17 +388,19 @@ def test_ranks_take_the_steps_of_one_process(world: int, index: int, ranks: Any)
     assert not any(r["weights"] for r in results[1:])
 
 
-def test_a_small_model_is_gathered_once_for_all_microbatches_and_of_any_other_the_layers_for_each(
+def test_a_small_model_is_gathered_and_reduced_once_for_all_microbatches_and_layers_of_any_other_for_each(
     ranks: Any,
 ) -> None:
     layers, outside = 2, 1
     for rank in ranks[2]:
-        small, large = rank["gathered"][4.0], rank["gathered"][0.0]
-        assert set(small.values()) == {layers + outside}
+        small, large = rank["collectives"][4.0], rank["collectives"][0.0]
         for microbatches in (2, 4):
-            assert large[f"score {microbatches}"] == outside + microbatches * layers
+            assert small[f"score {microbatches}"] == (layers + outside, 0)
+            assert small[f"train {microbatches}"] == (layers + outside, layers + outside)
+            assert large[f"score {microbatches}"] == (outside + microbatches * layers, 0)
             # A backward needs them again.
-            assert large[f"train {microbatches}"] == outside + microbatches * 2 * layers
+            gathers, reductions = outside + microbatches * 2 * layers, microbatches * (layers + outside)
+            assert large[f"train {microbatches}"] == (gathers, reductions)
 
 
 def test_ranks_that_share_experts_tell_how_many_rows_they_send_once_also_where_layers_are_recomputed(

@@ -77,9 +77,9 @@ def plan_memory(recipe: RecipeConfig, tokenizer: Any = None) -> MemoryPlan:
     }
     gradients = sum(4 * p.numel() for p in trained) // ranks
     if ranks > 1:
-        gathered = _gathered(policy, cfg)
+        gathered, own_gradients = _gathered(policy, cfg)
         resident["weights"] = gathered + (0 if offloads else resident["weights"])
-        gradients = 0 if offloads else gradients
+        gradients = own_gradients + (0 if offloads else gradients)
         plan.notes.append(
             f"of {ranks} workers: an estimate; weights are gathered as policy.parallel.gathered_gib says"
         )
@@ -159,25 +159,28 @@ def _generator(recipe: RecipeConfig, tokenizer: Any) -> Any:
     return model.requires_grad_(False)
 
 
-def _gathered(policy: Any, cfg: PolicyConfig) -> int:
-    """Return the bytes of whole weights while a sharded model runs: all of a small one's.
+def _gathered(policy: Any, cfg: PolicyConfig) -> tuple[int, int]:
+    """Return the bytes of whole weights and of whole gradients while a sharded model runs: all of a small one's.
 
-    Of a larger one (`policy.parallel.gathered_gib`) two layers, and all that is outside of layers.
+    Of a larger one (`policy.parallel.gathered_gib`) weights of two layers and of all that is outside of layers.
     """
+
+    def own(weight: torch.Tensor) -> int:
+        # Of experts that data ranks share out, a rank has its own.
+        return weight.numel() // (cfg.parallel.expert_over_data if weight.dim() == 3 else 1)
+
     size = COMPUTE_DTYPES[cfg.precision].itemsize
     layers: list[int] = []
     inside: set[int] = set()
     for name, module in policy.named_modules():
         if name.rpartition(".")[2].isdigit() and name.count("layers.") == 1:
-            weights = list(module.parameters())
-            # Of experts that data ranks share out, a rank gathers its own.
-            shares = {id(p): cfg.parallel.expert_over_data if p.dim() == 3 else 1 for p in weights}
-            held = sum(p.numel() // shares[id(p)] for p in weights)
-            layers.append(held * size)
-            inside |= {id(p) for p in weights}
+            layers.append(size * sum(map(own, module.parameters())))
+            inside |= {id(p) for p in module.parameters()}
     outside = sum(p.numel() for p in policy.parameters() if id(p) not in inside)
     is_small = cfg.parallel.keeps_gathered(sum(layers) + size * outside)
-    return int((sum(layers) if is_small else 2 * max(layers, default=0)) + 4 * outside)
+    if not is_small:
+        return 2 * max(layers, default=0) + 4 * outside, 0
+    return sum(layers) + 4 * outside, 4 * sum(own(p) for p in policy.parameters() if p.requires_grad)
 
 
 # One microbatch.

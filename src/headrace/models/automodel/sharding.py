@@ -5,9 +5,9 @@ context ranks (FSDP2), those of an expert over the ranks that hold it. Layers co
 embeddings, the output head, all reductions and the weights themselves are float32. Gradients are summed, never
 averaged: losses are shares of the global batch.
 
-Weights of a small model stay whole from a step's first microbatch to its last, and its layers are gathered in few
-groups: what FSDP2 does around each layer takes the host longer than such a layer's kernels take the GPU. Of any other
-model what is outside of layers stays whole.
+Weights and gradients of a small model stay whole from a step's first microbatch to its last, and its layers are
+gathered in few groups: what FSDP2 does around each layer takes the host longer than such a layer's kernels take the
+GPU. Of any other model the weights outside of layers stay whole.
 
 Source: PyTorch FSDP2, torch.distributed.fsdp.fully_shard.
 """
@@ -77,6 +77,14 @@ class ShardedModel:
             self.model.reshard()
         return out
 
+    def reduce_next(self, now: bool) -> None:
+        """Say whether the next backward also adds gradients up over ranks; of a larger model each does. No collective.
+
+        Until then a rank keeps those of its own rows whole, in float32.
+        """
+        if self._is_small:
+            self.model.set_requires_gradient_sync(now)
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Return a context in which weights, once gathered, stay whole: all of a small model; no collective.
@@ -95,9 +103,11 @@ class ShardedModel:
             self.model.set_reshard_after_backward(True)
             # A forward that failed is under way still, and frees nothing without this.
             self.model.set_reshard_after_forward(True)
+            self.reduce_next(True)
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+                    _drop_unreduced(module)
             # The root holds what the head needs after the model's own forward.
             self.model.set_reshard_after_forward(False, recurse=False)
 
@@ -180,6 +190,18 @@ class ShardedModel:
         theirs = other.model.state_dict(keep_vars=True)
         for name, target in self.model.state_dict(keep_vars=True).items():
             local_part(target).copy_(local_part(theirs[name]))
+
+
+def _drop_unreduced(module: FSDPModule) -> None:
+    """Drop gradients that no backward has added up over ranks, because a later microbatch failed.
+
+    torch has no call for it: the next step would add them to its own.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    for weight in group.fsdp_params if group is not None else ():
+        weight.unsharded_accumulated_grad = None
+        if hasattr(weight, "_unsharded_param"):
+            weight._unsharded_param.grad = None
 
 
 def named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from headrace.utils.seeding import derive_seed
 # As torch.nn.utils.clip_grads_with_norm_ has it.
 _CLIP_EPSILON = 1e-6
 _LOGPROBS = "logprobs"
+_T = TypeVar("_T")
 
 
 Metrics = Mapping[str, torch.Tensor | float]
@@ -144,7 +145,9 @@ def run_microbatches(
     unfiltered = UNFILTERED_LOGPROBS in getattr(loss_fn, "required_columns", ())
     step.loss_type = loss_fn.loss_type
     step.per_sequence_metrics = getattr(loss_fn, "per_sequence_metrics", ())
-    for data in microbatches:
+    for data, is_last in _with_last(microbatches):
+        if scorer.sharded is not None:
+            scorer.sharded.reduce_next(is_last)
         with torch.set_grad_enabled(backward):
             read = data.select_columns(FORWARD_COLUMNS, with_media=True)
             scores = scorer(read, with_entropy=True, with_unfiltered=unfiltered)
@@ -171,6 +174,16 @@ def run_microbatches(
             weights = data[TOKEN_MASK].float() * data[SAMPLE_MASK].float()[:, None]  # (b, S)
             total = (scores.entropy[:, 1:] * weights[:, 1:]).sum()
             step.entropies.append(total / step.global_valid_toks.clamp(min=1))
+
+
+def _with_last(items: Iterable[_T]) -> Iterator[tuple[_T, bool]]:
+    """Yield each item, and whether it is the last."""
+    rest = iter(items)
+    for item in rest:
+        for following in rest:
+            yield item, False
+            item = following
+        yield item, True
 
 
 def apply_gradients(
