@@ -102,10 +102,12 @@ class StaticSteps:
     def __init__(
         self, forward: Forward, cache: DynamicCache, prompts: PaddedPrompts, config: Any, new_tokens: int
     ) -> None:
-        """Take the U prompts of the prefill out of `cache`; at most `new_tokens` steps follow."""
+        """Take the U prompts of the prefill out of `cache`, which is empty then; at most `new_tokens` steps follow."""
         self._forward, self._config = forward, config
         self._filled, self._total = prompts.width, prompts.width + new_tokens
-        self._layers: list[Any] = list(cache.layers)
+        # Whoever has `cache` would hold the layers while the graph is captured.
+        self._layers: list[Any] = cache.layers
+        cache.layers = []
         self._graph: torch.cuda.CUDAGraph | None = None
         source = self._slots = prompts.source
         self._positions = self._ids = prompts.lengths[source].unsqueeze(1) - 1
@@ -156,6 +158,7 @@ class StaticSteps:
         for i, layer in enumerate(self._cache.layers):
             past, self._layers[i] = self._layers[i], layer
             layer.update(past.keys[rows, :, : self._filled], past.values[rows, :, : self._filled])
+            del past
         free = self._capacity - (0 if self._padding is None else self._padding.shape[1])
         self._mask = None if self._padding is None else pad(self._padding, (0, free), value=1)
         self._ids = torch.zeros_like(self._positions)
