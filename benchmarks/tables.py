@@ -46,7 +46,7 @@ def quoted(reports: Reports, text: str) -> str:
         raise SystemExit(f"docs/performance.md: {name} has no figure {pattern}")
     unit = found[0]["unit"]
     value = shown(found[0]) if len(found) == 1 else spread(figure["figure"] for figure in found)
-    return f"{value} {unit}" if unit != "x" else f"{value} times"
+    return f"{value} times" if unit == "x" else f"{value} {unit}".rstrip()
 
 
 Alternative = Callable[[Report], str]
