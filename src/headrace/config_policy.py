@@ -248,7 +248,7 @@ class PolicyConfig(Section):
 
     On CUDA with Triton, a head that is a plain matrix, without top-k and top-p, takes four times as many: it keeps one
     copy of the scores, in the compute dtype, where the plain path keeps several in float32. The backward pass computes
-    those of all but the last chunk again: a quarter of a microbatch's tokens is fastest.
+    those of all but the last chunk again; with a quarter of a microbatch's tokens there is one chunk.
     """
     max_grad_norm: PositiveFloat | None = 1.0
     """The gradient's norm is cut down to this; None: never."""

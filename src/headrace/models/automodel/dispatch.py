@@ -41,11 +41,9 @@ class Dispatch:
         It waits for the device, but for the recompute of an activation checkpoint (`checkpoint_contexts`).
         """
         plans = _PLANS.get()
-        return (
-            cls._new(top_k_index, experts, group)
-            if plans is None
-            else plans.next(top_k_index, experts, group)
-        )
+        if plans is None:
+            return cls._new(top_k_index, experts, group)
+        return plans.next(top_k_index, experts, group)
 
     @classmethod
     def _new(cls, top_k_index: torch.Tensor, experts: int, group: dist.ProcessGroup) -> "Dispatch":
