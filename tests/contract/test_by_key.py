@@ -7,7 +7,7 @@ import pytest
 import torch
 from contract_batches import Start, numbers, put_numbers, tokens, wire
 
-from headrace.data_plane import DataPlaneClient, kv_first_write
+from headrace.data_plane import DataPlaneClient, TagRule, kv_first_write
 from headrace.errors import CapacityExceeded, SampleNotFound, SchemaError
 from reference import rows_of
 
@@ -54,7 +54,9 @@ def test_a_repeated_id_is_refused_by_every_put(client: DataPlaneClient) -> None:
         numbers(client, ["b"], "x")
 
 
-@pytest.mark.parametrize("part", ["an id", "a column", "a tag", "the name of a tag", "a partition"])
+@pytest.mark.parametrize(
+    "part", ["an id", "a column", "a tag", "the name of a tag", "a partition", "a producer"]
+)
 def test_half_a_surrogate_pair_is_refused_at_the_put_and_nothing_is_written(
     client: DataPlaneClient, part: str
 ) -> None:
@@ -64,19 +66,25 @@ def test_half_a_surrogate_pair_is_refused_at_the_put_and_nothing_is_written(
     put_numbers(client, ["a"], x=0)
     fields = wire(1, **{name("a column", "y"): torch.ones(1)})
     tags = [{name("the name of a tag", "t"): name("a tag", "v")}]
+    ids, producer = [name("an id", "b")], name("a producer", "r")
     with pytest.raises(SchemaError, match=r"\\ud800.*(no UTF-8 text|surrogates not allowed)"):
-        client.put_samples([name("an id", "b")], name("a partition", "p"), fields=fields, tags=tags)
+        client.put_samples(ids, name("a partition", "p"), fields=fields, tags=tags, producer=producer)
     assert client.sample_ids("p") == ["a"]
 
 
-def test_half_a_surrogate_pair_in_a_registration_or_a_holder_is_refused(client: DataPlaneClient) -> None:
+def test_half_a_surrogate_pair_in_a_registration_or_a_claim_is_refused(client: DataPlaneClient) -> None:
     half = "a\ud800"
     client.register_partition("p", ["x"], 4, ["t"])
     for act in (
         lambda: client.register_partition(half, ["x"], 4, ["t"]),
         lambda: client.register_partition("q", [half], 4, ["t"]),
         lambda: client.register_partition("q", ["x"], 4, [half]),
+        lambda: client.register_partition("q", ["x"], 4, ["t"], group_tag=half),
+        lambda: client.register_partition("q", ["x"], 4, ["t"], enums={half: ["a"]}),
+        lambda: client.register_partition("q", ["x"], 4, ["t"], enums={"source": ["a", half]}),
         lambda: client.claim_meta("p", "t", ["x"], 1, blocking=False, lease_s=1, holder=half),
+        lambda: client.claim_meta("p", "t", ["x"], 1, where=[TagRule("source", among=[half])]),
+        lambda: client.claim_meta("p", "t", ["x"], 1, where=[TagRule(half, among=["a"])]),
     ):
         with pytest.raises(SchemaError, match=r"\\ud800.*no UTF-8 text"):
             act()

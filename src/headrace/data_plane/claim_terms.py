@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from headrace.errors import DataPlaneError, SchemaError
-from headrace.utils.arguments import names_list
+from headrace.utils.arguments import names_list, texts
 
 ORDERS = ("oldest", "freshest")
 
@@ -34,6 +34,7 @@ class TagRule:
     min_spread: float | None = None
 
     def __post_init__(self) -> None:
+        texts("a rule's tag", [self.name])
         if all(getattr(self, field.name) is None for field in fields(self)[1:]):
             raise SchemaError(
                 f"the rule on tag '{self.name}' asks nothing; give at_least, at_most, among or min_spread"
@@ -87,8 +88,9 @@ class TagRule:
 
 
 def values_list(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
-    """Return values that tags may have; raises SchemaError: a text in place of a list, or a value with an array."""
+    """Return values that tags may have; raises SchemaError: what `texts` refuses, or a value with an array."""
     listed = tuple(names_list(name, values))
+    texts(name, [value for value in listed if isinstance(value, str)])
     other = next((value for value in listed if _holds_array(value)), None)
     if other is not None:
         raise SchemaError(

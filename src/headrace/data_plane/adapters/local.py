@@ -90,9 +90,10 @@ class LocalDataPlaneClient(StoreClient):
         producer: str | None = None,
         once: bool = False,
     ) -> KVBatchMeta:
-        store, (put, chunks) = self._open(), checked_put(sample_ids, partition_id, fields, tags)
+        store = self._open()
+        put, chunks = checked_put(sample_ids, partition_id, fields, tags, producer)
         own = {name: [chunk.copy()] for name, chunk in chunks.items() if put.ids}
-        facts, _ = store.put(put._replace(claim=claim, producer=producer, once=once), own)
+        facts, _ = store.put(put._replace(claim=claim, once=once), own)
         return (facts or RowFacts([], [], None)).meta(partition_id, "", list(chunks))
 
     def get_samples(

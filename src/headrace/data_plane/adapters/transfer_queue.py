@@ -276,8 +276,9 @@ class TransferQueueDataPlaneClient(StoreClient):
                 message says that the commit itself went unanswered.
         """
         link = self._open()
-        (put, chunks), deadline = checked_put(sample_ids, partition_id, fields, tags), self._deadline()
-        told = put._replace(tags=wire_tags(put.tags), claim=claim, producer=producer, once=once, tells=tells)
+        put, chunks = checked_put(sample_ids, partition_id, fields, tags, producer)
+        deadline = self._deadline()
+        told = put._replace(tags=wire_tags(put.tags), claim=claim, once=once, tells=tells)
         facts = self._put(link, told, chunks, deadline, put.tags)
         if facts is None:
             return RowFacts([], [], None).meta(partition_id, "", list(chunks))

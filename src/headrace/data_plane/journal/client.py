@@ -120,7 +120,7 @@ class JournalDataPlaneClient(PassingClient):
         tags: Sequence[Mapping[str, Any]] | None = None,
         **more: Any,
     ) -> KVBatchMeta:
-        put, chunks = checked_put(sample_ids, partition_id, fields, tags)
+        put, chunks = checked_put(sample_ids, partition_id, fields, tags, more.get("producer"))
         if not put.ids:
             return self.inner.put_samples([], partition_id, fields, put.tags, **more)
         packed = None if put.tags is None else encode([dict(tag) for tag in put.tags])
@@ -132,7 +132,7 @@ class JournalDataPlaneClient(PassingClient):
             columns=columns,
             offsets=offsets,
             tags=packed,
-            producer=more.get("producer"),
+            producer=put.producer,
             once=bool(more.get("once")),
         )
         with turn(self.folder, partition_id, put.ids):

@@ -38,7 +38,7 @@ class StoreClient(DataPlaneClient):
         group_tag: str | None = None,
     ) -> None:
         texts("fields", fields)
-        texts("partition_id", [partition_id])
+        texts("partition_id and tags", [partition_id, group_tag or "", *(enums or ())])
         samples = whole_number("num_samples", num_samples, 0, DataPlaneError)
         size = 1
         if grpo_group_size is not None:

@@ -265,6 +265,7 @@ def checked_put(
     partition_id: str,
     fields: TensorDict | None,
     tags: Sequence[Mapping[str, Any]] | None,
+    producer: str | None = None,
 ) -> tuple[Put, dict[str, Chunk]]:
     """Return a put, and its columns as chunks, which share the memory of their values."""
     ids = texts("sample_ids", sample_ids)
@@ -272,10 +273,9 @@ def checked_put(
         repeated = [sample_id for sample_id, count in Counter(ids).items() if count > 1]
         raise SchemaError(f"a put needs every sample id once; repeated: {shown(repeated)}")
     own_tags = None if tags is None else checked_tags(tags, len(ids))
-    known: Known = []
-    chunks: dict[str, Chunk] = {}
+    known, chunks = Known(), dict[str, Chunk]()
     columns = read_wire(fields) if fields is not None else {}
-    texts("partition and columns", [partition_id, *columns])
+    texts("partition, columns and producer", [partition_id, *columns, producer or ""])
     read = OffsetsReader(columns.values())
     for name, column in columns.items():
         leaf = object_array([]) if isinstance(column, PackedTensor) else column
@@ -285,7 +285,7 @@ def checked_put(
             raise SchemaError(f"column '{name}' {got}; expected {len(ids)} rows, one per sample id")
         check_declared(name, leaf)
         chunks[name] = chunk_of_leaf(name, leaf, ids, known, read)
-    return Put(partition_id, ids, own_tags, said_lengths(chunks)), chunks
+    return Put(partition_id, ids, own_tags, said_lengths(chunks), producer=producer), chunks
 
 
 def said_lengths(chunks: Mapping[str, Chunk]) -> dict[str, Lengths]:
