@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from headrace.errors import ConfigError, GenerationError
 from headrace.experience.types import Message
 from headrace.models.tokenizers import known_ids
+from headrace.utils.arguments import is_utf8
 
 # Begins what stands for something else while a template is rendered; in a message it is quoted as a control token is.
 _MARK = "qzxquoted"
@@ -190,13 +191,12 @@ def _ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
 
 
 def _quoted(tokenizer: ChatTokenizer, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
+    if not is_utf8(text):
+        half = next(letter for letter in text if not is_utf8(letter))
         raise ConfigError(
-            f"a message holds {text[error.start]!r}, half a surrogate pair, which no tokenizer takes; decode bytes "
-            "with errors='replace', or remove it"
-        ) from error
+            f"a message holds {half!r}, half a surrogate pair, which no tokenizer takes; decode bytes with "
+            "errors='replace', or remove it"
+        )
     control = _control_tokens(tokenizer, len(tokenizer))
     return control.sub(lambda match: f"{_MARK}{match[0].encode().hex()}xzq", text)
 
