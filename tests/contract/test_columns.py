@@ -5,7 +5,7 @@ import pytest
 import torch
 from contract_batches import put_numbers, tokens, wire
 
-from headrace.data_plane import DataPlaneClient, kv_first_write, read_columns
+from headrace.data_plane import DataPlaneClient, KVBatchMeta, kv_first_write, read_columns, write_columns
 from headrace.data_plane.codec import nest
 from headrace.distributed.batched_data_dict import BatchedDataDict
 from headrace.distributed.columns import object_array
@@ -190,6 +190,46 @@ def test_a_float_in_a_declared_integer_column_is_refused(client: DataPlaneClient
 def test_declared_columns_are_held_to_their_kind(client: DataPlaneClient, name: str, column: object) -> None:
     with pytest.raises(SchemaError, match=f"'{name}'"):
         client.put_samples(["a"], "p", fields=wire(1, **{name: column}))
+
+
+_QUANTIZED = torch._empty_affine_quantized((2, 3), scale=0.1, zero_point=0, dtype=torch.qint8)
+_META = torch.empty(2, 3, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("column", "what"),
+    [
+        (torch.ones(2, 3).to_sparse(), "of layout torch.sparse_coo"),
+        (_QUANTIZED, "quantized, of dtype torch.qint8"),
+        (_META, "on the device 'meta'.*"),
+        (
+            torch.nested.nested_tensor_from_jagged(_META[0], torch.tensor([0, 1, 3], device="meta")),
+            "'meta'.*",
+        ),
+    ],
+    ids=["sparse_coo", "quantized", "meta", "jagged meta"],
+)
+def test_a_tensor_whose_rows_are_no_plain_memory_is_refused(
+    client: DataPlaneClient, column: torch.Tensor, what: str
+) -> None:
+    for act in (
+        lambda: client.put_samples(["a", "b"], "p", fields=wire(2, x=column)),
+        lambda: client.put_samples(["a", "b"], "p", fields=wire(2, generation_logprobs=column)),
+        lambda: write_columns(client, KVBatchMeta("p", "train", ["a", "b"]), {"x": column}),
+    ):
+        with pytest.raises(
+            SchemaError, match=rf"column '\w+' is .*{what}; expected a dense or jagged tensor"
+        ):
+            act()
+    assert client.sample_ids("p") == []
+
+
+def test_a_row_that_is_no_plain_memory_is_refused_in_a_list(client: DataPlaneClient) -> None:
+    rows = [torch.ones(3), torch.ones(3).to_sparse()]
+    meta = KVBatchMeta("p", "train", ["a", "b"])
+    for odd, what in ((rows, "sparse_coo"), (list(_META), "meta"), ([_QUANTIZED, _QUANTIZED], "qint8")):
+        with pytest.raises(SchemaError, match=f"column 'x': a row is .*{what}"):
+            write_columns(client, meta, {"x": odd})
 
 
 def test_tokens_that_contradict_their_declared_lengths_are_refused(client: DataPlaneClient) -> None:

@@ -134,6 +134,8 @@ def circle() -> list[object]:
         circle(),
         torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged),
         torch.eye(2).to_sparse(),
+        torch.empty(2, device="meta"),
+        torch._empty_affine_quantized((2,), scale=0.1, zero_point=0, dtype=torch.qint8),
         PackedTensor([None, None]),
     ],
     ids=lambda value: type(value).__name__,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from headrace.distributed.columns import object_array
 from headrace.distributed.multimodal import PackedTensor
-from headrace.distributed.ragged import byte_view
+from headrace.distributed.ragged import byte_view, no_bytes
 from headrace.errors import SchemaError
 from headrace.utils.arguments import names_list
 
@@ -140,8 +140,9 @@ def _key(key: object) -> object:
 
 
 def _tensor_to_wire(tensor: torch.Tensor) -> msgspec.msgpack.Ext:
-    if tensor.layout != torch.strided or tensor.is_nested:
-        raise _NotStorableError(f"a tensor of layout {tensor.layout} cannot be stored inside an object")
+    fault = "nested" if tensor.is_nested else no_bytes(tensor)
+    if fault:
+        raise _NotStorableError(f"a tensor that is {fault} cannot be stored inside an object")
     data = byte_view(tensor.cpu()).tobytes()
     return _buffer(EXT_TENSOR, str(tensor.dtype).removeprefix("torch."), tensor.shape, data)
 

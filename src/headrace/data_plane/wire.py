@@ -21,6 +21,7 @@ from headrace.distributed.offsets_reader import OffsetsReader
 from headrace.distributed.ragged import (
     RowLayout,
     nested_from_ragged,
+    no_bytes,
     offsets_from_lengths,
     ragged_from_nested,
     take_apart,
@@ -30,6 +31,9 @@ from headrace.errors import SchemaError
 
 Leaf = torch.Tensor | ObjectArray
 """One column told apart: dense (N, ...), jagged rows, or objects (N,)."""
+
+
+_EXPECTED = "expected a dense or jagged tensor of plain numbers (to_dense() and dequantize() give one)"
 
 
 def read_wire(wire: TensorDict) -> dict[str, Leaf | PackedTensor]:
@@ -116,10 +120,12 @@ def check_declared(name: str, leaf: Leaf, per_token: Collection[str] = ()) -> No
         if spec is None or spec.kind is Kind.OBJECT:
             return
         raise SchemaError(f"column '{name}' is an array of objects; it is declared as {spec.kind.value}")
-    if spec is None and name not in per_token:
-        return
     jagged: Any = leaf
     values, ragged_dim = (jagged._values, jagged._ragged_idx) if isinstance(leaf, NestedTensor) else (leaf, 0)
+    if fault := no_bytes(values):
+        raise SchemaError(f"column '{name}' is {fault}; {_EXPECTED}")
+    if spec is None and name not in per_token:
+        return
     dims = values.dim() + bool(ragged_dim)
     if spec is not None and values.dtype not in spec.accepts:
         raise spec.refusal(values.dtype)
@@ -171,6 +177,9 @@ def joined_rows(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Te
     """Return the values and offsets of what `nest` gives."""
     first = tensors[0]
     # Attribute by attribute: a set of tuples takes three times as long.
+    are_strided = {row.layout for row in tensors} == {torch.strided}
+    if fault := no_bytes(first if are_strided else next(filter(no_bytes, tensors))):
+        raise SchemaError(f"a row is {fault}; {_EXPECTED}")
     kinds = {row.dtype for row in tensors}, {row.device for row in tensors}, {row.dim() for row in tensors}
     is_one = all(len(kind) == 1 for kind in kinds)
     if not is_one or (first.dim() > 1 and len({row.shape[1:] for row in tensors}) > 1):

@@ -36,6 +36,15 @@ logging.getLogger("torch.fx._symbolic_trace").addFilter(
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def no_bytes(tensor: torch.Tensor) -> str | None:
+    """Return why a dense tensor is no memory full of its elements, from which rows could be copied; None: it is."""
+    if tensor.is_meta:
+        return "on the device 'meta', which holds no values"
+    if tensor.is_quantized:
+        return f"quantized, of dtype {tensor.dtype}"
+    return None if tensor.layout is torch.strided else f"of layout {tensor.layout}"
+
+
 def byte_view(tensor: torch.Tensor) -> Bytes:
     """Return the elements of a CPU tensor in C order as flat bytes; shared with a contiguous tensor."""
     whole = (tensor.detach() if tensor.requires_grad else tensor).resolve_conj().resolve_neg()
