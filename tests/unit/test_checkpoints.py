@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from full_disk import files_of_at_most
 from headrace.algorithms.observer import BEST_BY, SAMPLED_ACCURACY, SAMPLED_REWARD
@@ -260,6 +262,25 @@ def test_a_file_that_cannot_be_written_keeps_its_old_content(tmp_path: Path) -> 
         atomic.write_text(path, "\ud800")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])
+def test_files_of_tensors_may_be_read_by_whom_the_umask_says(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        with atomic.writing_directory(tmp_path / "model") as draft:
+            (draft / "inner").mkdir()
+            for name in ("a.safetensors", "inner/b.safetensors"):
+                save_file({"x": torch.ones(1)}, draft / name)
+            (draft / "config.json").write_text("{}")
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "model").rglob("*") if path.is_file()]
+    assert {(path.name, path.stat().st_mode & 0o777) for path in files} == {
+        ("a.safetensors", mode),
+        ("b.safetensors", mode),
+        ("config.json", mode),
+    }
 
 
 def test_a_full_disk_is_an_error_that_names_the_path_and_leaves_what_was_there(tmp_path: Path) -> None:

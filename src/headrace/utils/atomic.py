@@ -17,6 +17,7 @@ from headrace.errors import WriteError
 # Nobody else has such names: what carries them may be removed after a crash.
 _PARTIAL = ".headrace-tmp"
 _BACKUP = ".headrace-old"
+_OWNER_ONLY = 0o600
 
 
 @contextmanager
@@ -123,9 +124,14 @@ def remove_partials(directory: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
+    """Sync all files to disk, and let those read them who may read the directory: safetensors asks for no umask."""
+    mode = directory.stat().st_mode & 0o666
     for folder, _, files in os.walk(directory):
         for name in files:
-            sync(Path(folder) / name)
+            path = Path(folder) / name
+            if path.lstat().st_mode & 0o777 == _OWNER_ONLY != mode:
+                path.chmod(mode)
+            sync(path)
         sync(Path(folder))
 
 
