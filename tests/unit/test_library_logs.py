@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers  # noqa: F401  (its import sets its logger up)
 
 from headrace.algorithms.observer import RunObserver, StepRecord
 from headrace.library_logs import LibraryLogs
@@ -29,7 +30,8 @@ class Noise(RunObserver):
 def test_a_runs_terminal_has_its_own_words_and_the_file_those_of_libraries(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = [vars(logging.getLogger(name)).copy() for name in ("transformers", "torch")]
+    loggers = [logging.getLogger(name) for name in ("transformers", "torch")]
+    before = [(logger.handlers.copy(), logger.propagate) for logger in loggers]
     # pytest's own handlers would keep Python's last resort from printing.
     caught, logging.root.handlers = logging.root.handlers, []
     try:
@@ -43,9 +45,7 @@ def test_a_runs_terminal_has_its_own_words_and_the_file_those_of_libraries(
     for words in ("noise of transformers", "noise of torch", "noise by warnings", "a fault of torch"):
         assert words in told
     assert "words of" not in told
-    for name, values in zip(("transformers", "torch"), before):
-        logger = logging.getLogger(name)
-        assert (logger.handlers, logger.propagate) == (values["handlers"], values["propagate"])
+    assert [(logger.handlers, logger.propagate) for logger in loggers] == before
 
 
 def test_a_logger_that_writes_to_a_file_of_its_own_goes_on_doing_so(tmp_path: Path) -> None:
