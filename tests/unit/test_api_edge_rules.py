@@ -226,12 +226,15 @@ def test_a_meta_whose_lengths_are_not_those_of_the_stored_rows_writes_nothing(
     meta.sequence_lengths = [5, 2]
     with pytest.raises(SchemaError, match="prev_logprobs"):
         write(client, worker, meta, {"prev_logprobs": torch.zeros(2, 5)})
+    with pytest.raises(SampleNotFound, match="prev_logprobs"):
+        client.get_samples(meta.sample_ids, "train", ["prev_logprobs"])
 
 
 def test_a_write_back_of_per_sample_columns_needs_no_lengths(client: DataPlaneClient, worker: Worker) -> None:
     meta = put(client, [2, 5])
     meta.sequence_lengths = None
-    worker._write_back(meta, {"sample_mask": torch.zeros(2)})
+    worker._write_back(meta, {"sample_mask": torch.tensor([0.0, 1.0])})
+    assert client.get_samples(meta.sample_ids, "train", ["sample_mask"])["sample_mask"].tolist() == [0.0, 1.0]
 
 
 # The store.
@@ -246,6 +249,7 @@ def test_a_text_in_place_of_ids_clears_nothing(client: DataPlaneClient) -> None:
     client.put_samples(["a", "b"], "train", tags=[{}, {}])
     with pytest.raises(SchemaError):
         client.clear_samples("ab", "train")
+    assert client.sample_ids("train") == ["a", "b"]
 
 
 # Workers.
@@ -620,6 +624,8 @@ def test_a_meta_that_does_not_say_its_columns_can_be_scored(make_policy: Any) ->
     policy = make_policy()
     put(policy.dp_client)
     policy.get_logprobs_from_meta(KVBatchMeta("train", "train", IDS, sequence_lengths=LENGTHS))
+    scored = policy.dp_client.get_samples(IDS, "train", ["prev_logprobs"])["prev_logprobs"].unbind()
+    assert [len(row) for row in scored] == LENGTHS
 
 
 def test_discarded_and_finished_rows_are_gone_and_other_partitions_are_not(make_policy: Any) -> None:

@@ -87,7 +87,7 @@ def test_a_model_in_which_later_tokens_move_earlier_ones_is_refused(
     assert "\n" not in str(error.value)
 
 
-def test_the_same_family_as_a_decoder_trains() -> None:
+def test_the_same_family_as_a_decoder_is_taken() -> None:
     build_worker({**BERT, "is_decoder": True})
 
 
