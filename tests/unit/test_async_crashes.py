@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_async_schedules import GROUP, GROUPS, MoodyGenerator, producing, recipe_of, train
@@ -31,6 +32,7 @@ class Crashing:
     def __init__(self, folder: Path, recipe: RecipeConfig, seed: int, *, slow_ms: float = 1.0) -> None:
         self.folder, self.recipe, self._draws, self._slow_ms = folder, recipe, random.Random(seed), slow_ms
         self.progress, self.position = Progress.at_start(), dict[str, list[int]]()
+        self.saved_by: dict[str, Any] | None = None
         # What each step trained on, and the times at which each group was put that a step has taken.
         self.trained: dict[int, list[str]] = {}
         self.made: dict[str, set[float]] = {}
@@ -41,7 +43,7 @@ class Crashing:
         self.trained = {step: ids for step, ids in self.trained.items() if step <= self.progress.step}
         client = JournalDataPlaneClient(LocalDataPlaneClient(), self.folder / str(self.lives), fsync="never")
         if self.position:
-            keep = worth_restoring(self.recipe, self.progress)
+            keep = worth_restoring(self.recipe, self.progress, self.saved_by)
             report = restore(client, client.folder, self.position, later=True, keep=keep)
             self.unwanted += report.unwanted
         else:
@@ -72,6 +74,7 @@ class Crashing:
             (first, ahead), self.position = producers.tickets.progress(), client.journal_position()
         told = {"step": step, "prompt_position": first, "prompts_ahead": ahead}
         self.progress = Progress.at_start().model_copy(update=told)
+        self.saved_by = self.recipe.model_dump()
         keep_since(client, self.position)
 
     def ids(self) -> list[str]:
@@ -194,3 +197,25 @@ def test_groups_that_nobody_has_judged_are_made_again_for_dynamic_sampling() -> 
     tags = {"position": 0, "made_for": 1, "weight_version": 0, "weight_version_min": 0}
     assert keep({**tags, "trains": 1})
     assert not keep(tags), "no step would take them"
+
+
+SAMPLERS = "headrace.algorithms.async_utils.staleness_sampler"
+MINE, ANOTHER = {"sampler": f"{SAMPLERS}:RefillingSampler"}, {"sampler": f"{SAMPLERS}:WindowedSampler"}
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        (MINE, ANOTHER),
+        (MINE, {"on_stale": "drop"}),
+        ({"on_stale": "wait", "max_refills": 3}, {"on_stale": "drop", "max_refills": 3}),
+        ({**MINE, "max_refills": 3}, MINE),
+    ],
+)
+def test_groups_are_made_again_for_a_run_that_goes_on_by_another_rule_of_which_a_step_takes(
+    then: dict[str, Any], now: dict[str, Any]
+) -> None:
+    tags = {"position": 0, "made_for": 1, "weight_version": 0, "weight_version_min": 0, "trains": 1}
+    before, after = recipe_of(**then).model_dump(), recipe_of(**now)
+    for written, is_kept in ((before, False), (after.model_dump(), True)):
+        assert worth_restoring(after, Progress.at_start(), written)(tags) is is_kept

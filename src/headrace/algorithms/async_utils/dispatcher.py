@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from threading import Condition, Lock
 
-from headrace.algorithms.async_utils.staleness_sampler import StalenessSampler
+from headrace.algorithms.async_utils.staleness_sampler import InOrderSampler, StalenessSampler
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.errors import ClaimTimeout, GenerationError, HeadraceError
 from headrace.experience.collector import Ticket
@@ -52,9 +52,13 @@ class Plan:
     first_step: int
     position: int
     last_step: int | None
+    sampler: StalenessSampler
     trained: frozenset[int] = frozenset()
     there: frozenset[int] = frozenset()
-    in_order: bool = False
+
+    @property
+    def in_order(self) -> bool:
+        return isinstance(self.sampler, InOrderSampler)
 
     def made_for(self, position: int, dropped: int) -> int:
         """Return the step that a position is for, when so many groups were dropped, whose places later ones take."""
@@ -90,7 +94,6 @@ class Dispatcher:
         self,
         plan: Plan,
         prompts: PromptLoader,
-        sampler: StalenessSampler,
         room: Room,
         drop: Drop,
         *,
@@ -99,7 +102,7 @@ class Dispatcher:
         collectors: int = 1,
     ) -> None:
         """`most_rows` are in the making at a time, and in the store beside those that were there."""
-        self._plan, self._prompts, self._sampler, self._room = plan, prompts, sampler, room
+        self._plan, self._prompts, self._room = plan, prompts, room
         self._drop = drop
         self._most_rows, self._max_failures = most_rows, max_failures
         self._changed = Condition()
@@ -217,7 +220,7 @@ class Dispatcher:
             return False
         if self.version < plan.first_step - 1 or (plan.last_step is not None and made_for > plan.last_step):
             return False
-        return self._sampler.may_begin(made_for, self.version)
+        return plan.sampler.may_begin(made_for, self.version)
 
     def _mint(self) -> Ticket:
         plan, call = self._plan, self._next

@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.algorithms.async_utils.dispatcher import Dispatcher, Plan
 from headrace.algorithms.async_utils.replay_buffer import TRAINS, ReplayBuffer
-from headrace.algorithms.async_utils.staleness_sampler import NEWEST, OLDEST, InOrderSampler, build_sampler
+from headrace.algorithms.async_utils.staleness_sampler import NEWEST, OLDEST, build_sampler
 from headrace.algorithms.async_utils.weights import Weights
 from headrace.algorithms.prompt_loader import PromptLoader
 from headrace.algorithms.rollout_table import RolloutTable
@@ -46,14 +46,13 @@ class Producers:
         `weights` are those that the actors follow; None: they cannot be lost.
         """
         cfg = recipe.asynchrony
-        sampler = build_sampler(recipe)
-        self.buffer = ReplayBuffer(client, partition_id, sampler, recipe)
+        plan = plan_of(recipe, progress)
+        self.buffer = ReplayBuffer(client, partition_id, plan.sampler, recipe)
         self.buffer.open()
-        plan = replace(plan_of(recipe, progress), there=frozenset(self.buffer.positions_there()))
+        plan = replace(plan, there=frozenset(self.buffer.positions_there()))
         self.tickets = Dispatcher(
             plan,
             prompts,
-            sampler,
             self.buffer.wait_for_room,
             self.buffer.drop,
             most_rows=self.buffer.rows,
@@ -189,7 +188,7 @@ def plan_of(recipe: RecipeConfig, progress: Progress) -> Plan:
         position=progress.prompt_position,
         last_step=grpo.max_num_steps if cfg.sampler is None and cfg.on_stale == "wait" else None,
         trained=frozenset(progress.prompts_ahead),
-        in_order=isinstance(build_sampler(recipe), InOrderSampler),
+        sampler=build_sampler(recipe),
     )
 
 
@@ -200,9 +199,10 @@ def worth_restoring(
 
     Where steps train on the groups made for them, they are made again as they were, and with them the weights that drew
     later groups. Elsewhere groups of weights that the checkpoint does not know are left out. So are all groups where
-    the recipe of `then` cut prompts in another way: some of a call would get the ids of others that are there.
+    the recipe of `then` cut prompts in another way (some of a call would get the ids of others that are there), or had
+    another rule of which groups a step takes (it might take none of them, and they would not be made again).
     """
-    sampler, plan = build_sampler(recipe), plan_of(recipe, progress)
+    plan = plan_of(recipe, progress)
     is_cut_alike = then is None or _cut_of(then) == _cut_of(recipe.model_dump())
 
     def keep(tags: Mapping[str, Any]) -> bool:
@@ -213,19 +213,19 @@ def worth_restoring(
         position, made_for, version = tags[POSITION], tags[MADE_FOR], tags[OLDEST]
         if position < plan.position or position in plan.trained:
             return False
-        if isinstance(sampler, InOrderSampler):
-            return made_for == plan.made_for(position, 0) and sampler.may_begin(made_for, version)
+        if plan.in_order:
+            return made_for == plan.made_for(position, 0) and plan.sampler.may_begin(made_for, version)
         return bool(tags[NEWEST] <= progress.step)
 
     return keep
 
 
-def _cut_of(recipe: Mapping[str, Any]) -> tuple[int, int, bool]:
-    """Return how many prompts a step has, and a call, and whether each step trains on the groups made for it."""
+def _cut_of(recipe: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return how many prompts a step has, and a call, and what says which groups a step takes."""
     cfg, grpo = recipe["async"], recipe["grpo"]
-    per_step: int = grpo["num_prompts_per_step"]
-    in_order = (cfg["sampler"], cfg["on_stale"], grpo["dynamic_sampling"]["enabled"]) == (None, "wait", False)
-    return per_step, cfg["prompts_per_call"] or per_step // cfg["collectors"], in_order
+    per_step = grpo["num_prompts_per_step"]
+    per_call = cfg["prompts_per_call"] or per_step // cfg["collectors"]
+    return per_step, per_call, cfg["sampler"], cfg["on_stale"], grpo["dynamic_sampling"]
 
 
 def _live_generator(collector: Collector) -> LiveGenerator | None:
