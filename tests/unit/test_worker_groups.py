@@ -325,6 +325,21 @@ def test_a_worker_that_cannot_be_built_leaves_nothing_behind(start: Start) -> No
         assert running_children() == before
 
 
+class Counted(float):
+    """Counts how often it was pickled."""
+
+    pickled = 0
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        Counted.pickled += 1
+        return float, (float(self),)
+
+
+def test_a_spec_is_pickled_for_each_process_and_once_more_to_look_where_its_code_is() -> None:
+    start_spawn(lay_out_ranks(3), scale=Counted(1.0)).shutdown()
+    assert Counted.pickled == 3 + 1
+
+
 DRIVER = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})

@@ -76,20 +76,21 @@ class SpawnWorkerGroup(RemoteWorkerGroup):
 
     def _start(self, spec: WorkerSpec, settings: RankSettings) -> None:
         context = multiprocessing.get_context("spawn")
-        for rank in range(self.world_size):
-            info = RankInfo(rank, self.world_size, rank, self.world_size, _HOST, self._store.port)
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(theirs, info, settings, spec),
-                name=f"headrace-worker-{rank}",
-                daemon=True,
-            )
-            with held_back(TERMINAL_SIGNALS), _main_left_alone(spec):
-                process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        with _main_left_alone(spec):
+            for rank in range(self.world_size):
+                info = RankInfo(rank, self.world_size, rank, self.world_size, _HOST, self._store.port)
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve,
+                    args=(theirs, info, settings, spec),
+                    name=f"headrace-worker-{rank}",
+                    daemon=True,
+                )
+                with held_back(TERMINAL_SIGNALS):
+                    process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
         self._busy = "start-up"
         for _ in self._answers("start-up"):
             pass
