@@ -162,3 +162,9 @@ def test_groups_are_told_apart_by_scaled_and_clipped_rewards(
     recipe, step, *_ = collected(tmp_path, rewards, max_refills=2, reward=reward)
     assert bool(step.weights.all()) == bool(step.weights.any()) == useful
     assert bool(score(recipe, step.table, {}, step.weights).advantages.any()) == useful
+
+
+def test_a_loader_that_is_asked_for_no_prompts_gives_none_and_stays_where_it_is() -> None:
+    prompts = PromptLoader(["a", "b", "c"], seed=0, shuffle=False)
+    prompts.used = {0}
+    assert (prompts.take(0), prompts.take(2), prompts.take(0), prompts.position) == ([], ["b", "c"], [], 3)

@@ -39,7 +39,8 @@ class PromptLoader:
     def take(self, number: int) -> list[Prompt | str]:
         """Return the next `number` prompts and move on."""
         positions = list(islice((at for at in count(self.position) if at not in self.used), number))
-        self.position = positions[-1] + 1
+        if positions:
+            self.position = positions[-1] + 1
         return self.at(positions)
 
     def at(self, positions: Iterable[int]) -> list[Prompt | str]:
