@@ -130,3 +130,8 @@ class DataConfig(Section):
         if weighted and len(weighted) < len(self.train):
             other = next(name for name in self.train if name not in weighted)
             yield f"train.{other} has no weight, and train.{weighted[0]} has one; give all of them one, or none"
+        if weighted and self.order is not None and self.train_size is None:
+            yield (
+                f"order={self.order} decides what is drawn, so that train.{weighted[0]}.weight has no effect here; "
+                "remove the weights or the order, or set train_size, of which weights give each set its part"
+            )

@@ -196,6 +196,13 @@ def test_a_weight_that_no_prompt_can_follow_is_refused(tmp_path: Path) -> None:
         prompt_order(data, prompts, seed=0)
 
 
+def test_weights_beside_an_order_are_refused_unless_they_choose_what_is_kept(tmp_path: Path) -> None:
+    words = r"order=my\.code:drawn decides what is drawn, so that train\.a\.weight has no effect"
+    with pytest.raises(ValueError, match=words):
+        two_sets(tmp_path, rows_of("a", 60), rows_of("b", 60), order="my.code:drawn")
+    assert two_sets(tmp_path, rows_of("a", 60), rows_of("b", 60), order="my.code:drawn", train_size=20)
+
+
 def by_column(folder: Path, game: str = "game", **train: Any) -> tuple[DataConfig, Environment]:
     rows = rows_of("p", 12, task="qa")
     (folder / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -42,7 +42,7 @@ def _check_weights(weights: Mapping[str, float], prompts: Sequence[Prompt]) -> N
         raise ConfigError(
             f"{sum(counts[name] for name in others)} of {len(prompts)} training prompts are the environment's own "
             f"({', '.join(others)}), have no weight beside data.train.{next(iter(weights))}.weight, and would never be "
-            "drawn; remove the weights, or name an order (data.order)"
+            "drawn; remove the weights, or name an order (data.order) in place of them"
         )
 
 
