@@ -44,7 +44,8 @@ class AsyncConfig(Section):
     max_failures: NonNegativeInt = 3
     """Calls that may fail within a step; each is made again. One more ends the run."""
     lease_s: PositiveFloat = 1800.0
-    """Seconds that a step's groups belong to the trainer, counted anew at each of its stages."""
+    """Seconds that a step's groups belong to the trainer, counted anew at each of its stages and while it waits for
+    more."""
     micro_steps: PositiveInt = 1
     """Parts of a step's groups: each is scored and trained on when it is there, and the update waits for all. 1: the
     step waits for all its groups first."""

@@ -10,6 +10,7 @@ import pytest
 from headrace.algorithms.async_utils.staleness_sampler import InOrderSampler
 from headrace.algorithms.observer import StepRecord
 from headrace.algorithms.run import train
+from headrace.config import RecipeConfig
 from headrace.errors import ConfigError, HeadraceError
 from headrace.utils.recipe import load_recipe
 from recorder import NeverStop, Recorder, StopAfter
@@ -66,6 +67,34 @@ def test_dynamic_sampling_trains_on_groups_with_a_signal_and_reports_all_samples
     assert flat, "nothing was dropped"
     assert all(r.metrics["reward/mean"] != r.metrics["reward/kept_mean"] for r in flat)
     assert all(r.metrics["train/grad_norm"] > 0 for r in made.steps)
+
+
+def slowly(completion: str) -> float:
+    time.sleep(0.5)
+    return float(len(completion) % 2)
+
+
+def test_the_first_part_of_a_step_stays_leased_while_the_next_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "sums.csv").write_text("question,answer\n" + "".join(f"{n}+1,{n + 1}\n" for n in range(16)))
+    told = tiny_recipe(
+        tmp_path,
+        batching="packed",
+        grpo={"max_num_steps": 1},
+        data={"validation_size": 8, "train_size": 8},
+        validation={"at_start": False, "at_end": False},
+        # A part is two calls of four answers, which take two seconds each.
+        **{"async": {"enabled": True, "max_lag": 0, "prompts_per_call": 1, "micro_steps": 2, "lease_s": 3.0}},
+    ).model_dump()
+    told["policy"]["tokenizer"]["characters"] = "0123456789+"
+    told["env"] = {
+        "kind": "dataset",
+        "path": str(tmp_path / "sums.csv"),
+        "rewards": ["test_async_runs:slowly"],
+    }
+    made = Recorder()
+    train(RecipeConfig.model_validate(told), tmp_path, made, NeverStop())
+    (step,) = made.steps
+    assert step.timings_s["wait"] > 2 * 3.0
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])

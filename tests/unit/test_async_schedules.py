@@ -318,10 +318,10 @@ def test_a_lease_that_ran_out_is_told_with_its_key_and_its_groups_are_taken_anew
         producers.publish(0)
         rows = producers.take(1, GROUPS)
         assert rows is not None
-        producers.buffer.renew(rows)
+        producers.buffer.renew([rows])
         time.sleep(0.1)
         for late in (
-            lambda: producers.buffer.renew(rows),
+            lambda: producers.buffer.renew([rows]),
             lambda: write_columns(store, rows, {"advantages": torch.zeros(rows.size)}),
             lambda: store.clear_samples(rows.sample_ids, "train", claim=rows.extra_info["claim"]),
         ):

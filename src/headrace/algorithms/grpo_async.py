@@ -59,7 +59,8 @@ def run_step(session: Session, producers: Producers, step: int, timer: Timer) ->
 
     def take() -> Collected:
         with stage("wait"):
-            rows = producers.take(step, grpo.num_prompts_per_step // cfg.micro_steps, session.should_stop)
+            groups = grpo.num_prompts_per_step // cfg.micro_steps
+            rows = producers.take(step, groups, session.should_stop, taken)
         if rows is None:
             raise StepInterrupted(f"stopped while step {step} waited for samples")
         taken.append(rows)
@@ -144,8 +145,7 @@ def _leased_stage(
     name: str,
 ) -> Iterator[None]:
     with open_stage(session, step, timer, name):
-        for rows in taken:
-            producers.buffer.renew(rows)
+        producers.buffer.renew(taken)
         yield
 
 

@@ -118,15 +118,22 @@ class Producers:
             raise self.tickets.error from error
 
     def take(
-        self, step: int, groups: int, should_stop: Callable[[], bool] = lambda: False
+        self,
+        step: int,
+        groups: int,
+        should_stop: Callable[[], bool] = lambda: False,
+        held: Sequence[KVBatchMeta] = (),
     ) -> KVBatchMeta | None:
         """Wait for groups, and lease them to a step; drop what is too old for it. None: the user wants to stop.
+
+        Meanwhile those that the step holds already stay leased.
 
         Raises:
             HeadraceError: no more can be made; what a collector raised.
         """
         while True:
             self.mend()
+            self.buffer.renew(held)
             self.tickets.drop(step)
             rows = self.buffer.take(step, groups, _LOOK_S)
             if rows is not None:

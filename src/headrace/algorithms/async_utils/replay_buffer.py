@@ -143,9 +143,10 @@ class ReplayBuffer:
             flat, self._flat = self._flat, []
         return flat
 
-    def renew(self, rows: KVBatchMeta) -> None:
-        """Count the lease anew; raises ClaimExpired: it has run out."""
-        self._client.renew_claim(rows, self._lease_s)
+    def renew(self, taken: Sequence[KVBatchMeta]) -> None:
+        """Count their leases anew; raises ClaimExpired: one has run out."""
+        for rows in taken:
+            self._client.renew_claim(rows, self._lease_s)
 
     @contextmanager
     def leased(self, taken: Sequence[KVBatchMeta]) -> Iterator[None]:
