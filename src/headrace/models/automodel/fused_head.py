@@ -129,7 +129,7 @@ def _statistics(
     scores = logits.float() * scale
     normalizers = scores.logsumexp(-1)
     probabilities = (scores - normalizers[:, None]).exp()
-    expected = torch.where(probabilities > 0, probabilities * scores, 0.0).sum(-1)
+    expected = (probabilities * scores).sum(-1)  # scores are finite, `_OUTSIDE` too
     chosen = scores.gather(-1, targets[:, None]).squeeze(-1)
     return chosen - normalizers, normalizers, normalizers - expected
 
