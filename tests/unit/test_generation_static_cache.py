@@ -6,10 +6,11 @@ from inspect import signature
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from headrace.config import GenerationConfig
 from headrace.models.generation import decode_steps
-from headrace.models.generation.decode_steps import PaddedPrompts, StaticSteps
+from headrace.models.generation.decode_steps import PaddedPrompts, StaticSteps, decode_attention
 from headrace.models.generation.hf import HFGenerator
 from headrace.models.generation.interfaces import SamplingParams
 from reference_generation import FAMILIES, PROMPTS, TOKENIZER, generator_of, model_of
@@ -59,6 +60,28 @@ def test_a_static_cache_grows_by_its_spare_places_and_shrinks_to_the_rows_that_g
     assert max(places for _, places in sizes) <= -(-(max(map(len, MANY)) + 20) // 8) * 8
 
 
+def test_a_static_cache_with_room_for_all_tokens_shrinks_to_half_of_its_rows_at_most(sizes):
+    generator_of("moe", static_cache=True).generate(MANY, SamplingParams(20), seed=3)
+    rows = [n for n, _ in sizes[1:]]
+    assert len(rows) > 1
+    assert all(2 * fewer <= more for more, fewer in zip(rows, rows[1:]))
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_attention_over_a_static_cache_is_that_of_transformers(queries):
+    torch.manual_seed(0)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    query, key, value = torch.randn(3, 4, queries, 8), torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8)
+    mask = torch.rand(3, 1, queries, 5) > 0.3
+    mask[..., 0] = True
+    ours, _ = decode_attention(module, query, key, value, mask, scaling=0.9)
+    stock, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.9)
+    torch.testing.assert_close(ours, stock)
+    with pytest.raises(ValueError, match="does not support `softcap`"):
+        decode_attention(module, query, key, value, mask, softcap=30.0)
+
+
 def test_routes_of_a_static_cache_are_those_of_a_growing_one(tight):
     outputs = [
         HFGenerator(
@@ -73,7 +96,9 @@ def test_routes_of_a_static_cache_are_those_of_a_growing_one(tight):
 def test_layers_that_drop_keys_take_no_static_cache():
     config = copy.deepcopy(model_of("moe").config)
     cache = DynamicCache(config=config)
-    assert StaticSteps.fits(cache, config)
+    for name in ("sdpa", "eager"):
+        config._attn_implementation = name
+        assert StaticSteps.fits(cache, config)
     config._attn_implementation = "flash_attention_2"
     assert not StaticSteps.fits(cache, config)
     sliding = model_of("sliding").config
