@@ -2,6 +2,7 @@ import copy
 import gc
 import weakref
 from inspect import signature
+from itertools import pairwise
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_a_static_cache_with_room_for_all_tokens_shrinks_to_half_of_its_rows_at_
     generator_of("moe", static_cache=True).generate(MANY, SamplingParams(20), seed=3)
     rows = [n for n, _ in sizes[1:]]
     assert len(rows) > 1
-    assert all(2 * fewer <= more for more, fewer in zip(rows, rows[1:]))
+    assert all(2 * fewer <= more for more, fewer in pairwise(rows))
 
 
 @pytest.mark.parametrize("queries", [1, 3])
