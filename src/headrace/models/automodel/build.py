@@ -222,7 +222,8 @@ def _probe_scores(scorer: TokenScorer, device: torch.device) -> torch.Tensor:
     """Return the logprobs (1, 16) on CPU of a fixed row; ranks of a sharded model call this together."""
     ids = torch.tensor([[0, 1]], device=device).repeat(1, _TOKENS // 2)
     row = BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([_TOKENS])})
-    return scorer(row).logprobs.cpu()
+    with scorer.gathered():
+        return scorer(row).logprobs.cpu()
 
 
 def _check_split(model: Any, whole: torch.Tensor, split: torch.Tensor, cfg: PolicyConfig) -> None:

@@ -66,16 +66,15 @@ class ShardedModel:
         self._partial = partial
         self._device = device
         self._is_small = is_small
-        self._stays_gathered = False
         model.run_inside = MethodType(lambda _model, call: call(), model)
         register_fsdp_forward_method(model, "run_inside")
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Return what `call`, which uses the model and its head, returns: tensors that the caller may use."""
-        out = self.model.run_inside(call)
-        if not torch.is_grad_enabled() and not self._stays_gathered:
-            self.model.reshard()
-        return out
+        """Return what `call`, which uses the model and its head, returns: tensors that the caller may use.
+
+        In a context of `gathered`, whose end splits again what is whole by then.
+        """
+        return self.model.run_inside(call)
 
     def reduce_next(self, now: bool) -> None:
         """Say whether the next backward also adds gradients up over ranks; of a larger model each does. No collective.
@@ -92,14 +91,12 @@ class ShardedModel:
         Of a larger one those outside of layers, which every microbatch needs from its start to its end, so that keeping
         them costs no memory. Nothing but forwards and backwards may happen in it: weights do not change there.
         """
-        self._stays_gathered = True
         if self._is_small:
             self.model.set_reshard_after_forward(False)
         self.model.set_reshard_after_backward(False, recurse=self._is_small)
         try:
             yield
         finally:
-            self._stays_gathered = False
             self.model.set_reshard_after_backward(True)
             # A forward that failed is under way still, and frees nothing without this.
             self.model.set_reshard_after_forward(True)
