@@ -39,14 +39,17 @@ def first():
     client.register_partition("train", ["input_ids"], 100, ["train"], grpo_group_size=2)
     put(client, "trained"), put(client, "left")
 
-def worker(client, go_on):
+def worker(is_open, go_on):
+    client = opened("theirs")
+    os.write(is_open, b" ")
     os.read(go_on, 1)
     put(client, "by a worker, trained"), put(client, "by a worker, left")
 
 def second():
-    ours, theirs = opened(), opened("theirs")
-    go_on, restored = os.pipe()
-    other = process(worker, theirs, go_on)
+    ours = opened()
+    (opens, is_open), (go_on, restored) = os.pipe(), os.pipe()
+    other = process(worker, is_open, go_on)
+    os.read(opens, 1)
     restore(ours, folder)
     os.write(restored, b" ")
     assert os.waitpid(other, 0)[1] == 0

@@ -30,6 +30,16 @@ _PATIENCE_S = _PING_TIMEOUT_S = 1.0
 
 _lock = threading.Lock()
 _users, _is_ours = 0, False
+_is_forked = False
+"""Whether a fork has copied a connection into this process, where it answers nothing."""
+
+
+def _note_fork() -> None:
+    global _is_forked
+    _is_forked = ray.is_initialized()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 class Connected(NamedTuple):
@@ -77,8 +87,14 @@ def connect(
     process did on SIGTERM, it still does. Ray says errors only.
 
     Raises:
-        TransportError: no cluster there; at once where nothing listens, and after 20 s where something else does.
+        TransportError: no cluster there; at once where nothing listens, and after 20 s where something else does. A
+            process that was forked from one with a connection.
     """
+    if _is_forked:
+        raise TransportError(
+            f"process {os.getpid()} was forked from one that is connected to Ray, and cannot use that connection. "
+            "Start processes by multiprocessing's 'spawn'"
+        )
     if ray.is_initialized():
         return Connected()
     if not address:

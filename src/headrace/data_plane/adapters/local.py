@@ -4,6 +4,7 @@
 A client made directly has a store of its own, without a name.
 """
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from headrace.data_plane.store.sample_store import SampleStore
 from headrace.data_plane.wire import wire_tensordict
 from headrace.errors import DataPlaneError
 from headrace.utils.arguments import texts
+from headrace.utils.forks import after_fork
 
 _owners_lock = threading.Lock()
 # By store name. A name belongs to the client that started the store, for as long as that lives.
@@ -37,6 +39,7 @@ class LocalDataPlaneClient(StoreClient):
         self._store = SampleStore(DataPlaneConfig().storage_capacity) if store is None else store
         self._name: str | None = None
         self._is_closed = False
+        self._process = os.getpid()
 
     @classmethod
     def start(cls, storage_capacity: int, name: str = "headrace") -> "LocalDataPlaneClient":
@@ -48,7 +51,7 @@ class LocalDataPlaneClient(StoreClient):
         client = cls(SampleStore(storage_capacity))
         client._owns_store = True
         with _owners_lock:
-            if name in _owners:
+            if name in _owners and _owners[name]._process == os.getpid():
                 raise DataPlaneError(
                     f"store '{name}' is open already; attach to it, close it first, or set another "
                     "data_plane.store_name"
@@ -65,7 +68,7 @@ class LocalDataPlaneClient(StoreClient):
         """
         with _owners_lock:
             owner = _owners.get(name)
-        if owner is None:
+        if owner is None or owner._process != os.getpid():
             raise DataPlaneError(
                 f"this process has no local store '{name}' to attach to; the driver starts one first with "
                 "build_data_plane_client(cfg, bootstrap=True). Workers in other processes need "
@@ -118,9 +121,12 @@ class LocalDataPlaneClient(StoreClient):
             self._store.close()
         if self._name is not None:
             with _owners_lock:
-                del _owners[self._name]
+                if _owners.get(self._name) is self:
+                    del _owners[self._name]
 
     def _open(self) -> SampleStore[Chunk]:
         if self._is_closed:
             raise DataPlaneError("this client is closed; build a new one with build_data_plane_client")
+        if self._process != os.getpid():
+            raise after_fork(self._process)
         return self._store

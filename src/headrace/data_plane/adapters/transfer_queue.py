@@ -43,6 +43,7 @@ from headrace.data_plane.wire import wire_tensordict
 from headrace.distributed.ray_connection import Deadline, connect_until
 from headrace.errors import DataPlaneError, HeadraceError, TransportError
 from headrace.utils.arguments import shown, texts
+from headrace.utils.forks import after_fork
 
 _log = logging.getLogger(__name__)
 # It warns at every call on a machine of fewer than 8 cores.
@@ -176,7 +177,7 @@ class TransferQueueDataPlaneClient(StoreClient):
             DataPlaneError: bootstrap: the store is open already; attach: there is none.
             ConfigError: a backend that is not installed.
         """
-        self._config = config
+        self._config, self._process = config, os.getpid()
         self._deadline = partial(Deadline, config.timeout_s, KNOB)
         self._store, self._owns_store = "", False
         # Tickets of blocks that are to be dropped here, with the number of their index, and by index of those that are.
@@ -357,6 +358,9 @@ class TransferQueueDataPlaneClient(StoreClient):
         """Disconnect from the store; the client that opened it drops it, and ends the processes that it started."""
         atexit.unregister(self.close)
         link, self._link = self._link, None
+        if self._process != os.getpid():  # the connections, and the store, are of the process that was forked
+            self._undo.pop_all()
+            return
         with self._undo:
             if link is not None and ray.is_initialized():
                 self._leave(link)
@@ -390,6 +394,8 @@ class TransferQueueDataPlaneClient(StoreClient):
     def _open(self) -> Link:
         if self._link is None:
             raise DataPlaneError("this client is closed; build a new one with build_data_plane_client")
+        if self._process != os.getpid():
+            raise after_fork(self._process)
         return self._link
 
     def _ask(

@@ -36,6 +36,7 @@ from headrace.data_plane.store.groups import MARK
 from headrace.errors import CapacityExceeded, TransportError, WriteError
 from headrace.utils import atomic
 from headrace.utils.arguments import texts
+from headrace.utils.forks import after_fork
 
 HeadType = TypeVar("HeadType", bound=AnyHead)
 _MOST_PARTS = 4096
@@ -66,6 +67,7 @@ class JournalDataPlaneClient(PassingClient):
         fsync: Literal["groups", "never"] = "groups",
     ) -> None:
         self.inner, self.folder = inner, folder
+        self._process = os.getpid()
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
         self._syncs = fsync == "groups"
@@ -224,6 +226,8 @@ class JournalDataPlaneClient(PassingClient):
         self, head: Callable[..., HeadType], body: Sequence[memoryview] = (), ends_group: bool = True
     ) -> HeadType:
         """Append a record of the present time, and return its head."""
+        if self._process != os.getpid():
+            raise after_fork(self._process)
         size = sum(map(len, body))
         with self._lock:
             if self._writer.is_full:
