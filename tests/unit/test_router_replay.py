@@ -646,6 +646,20 @@ def test_routes_that_no_router_can_have_chosen_are_refused(model: Any, change: A
         forward(model, routes=Routes.replay(change(recorded(model))))
 
 
+@pytest.mark.parametrize("change", [torch.Tensor.tolist, torch.Tensor.numpy], ids=["list", "array"])
+def test_routes_that_are_no_tensor_are_refused_with_what_makes_one(model: Any, change: Any) -> None:
+    given = change(recorded(model))
+    with pytest.raises(ReplayError, match=rf"{type(given).__name__}.*expected a tensor .*torch.as_tensor"):
+        Routes.replay(given)
+
+
+def test_a_model_without_install_ignores_routes_and_their_stats_say_so() -> None:
+    routes = Routes.replay(torch.zeros(TOKENS, 2, 2, dtype=torch.uint8))
+    forward(tiny_moe("qwen3_moe"), routes=routes)
+    with pytest.raises(ReplayError, match=r"no forward took these routes.*install"):
+        routes.stats.require_effect()
+
+
 def test_rows_of_one_expert_per_token_that_nobody_filled_are_refused() -> None:
     model = tiny_moe("zaya")
     replay = install(model)

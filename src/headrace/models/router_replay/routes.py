@@ -53,7 +53,15 @@ class Routes:
             trace: Also write down what the routers used, as `ids` of this object.
             compare: Also write down what each router would have chosen by itself, as `native`.
             check: Look at every id once per forward; turn it off for routes that `check_routes` has passed.
+
+        Raises:
+            ReplayError: `ids` are no tensor.
         """
+        if not isinstance(ids, torch.Tensor):
+            raise ReplayError(
+                f"routes are a {type(ids).__name__}; expected a tensor of ids (tokens, routers, k), as "
+                "torch.as_tensor(ids) makes of an array or a list"
+            )
         routes = cls()
         routes._given, routes._padding = ids, padding
         routes._recording, routes._comparing, routes._check = trace, compare, check

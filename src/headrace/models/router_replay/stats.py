@@ -127,6 +127,11 @@ class ReplayStats:
         Raises:
             ReplayError: not one row was replayed, rows never reached a router, or a recomputation used other experts.
         """
+        if not self.routers:
+            raise ReplayError(
+                "router replay had no effect: no forward took these routes; install(model), then pass them to its "
+                "forward as routes=... (a model without it ignores them)"
+            )
         unreached = [name for name, rows in zip(self.routers, self.never_reached) if rows]
         if not sum(self.replayed) or unreached:
             raise ReplayError(
