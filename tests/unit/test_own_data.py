@@ -396,6 +396,22 @@ def test_a_prompt_that_is_too_long_is_cut_at_its_beginning_and_counted(tmp_path:
     assert "cut at their beginning" in str(environment.notice())  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("overlong", ["refuse", "skip", "truncate"])
+def test_a_prompt_with_a_character_that_the_tokenizer_lacks_is_named(tmp_path: Path, overlong: str) -> None:
+    path = tmp_path / "odd.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": text, "answer": "a"}) + "\n" for text in ("ab", "ba", "aéb"))
+    )
+    recipe = tiny_recipe(tmp_path / "run")
+    data = {"train": str(path), "validation_size": 1, "overlong_prompts": overlong}
+    values = {**recipe.model_dump(), "env": {"kind": "dataset"}, "data": data}
+    recipe = type(recipe).model_validate(values)
+    with pytest.raises(
+        ConfigError, match=r"^prompt 'odd-3' \(line 3\): the tokenizer does not know a character"
+    ):
+        prompts_that_fit(recipe, build_character_tokenizer("ab"))
+
+
 def test_switches_reach_the_chat_template() -> None:
     tokenizer = build_character_tokenizer("abc")
     tokenizer.chat_template = "{{ 'a' if thinking else 'b' }}{{ messages[0]['content'] }}"

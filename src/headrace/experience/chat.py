@@ -33,6 +33,10 @@ ChatTokenizer: TypeAlias = PreTrainedTokenizerBase
 _SWITCHES = "headrace_template_switches"
 
 
+class UnknownText(ConfigError):
+    """Text that the tokenizer has no ids for."""
+
+
 def set_template_switches(tokenizer: ChatTokenizer, switches: Mapping[str, Any]) -> None:
     """Give a tokenizer's chat template these variables from now on, in place of earlier ones.
 
@@ -183,7 +187,7 @@ def _ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
             ids += tokenizer(part, add_special_tokens=False)["input_ids"]
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
         shown = _QUOTED.sub(lambda match: _unquoted(match[1]), text)
-        raise ConfigError(
+        raise UnknownText(
             f"the tokenizer does not know a character of {shown[:80]!r}, so the model could not tell it from "
             "others; add it to policy.tokenizer.characters, or use another tokenizer (policy.tokenizer.path)"
         )
@@ -193,7 +197,7 @@ def _ids(tokenizer: ChatTokenizer, text: str) -> list[int]:
 def _quoted(tokenizer: ChatTokenizer, text: str) -> str:
     if not is_utf8(text):
         half = next(letter for letter in text if not is_utf8(letter))
-        raise ConfigError(
+        raise UnknownText(
             f"a message holds {half!r}, half a surrogate pair, which no tokenizer takes; decode bytes with "
             "errors='replace', or remove it"
         )

@@ -9,7 +9,7 @@ from headrace.environments.build import build_environment
 from headrace.environments.interfaces import Environment, Prompts, StepResult, Talks
 from headrace.errors import ConfigError
 from headrace.experience.chat import ChatTokenizer, render_prompt, set_template_switches
-from headrace.experience.rollouts import render_with_room
+from headrace.experience.rollouts import prompt_ids, render_with_room
 from headrace.experience.types import Message, Prompt
 
 _SPLITS = ("train", "validation")
@@ -66,7 +66,7 @@ def prompts_that_fit(
     changed: dict[str, list[Prompt]] = {split: [] for split in _SPLITS}
     for split in _SPLITS:
         for prompt in environment.prompts(split):
-            fits = len(render_prompt(tokenizer, prompt.messages)) < longest
+            fits = len(prompt_ids(tokenizer, prompt)) < longest
             if not fits:
                 changed[split].append(prompt)
             if fits or how == "truncate":

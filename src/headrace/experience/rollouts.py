@@ -19,6 +19,7 @@ from headrace.environments.interfaces import Environment, StepResult
 from headrace.errors import ConfigError, GenerationError
 from headrace.experience.chat import (
     ChatTokenizer,
+    UnknownText,
     check_sampled,
     decode_completions,
     render_observation,
@@ -120,13 +121,21 @@ def tell_of_one_turn() -> None:
     )
 
 
+def prompt_ids(tokenizer: ChatTokenizer, prompt: Prompt) -> list[int]:
+    """Return a prompt's ids, as `render_prompt` does; an error of its text names the prompt and its line."""
+    try:
+        return render_prompt(tokenizer, prompt.messages)
+    except UnknownText as error:
+        raise UnknownText(f"{prompt.named}: {error}") from error
+
+
 def render_with_room(tokenizer: ChatTokenizer, prompt: Prompt, max_total_tokens: int) -> list[int]:
     """Return a prompt's ids.
 
     Raises:
         ConfigError: they leave no room for a completion; names the prompt's uid.
     """
-    ids = render_prompt(tokenizer, prompt.messages)
+    ids = prompt_ids(tokenizer, prompt)
     if len(ids) >= max_total_tokens:
         raise ConfigError(
             f"{prompt.named} has {len(ids)} tokens and leaves no room for a completion within policy."
