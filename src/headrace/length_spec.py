@@ -74,7 +74,8 @@ def _integers(text: str, parts: list[str]) -> list[int]:
         if not is_whole or len(digits) > _MOST_DIGITS:
             bound = f" of at most {_MOST_DIGITS} digits" if is_whole else ""
             raise ConfigError(
-                f"LENGTHS '{text}': '{part[:_LONGEST_SHOWN]}' is not a whole number{bound}; {_FORMS}"
+                f"LENGTHS '{text}': '{part[:_LONGEST_SHOWN]}' is not a whole number{bound}; {_FORMS}. The memory of a "
+                "recipe: headrace plan --memory RECIPE"
             )
     return [int(part) for part in parts]
 

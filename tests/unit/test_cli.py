@@ -123,6 +123,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(recipe: Path, name: str) -> None:
         (("report", "nowhere"), "nowhere/metrics.jsonl: cannot read it"),
         (("plan", "5,x"), "LENGTHS '5,x': 'x' is not a whole number"),
         (("plan", "5," * 200 + "x"), "...': 'x' is not a whole number"),
+        (("plan", "mine.yaml"), "of a recipe: headrace plan --memory RECIPE"),
         (("plan", "5," + "9" * 5000), "is not a whole number"),
         (("plan", "9,5", "--budget", "8"), "row 0 has 9 tokens"),
         (("plan", "5", "--algorithm", "best"), "best"),

@@ -266,7 +266,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_binary_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(ConfigError, match=r"b.jsonl, line 1: not UTF-8 text; write one JSON object per line"):
+    said = r"b.jsonl, line 1: not UTF-8 text; write one JSON object per line, in UTF-8$"
+    with pytest.raises(ConfigError, match=said):
         build(tmp_path / "b.jsonl")
 
 

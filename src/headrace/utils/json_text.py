@@ -73,7 +73,11 @@ def read_json(path: Path, *, name: str = "", remedy: str) -> Any:
 
 
 def read_json_lines(
-    path: Path, *, name: str = "", remedy: str = "write one JSON object per line", may_end_cut: bool = False
+    path: Path,
+    *,
+    name: str = "",
+    remedy: str = "write one JSON object per line, in UTF-8",
+    may_end_cut: bool = False,
 ) -> Iterator[JsonLine]:
     """Yield the objects of a JSON Lines file in UTF-8; lines of whitespace are passed over.
 
