@@ -90,6 +90,11 @@ def plan(
       headrace plan lengths.txt --algorithm dynamic --pad-multiple 64
       headrace plan --memory my.yaml --gpu-gib 80 policy.lora.rank=16
     """
+    others = ("budget", "ranks", "algorithm", "pad_multiple", "seed") if memory else ("gpu_gib",)
+    for name in others:
+        if (source := ctx.get_parameter_source(name)) is not None and source.name == "COMMANDLINE":
+            option, how = name.replace("_", "-"), "with" if memory else "without"
+            raise _UsageError(f"--{option} has no effect {how} --memory", ctx=ctx)
     if memory:
         _plan_memory(lengths, overrides or (), gpu_gib)
         return

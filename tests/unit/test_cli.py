@@ -205,6 +205,14 @@ def test_ctrl_c_while_modules_load_is_one_line_and_130() -> None:
         (("help", "nope"), "no such command 'nope'; see headrace --help"),
         (("train",), "missing argument 'CONFIG'; see headrace train --help"),
         (("plan", "--nope"), "no such option: --nope; see headrace plan --help"),
+        (
+            ("plan", "5,3", "--gpu-gib", "8"),
+            "--gpu-gib has no effect without --memory; see headrace plan --help",
+        ),
+        (
+            ("plan", "--memory", "x", "--budget", "8"),
+            "--budget has no effect with --memory; see headrace plan --help",
+        ),
         (("plan", "1", "2"), "got unexpected extra argument(s) (2); see headrace plan --help"),
         (("--nope",), "no such option: --nope; see headrace --help"),
     ],
