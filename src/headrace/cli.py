@@ -18,7 +18,6 @@ try:
     import typer
 except ModuleNotFoundError as error:
     raise SystemExit("headrace: error: no typer; pip install 'headrace[train]'") from error
-from rich.console import Console
 from typer.core import TyperGroup
 
 import headrace
@@ -235,7 +234,7 @@ def doctor() -> None:
     Example:
       headrace doctor
     """
-    Console().print(doctor_table(run_checks()))
+    make_console().print(doctor_table(run_checks()))
 
 
 @app.command("trace-check")

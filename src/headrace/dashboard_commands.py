@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from headrace.dashboard.html_report import html_report
 from headrace.dashboard.runs import find_runs
@@ -55,7 +54,7 @@ def dashboard(
       ssh -L 8765:localhost:8765 trainer headrace dashboard /data/runs
     """
     found = find_runs(runs or [_DEFAULT_RUNS if _DEFAULT_RUNS.is_dir() else Path()])
-    console, server = Console(), _server()
+    console, server = make_console(), _server()
     if token is None and host not in _LOOPBACK:
         token = secrets.token_urlsafe(16)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
-from rich.console import Console
 
 from headrace.algorithms.observer import BEST_BY
 from headrace.config import RecipeConfig, SequencePackingConfig
@@ -16,7 +15,7 @@ from headrace.distributed.plan_report import describe_plan
 from headrace.distributed.planner import plan_microbatches
 from headrace.errors import ConfigError
 from headrace.length_spec import parse_lengths
-from headrace.progress import print_line
+from headrace.progress import make_console, print_line
 from headrace.run_tables import plain_table
 from headrace.utils.checkpoints import CheckpointInfo, CheckpointManager, read_checkpoint
 from headrace.utils.paths import user_path
@@ -134,7 +133,7 @@ def _plan_memory(config: str, overrides: Sequence[str], gpu_gib: float | None) -
             table.add_row(part, *(f"{size / _GIB:.2f}" for size in sizes))
     table.add_section()
     table.add_row("total", *(f"{plan.total(stage) / _GIB:.2f}" for stage in STAGES))
-    console = Console()
+    console = make_console()
     console.print(table)
     for note in plan.notes:
         print_line(console, note)
@@ -175,10 +174,10 @@ def export(
     from headrace.models.automodel.export import export_model  # noqa: PLC0415  (imports transformers: seconds)
 
     export_model(recipe, found.path / "policy", user_path(target, "DIR"))
-    print_line(Console(), f"{target}: the policy after step {found.step}")
+    print_line(make_console(), f"{target}: the policy after step {found.step}")
     if recipe.policy.lora.rank is not None and recipe.policy.lora.base != "plain":
         print_line(
-            Console(),
+            make_console(),
             f"policy.lora.base={recipe.policy.lora.base}: the adapter is merged into the rounded matrices that it was "
             "trained on, in float32",
         )

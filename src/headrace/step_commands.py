@@ -11,7 +11,7 @@ from rich.table import Table
 
 from headrace.config_commands import Overrides, RunOrRecipe
 from headrace.errors import ConfigError
-from headrace.progress import print_line
+from headrace.progress import make_console, print_line
 from headrace.run_tables import format_bytes, plain_table
 from headrace.utils.paths import user_path
 from headrace.utils.recipe import load_recipe
@@ -54,7 +54,7 @@ def record_step(
     recipe = load_recipe(target if run is None else run.config_path, overrides or (), of_a_run=is_run)
     from headrace.algorithms import step_recorder  # noqa: PLC0415  (imports transformers: seconds)
 
-    say = partial(print_line, Console())
+    say = partial(print_line, make_console())
     folder = step_recorder.record_step(
         recipe,
         None if to is None else user_path(to, "--to"),
@@ -100,7 +100,7 @@ def replay_step(
     """
     from headrace.algorithms import step_record, step_replay  # noqa: PLC0415  (imports transformers: seconds)
 
-    source, console = user_path(folder, "FOLDER"), Console()
+    source, console = user_path(folder, "FOLDER"), make_console()
     other = source if compare is None else user_path(compare, "--compare")
     if save is not None and user_path(save, "--save").exists():
         raise ConfigError(f"--save {save}: is there already; remove it, or give another folder")

@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from headrace.config import DataPlaneConfig
+from headrace.progress import make_console
 from headrace.run_tables import format_bytes
 
 _Address = Annotated[
@@ -41,7 +41,7 @@ def list_stores(ray_address: _Address = None) -> None:
     for backend, store in stores:
         state = "alive" if store.is_alive else "gone"
         table.add_row(store.name, backend, str(store.rows), format_bytes(store.nbytes), store.holder, state)
-    Console().print(table)
+    make_console().print(table)
 
 
 @store_app.command("drop")

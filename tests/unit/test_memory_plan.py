@@ -1,5 +1,8 @@
 """The memory plan: what it counts is what tensors take, and what a change of the recipe does to it."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -128,3 +131,12 @@ def test_a_small_sharded_model_is_whole_on_every_rank_while_it_runs() -> None:
     assert part(whole, "weights") - part(by_layer, "weights") == 2 * 2 * layer
     # In float32, until a step's last microbatch.
     assert part(whole, "gradients") - part(by_layer, "gradients") == 4 * model.num_parameters()
+
+
+def test_a_reader_that_goes_away_makes_no_plan_that_does_not_fit() -> None:
+    command = [sys.executable, "-m", "headrace", "plan", "--memory", "demo_moe", "--gpu-gib", "80"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as gone:
+        done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
