@@ -142,7 +142,13 @@ def _devices() -> list[Check]:
     command = [sys.executable, "-c", "from headrace.doctor import answer_devices; answer_devices()"]
     try:
         done = subprocess.run(
-            command, cwd=_SOURCE.parent, capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S, check=False
+            command,
+            cwd=_SOURCE.parent,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_TORCH_TIMEOUT_S,
+            check=False,
         )
         if done.returncode == 0:
             return [Check(**values) for values in json.loads(done.stdout.strip().split("\n")[-1])]

@@ -134,3 +134,12 @@ def test_a_cache_that_can_be_made_is_ok_and_one_that_cannot_a_warning(tmp_path: 
     assert not home.exists()
     assert refused.startswith("('warning', '/proc/.cache/headrace")
     assert "set policy.model.cache_dir" in refused
+
+
+def test_a_driver_that_prints_no_text_hides_no_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(r"import os; os.write(2, b'driver \xff\n')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    states = {check.name: check.state for check in run_checks() if check.section == "devices"}
+    assert states["cpu"] == "ok"
