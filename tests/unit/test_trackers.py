@@ -13,13 +13,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
+from full_disk import files_of_at_most
 from headrace.algorithms.observer import REWARD, RunObserver, StepRecord
 from headrace.algorithms.run import train
 from headrace.cli import app
 from headrace.config import RecipeConfig
+from headrace.errors import WriteError
 from headrace.metric_names import METRICS
 from headrace.trackers import JsonlTracker, MlflowTracker, RunTrackers, TensorBoardTracker, WandbTracker
-from headrace.trackers.base import sample_row
+from headrace.trackers.base import Tracker, sample_row
 from headrace.utils.recipe import dump_recipe, load_recipe
 from headrace.utils.run_directory import RunDirectory
 from recorder import NeverStop
@@ -308,3 +310,15 @@ def test_the_reference_of_metrics_has_what_a_run_reports(tmp_path: Path) -> None
     ]
     assert len(seen.names) > 80
     assert [n for n in sorted(seen.names) if not any(fnmatchcase(n, pattern) for pattern in specific)] == []
+
+
+def test_an_id_that_a_crash_left_unwritten_is_none_and_is_written_whole(tmp_path: Path) -> None:
+    file = tmp_path / "service.id"
+    tracker = Tracker(id_file=file)
+    file.write_text("")
+    assert tracker.known_id() is None
+    tracker.keep_id("nummer-é")
+    assert (tracker.known_id(), file.read_bytes()) == ("nummer-é", "nummer-é\n".encode())
+    with files_of_at_most(3), pytest.raises(WriteError, match="service"):
+        tracker.keep_id("other-id")
+    assert tracker.known_id() == "nummer-é"

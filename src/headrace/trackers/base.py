@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from headrace.algorithms.observer import RunObserver, StepRecord
 from headrace.progress import CompositeObserver
+from headrace.utils import atomic
 from headrace.utils.recipe import leaves
 
 logger = logging.getLogger(__name__)
@@ -40,11 +41,13 @@ class Tracker(RunObserver):
 
     def known_id(self) -> str | None:
         """Return the id under which an earlier part of this run is known."""
-        return self._id_file.read_text().strip() if self._id_file and self._id_file.exists() else None
+        if self._id_file is None or not self._id_file.exists():
+            return None
+        return self._id_file.read_text(encoding="utf-8").strip() or None
 
     def keep_id(self, id: str) -> None:
         if self._id_file is not None:
-            self._id_file.write_text(f"{id}\n")
+            atomic.write_text(self._id_file, f"{id}\n")
 
     def on_start(self, *, total_steps: int, first_step: int, info: dict[str, str]) -> None:
         flat = {key: _setting(value) for key, value in leaves(self.settings)}
