@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -321,6 +322,24 @@ def test_an_idle_listener_costs_under_two_seconds_of_processor_time_a_minute(tmp
             assert (used_s() - before) * 60 / 3 < 2
         finally:
             process.terminate()
+
+
+def test_listeners_beyond_the_most_are_refused_until_others_go(run_dir: Path) -> None:
+    port = listening(find_runs([run_dir]))
+    connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=20) for _ in range(210)]
+    answers = []
+    for connection in connections:
+        connection.request("GET", "/api/events")
+        answers.append(connection.getresponse().status)
+    assert answers == [200] * answers.count(200) + [503] * answers.count(503)
+    assert 100 < answers.count(200) < 210
+    for connection in connections:
+        connection.close()
+    for _ in range(100):
+        if ask(port, "/api/about")[0] == 200:
+            return
+        time.sleep(0.1)
+    pytest.fail("the server still refuses")
 
 
 def cli(*arguments: str | Path) -> Any:

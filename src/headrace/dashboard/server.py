@@ -38,6 +38,8 @@ _OWN_SITES = ("same-origin", "none")
 _POLL_S = 1.0
 _ALIVE_S = 15.0
 _MOST_SAMPLES = 200
+_MOST_CONNECTIONS = 200
+"""Each listener costs a look at its runs every second; beyond these, requests get status 503."""
 _HEADERS = {
     # Samples are texts of a model and of data from anywhere: nothing but the page's own code ever runs.
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'self'; "
@@ -246,7 +248,13 @@ def serve(app: Starlette, host: str, port: int, started: Callable[[int], None]) 
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
         server = _Server(
-            uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                lifespan="off",
+                timeout_graceful_shutdown=2,
+                limit_concurrency=_MOST_CONNECTIONS,
+            )
         )
         app.state.board.is_closing = lambda: server.should_exit
         server.started_at = lambda: started(listening.getsockname()[1])
