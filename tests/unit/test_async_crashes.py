@@ -55,6 +55,8 @@ class Crashing:
         ]
         first = self.progress.step
         with producing(self.recipe, moods, self.progress, store=client) as (producers, _):
+            there = {group_of(sample_id) for sample_id in client.sample_ids("train")}
+            assert len(producers.buffer.positions_there()) == len(there), "what is there is not made again"
             producers.publish(first)
             for step in range(first + 1, first + 1 + steps):
                 self._note(step, train(producers, client, step))
@@ -105,9 +107,8 @@ def test_whenever_a_run_crashes_no_group_is_trained_on_twice_and_none_is_lost(
     recipe = recipe_of(
         max_lag=max_lag, on_stale=on_stale, order=order, collectors=collectors, prompts_per_call=per_call
     )
-    recipe = recipe.model_copy(update={"grpo": recipe.grpo.model_copy(update={"max_num_steps": 100})})
     with tempfile.TemporaryDirectory() as folder:
-        run = Crashing(Path(folder), recipe, seed)
+        run = Crashing(Path(folder), long(recipe), seed)
         for steps in lives:
             run.live(steps, save_period)
         run.live(4, 1)
@@ -159,6 +160,11 @@ def test_more_rows_in_the_making_than_the_store_has_room_for_are_waited_for() ->
             train(producers, store, step)
 
 
+def long(recipe: RecipeConfig) -> RecipeConfig:
+    grpo = recipe.grpo.model_copy(update={"max_num_steps": 100})
+    return recipe.model_copy(update={"grpo": grpo})
+
+
 def lives_of(folder: Path, first: RecipeConfig, second: RecipeConfig) -> Crashing:
     """Return a run that crashed two steps after its checkpoint, and went on by another recipe."""
     run = Crashing(folder, first, seed=0)
@@ -169,12 +175,10 @@ def lives_of(folder: Path, first: RecipeConfig, second: RecipeConfig) -> Crashin
 
 
 def test_groups_that_another_recipe_cannot_train_on_are_made_again(tmp_path: Path, caplog: Any) -> None:
-    first = recipe_of(max_lag=1)
-    grpo = first.grpo.model_copy(update={"max_num_steps": 50})
-    first = first.model_copy(update={"grpo": grpo})
+    first = long(recipe_of(max_lag=1))
 
     def of(**changes: Any) -> RecipeConfig:
-        return first.model_copy(update={"grpo": grpo.model_copy(update=changes)})
+        return first.model_copy(update={"grpo": first.grpo.model_copy(update=changes)})
 
     tell_of_one_turn()  # which is said once in a process
     caplog.clear()
@@ -190,6 +194,12 @@ def test_groups_that_another_recipe_cannot_train_on_are_made_again(tmp_path: Pat
     tags = {"weight_version": 3, "weight_version_min": 3}
     assert keep({"position": 12, "made_for": 4, **tags})
     assert not keep({"position": 14, "made_for": 4, **tags}), "these are of step 5 now"
+
+
+def test_a_run_with_less_room_knows_all_groups_that_are_there(tmp_path: Path) -> None:
+    first, second = recipe_of(max_lag=3), recipe_of(max_lag=3, room=GROUPS)
+    run = lives_of(tmp_path, *(long(recipe) for recipe in (first, second)))
+    assert [len(run.trained[step]) for step in (4, 5, 6)] == [GROUPS * GROUP] * 3
 
 
 def test_groups_that_nobody_has_judged_are_made_again_for_dynamic_sampling() -> None:

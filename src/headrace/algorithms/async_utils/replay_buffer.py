@@ -170,7 +170,7 @@ class ReplayBuffer:
 
     def positions_there(self) -> list[int]:
         """Return the positions of the groups that the partition holds."""
-        report = self._client.partition_report(self.partition_id, limit=self.rows)
+        report = self._client.partition_report(self.partition_id, limit=self.rows + self._spare)
         return sorted({row.tags[POSITION] for row in report.unconsumed if POSITION in row.tags})
 
     def take_metrics(self) -> dict[str, float]:
