@@ -144,7 +144,7 @@ def _run_rank(rank: int, world: int, folder: str) -> None:
         if world == 2:
             results["collectives"] = {gib: _collectives(gib) for gib in (4.0, 0.0)}
             results["told"] = [_counts_told(recompute=recompute) for recompute in (False, True)]
-            results["failed"] = _train_after_a_failure()
+            results["failed"] = [_train_after_a_failure(precision) for precision in ("float32", "bfloat16")]
         if world == 4:
             results["uneven"] = _save_uneven(Path(folder))
     finally:
@@ -182,7 +182,7 @@ class Collectives(TorchDispatchMode):
 
 def _collectives(gib: float) -> dict[str, tuple[int, int]]:
     """Return how often weights were gathered, and gradients added up, for 2 and 4 microbatches."""
-    worker = _worker("llama", {"gathered_gib": gib}, {})
+    worker = _worker("llama", {"gathered_gib": gib}, _like("llama", num_hidden_layers=5))
     own, _ = _shards(2, packed=False)
     shard = own[dist.get_rank()]
     calls: dict[str, Callable[[], Any]] = {
@@ -233,11 +233,11 @@ class FailsLate(PolicyGradient):
         return super().__call__(*args, **kwargs)
 
 
-def _train_after_a_failure() -> dict[str, Any]:
+def _train_after_a_failure(precision: str) -> dict[str, Any]:
     """Train after a step that failed with weights gathered, beside a worker that never failed."""
     losses = []
     for fails in (True, False):
-        worker = _worker("llama", {}, {})
+        worker = _worker("llama", {}, {"precision": precision})
         shard = _shards(2, packed=False)[0][dist.get_rank()]
         if fails:
             with pytest.raises(RuntimeError, match="out of memory"):
@@ -391,12 +391,12 @@ def test_ranks_take_the_steps_of_one_process(world: int, index: int, ranks: Any)
 def test_a_small_model_is_gathered_and_reduced_once_for_all_microbatches_and_layers_of_any_other_for_each(
     ranks: Any,
 ) -> None:
-    layers, outside = 2, 1
+    layers, groups, outside = 5, 3, 1  # groups of at most two layers, so that there are at most four
     for rank in ranks[2]:
         small, large = rank["collectives"][4.0], rank["collectives"][0.0]
         for microbatches in (2, 4):
-            assert small[f"score {microbatches}"] == (layers + outside, 0)
-            assert small[f"train {microbatches}"] == (layers + outside, layers + outside)
+            assert small[f"score {microbatches}"] == (groups + outside, 0)
+            assert small[f"train {microbatches}"] == (groups + outside, groups + outside)
             assert large[f"score {microbatches}"] == (outside + microbatches * layers, 0)
             # A backward needs them again.
             gathers, reductions = outside + microbatches * 2 * layers, microbatches * (layers + outside)
@@ -413,9 +413,9 @@ def test_ranks_that_share_experts_tell_how_many_rows_they_send_once_also_where_l
 
 
 def test_a_step_that_fails_with_weights_gathered_leaves_them_split_and_as_they_were(ranks: Any) -> None:
-    for rank in ranks[2]:
-        assert rank["failed"]["split"]
-        after, never = rank["failed"]["losses"][:2], rank["failed"]["losses"][2:]
+    for failed in [failed for rank in ranks[2] for failed in rank["failed"]]:
+        assert failed["split"]
+        after, never = failed["losses"][:2], failed["losses"][2:]
         assert torch.equal(torch.stack(after), torch.stack(never))
 
 
