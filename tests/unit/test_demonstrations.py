@@ -21,6 +21,7 @@ def test_without_copies_every_text_is_the_right_answer() -> None:
 
 def test_with_copies_only_every_text_is_the_last_message_of_its_prompt() -> None:
     drawn = demonstrations(PROMPTS, copy_fraction=1.0, seed=0, count=50)
+    assert len(drawn) == 50
     assert all(text == prompt.messages[-1].content for prompt, text in drawn)
 
 

@@ -158,12 +158,18 @@ def test_a_prompt_of_another_environment_is_refused() -> None:
         judge(build(), stranger, "2")
 
 
-@pytest.mark.parametrize("task", ["leg_counting", "basic_arithmetic", "rush_hour", "word_ladder"])
+@pytest.mark.parametrize("task", ["leg_counting", "basic_arithmetic", "word_ladder"])
 def test_other_tasks_work_by_name_and_their_right_answers_score_one(task: str) -> None:
     environment = build(DataConfig(train_size=6, validation_size=3), task=task, config={})
-    for prompt in environment.prompts("train"):
-        if prompt.answer is not None:
-            assert judge(environment, prompt, prompt.answer).reward == 1.0
+    prompts = environment.prompts("train")
+    assert [judge(environment, prompt, prompt.answer or "").reward for prompt in prompts] == [1.0] * 6
+
+
+def test_a_task_that_tells_no_right_answers_scores_wrong_ones_low() -> None:
+    environment = build(DataConfig(train_size=6, validation_size=3), task="rush_hour", config={})
+    prompts = environment.prompts("train")
+    assert [prompt.answer for prompt in prompts] == [None] * 6
+    assert all(judge(environment, prompt, "B+1").reward < 0.1 for prompt in prompts)
 
 
 def test_a_task_with_few_questions_serves_validation_first_and_warns(

@@ -143,6 +143,7 @@ def test_old_weights_beside_half_precision_are_named_first(tmp_path: Path) -> No
 def test_half_precision_within_the_bound_passes(tmp_path: Path) -> None:
     given = recipe(tmp_path, generation={"precision": "bfloat16"}, guard={"max_logprob_gap": 0.1})
     found = [record.metrics["mismatch/guard_gap_worst"] for record in run(given).steps]
+    assert len(found) == STEPS
     assert all(0.001 < gap < 0.1 for gap in found)
 
 

@@ -197,6 +197,7 @@ def test_the_plan_of_memory_counts_what_the_moments_take() -> None:
     for optimizer, precision in ((EIGHT, "float32"), (ROUNDED, "bfloat16")):
         policy = worker(optimizer, precision=precision)
         train(policy)
+        assert len(policy.optimizer.state) == len(list(policy.model.parameters()))
         for parameter, slots in policy.optimizer.state.items():
             held = 0
             for name in ("exp_avg", "exp_avg_sq"):

@@ -96,7 +96,7 @@ def test_each_replica_gets_its_shard_and_all_the_common_arguments(group: RemoteW
 def test_large_tensors_come_back_whole(group: RemoteWorkerGroup) -> None:
     shards = [torch.arange(700_000), torch.arange(900_000).view(3, -1)[:, 1:]]
     results = group.run_sharded("tag", shards)
-    assert all(torch.equal(back, sent) for (_, back), sent in zip(results, shards))
+    assert all(torch.equal(back, sent) for (_, back), sent in zip(results, shards, strict=True))
 
 
 def test_a_stream_yields_what_the_first_rank_yields(group: RemoteWorkerGroup) -> None:
