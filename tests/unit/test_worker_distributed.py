@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from headrace.compat.automodel_data import get_microbatch_iterator, process_global_batch
 from headrace.distributed.columns import object_array
+from headrace.models.automodel.dispatch import Dispatch
 from headrace.models.policy.results import aggregate_train_results
 from headrace.models.policy.workers.automodel_worker import AutomodelPolicyWorker
 from ranks import run_ranks
@@ -77,6 +78,16 @@ def _counts(rank: int, group: Any) -> dict[str, Any]:
     }
 
 
+def _round_trip(top_k_index: list[list[int]]) -> dict[str, Any]:
+    """Send three tokens, of which ranks have the same, to 4 experts of two ranks, which give them back as they are."""
+    hidden = torch.arange(6.0).view(3, 2).requires_grad_()
+    plan = Dispatch.plan(torch.tensor(top_k_index), 4, dist.group.WORLD)
+    rows = plan.send(hidden, torch.float32)
+    back = plan.bring_back(rows)
+    back.sum().backward()
+    return {"experts": plan.expert_ids, "rows": rows.detach(), "back": back.detach(), "grad": hidden.grad}
+
+
 def _run_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
@@ -86,6 +97,8 @@ def _run_rank(rank: int, folder: str) -> None:
             "packed": _train(2, rank, packed=True),
             "counts": _counts(rank, dist.group.WORLD),
             "left_out": _left_out(rank),
+            "sent": _round_trip([[0, 2], [3, 1], [2, 0]]),
+            "idle": _round_trip([[0, 1], [1, 0], [0, 1]]),
         }
     finally:
         dist.destroy_process_group()
@@ -142,3 +155,20 @@ def test_global_counts_span_the_ranks(ranks: list[dict[str, Any]]) -> None:
     for counts in (r["counts"] for r in ranks):
         assert counts["seqs"] == 10
         assert counts["toks"] == sum(int(m[:, 1:].sum()) for m in masks)
+
+
+def test_tokens_go_to_the_ranks_of_their_experts_and_back(ranks: list[dict[str, Any]]) -> None:
+    hidden = torch.arange(6.0).view(3, 2)
+    for rank in ranks:
+        # Both ranks' tokens, by sender and then by expert.
+        assert rank["sent"]["experts"].tolist() == [0, 0, 1] * 2
+        assert torch.equal(rank["sent"]["rows"], hidden[[0, 2, 1] * 2])
+        for found in (rank["sent"], rank["idle"]):
+            assert torch.equal(found["back"], hidden[:, None].expand(3, 2, 2))
+            assert found["grad"].tolist() == [[2, 2]] * 3
+
+
+def test_a_rank_whose_experts_get_no_token_has_an_idle_row(ranks: list[dict[str, Any]]) -> None:
+    busy, idle = (rank["idle"] for rank in ranks)
+    assert busy["experts"].tolist() == [0, 0, 0, 1, 1, 1] * 2
+    assert (idle["experts"].tolist(), idle["rows"].tolist()) == ([0], [[0, 0]])
