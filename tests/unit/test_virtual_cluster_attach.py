@@ -76,6 +76,25 @@ cluster.shutdown()
 print(json.dumps(found))
 """
 
+TOKEN_HEAD = """
+import sys
+import ray
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 1024**2)
+print(ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+"""
+
+CONNECT = """
+from headrace.distributed.ray_connection import connect
+from headrace.errors import TransportError
+try:
+    connect()
+    print("connected")
+except TransportError as error:
+    print(error)
+"""
+
 ROOM = """
 from headrace.distributed.virtual_cluster import RayVirtualCluster
 RayVirtualCluster({})
@@ -227,3 +246,33 @@ def test_an_address_where_something_else_listens_is_named_soon() -> None:
     assert f"cannot connect to Ray at RAY_ADDRESS={address}: something listens there, but does not" in last
     # Ray by itself takes two minutes.
     assert took_s < 60
+
+
+def test_a_driver_without_the_clusters_token_is_told_what_sets_it(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs headrace[ray]")
+    token = tmp_path / "token"
+    token.write_text("8c1f" * 8)
+    mine = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    with subprocess.Popen(
+        [sys.executable, "-c", TOKEN_HEAD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **mine},
+    ) as head:
+        assert head.stdout is not None
+        assert (address := head.stdout.readline().strip())
+        said = [
+            drive(CONNECT, address, **environment).stdout.splitlines()[-1]
+            for environment in (
+                {"RAY_AUTH_MODE": "disabled"},
+                {**mine, "RAY_AUTH_TOKEN_PATH": "nowhere"},
+                mine,
+            )
+        ]
+    *refused, connected = said
+    assert connected == "connected"
+    for text in refused:
+        assert f"cannot connect to Ray at RAY_ADDRESS={address}" in text
+        assert "RAY_AUTH_MODE" in text
+        assert "RAY_AUTH_TOKEN_PATH" in text

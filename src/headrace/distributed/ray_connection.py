@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from headrace.errors import DataPlaneError, HeadraceError, TransportError
 from headrace.utils.interrupt import HANGUP, held_back
@@ -114,10 +114,23 @@ def connect(
                 **({"include_dashboard": False, **local} if starts else {}),
             )
             undo.pop_all()
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         where = f"at {knob}={address}" if address else "on this machine"
-        raise TransportError(f"cannot connect to Ray {where}: {error}") from error
+        raise TransportError(f"cannot connect to Ray {where}: {_reason(error)}") from error
     return Connected(connects=True, starts=starts)
+
+
+def _reason(error: BaseException) -> str:
+    """Return what Ray says; of a refused token it says so further back only, in many lines."""
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, AuthenticationError) or "InvalidAuthToken" in str(behind):
+            return (
+                "it wants a token that this process does not have, or the other way round; set RAY_AUTH_MODE=token and "
+                "RAY_AUTH_TOKEN_PATH (or RAY_AUTH_TOKEN), or RAY_AUTH_MODE=disabled, for the cluster and its drivers alike"
+            )
+        behind = behind.__cause__ or behind.__context__
+    return str(error)
 
 
 @contextmanager
