@@ -261,7 +261,8 @@ def test_a_driver_without_the_clusters_token_is_told_what_sets_it(tmp_path: Path
         env={**os.environ, **mine},
     ) as head:
         assert head.stdout is not None
-        assert (address := head.stdout.readline().strip())
+        address = head.stdout.readline().strip()
+        assert address
         said = [
             drive(CONNECT, address, **environment).stdout.splitlines()[-1]
             for environment in (

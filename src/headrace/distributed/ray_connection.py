@@ -127,7 +127,7 @@ def _reason(error: BaseException) -> str:
         if isinstance(behind, AuthenticationError) or "InvalidAuthToken" in str(behind):
             return (
                 "it wants a token that this process does not have, or the other way round; set RAY_AUTH_MODE=token and "
-                "RAY_AUTH_TOKEN_PATH (or RAY_AUTH_TOKEN), or RAY_AUTH_MODE=disabled, for the cluster and its drivers alike"
+                "RAY_AUTH_TOKEN_PATH (or RAY_AUTH_TOKEN), or RAY_AUTH_MODE=disabled, for cluster and drivers alike"
             )
         behind = behind.__cause__ or behind.__context__
     return str(error)
