@@ -226,6 +226,30 @@ def test_nodes_that_an_autoscaler_may_add_are_waited_for_as_long_as_the_knob_say
     assert "cluster.startup_timeout_s" in last
 
 
+OTHER = """
+import ray, sys
+from headrace.config import DataPlaneConfig
+from headrace.data_plane.adapters.transfer_queue import list_stores
+
+ray.init(address="auto", log_to_driver=False)
+own = ray.get_runtime_context().gcs_address
+for address in (own, f"localhost:{own.rpartition(':')[2]}", "auto", "127.0.0.1:1"):
+    print("asked", address, file=sys.stderr)
+    assert list_stores(DataPlaneConfig(ray_address=address)) == {}
+"""
+
+
+def test_an_address_that_is_not_used_since_the_process_is_on_another_cluster_is_told(two_nodes: str) -> None:
+    done = drive(OTHER, two_nodes)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("asked") or "is not used" in line]
+    assert [line.startswith("asked") for line in told] == [True, True, True, True, False]
+    expected = (
+        "data_plane.ray_address=127.0.0.1:1 is not used: this process is connected to the Ray cluster at "
+    )
+    assert expected + two_nodes in told[-1]
+
+
 def test_an_address_where_nothing_listens_is_named_at_once() -> None:
     pytest.importorskip("ray", reason="needs headrace[ray]")
     done = drive(ROOM_ONLY, "127.0.0.1:1")

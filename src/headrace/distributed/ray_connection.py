@@ -20,6 +20,7 @@ from headrace.errors import DataPlaneError, HeadraceError, TransportError
 from headrace.utils.interrupt import HANGUP, held_back
 
 NAMESPACE = "headrace"
+_LOOPBACK = ("127.0.0.1", "::1")
 _CONNECT_S = 10.0
 # In a process of its own, which can be given up: Ray itself would try for minutes.
 _PROBE = "import sys; from ray._raylet import GcsClient; print(flush=True); GcsClient(address=sys.argv[1])"
@@ -28,6 +29,7 @@ _ANSWER_S = 20.0
 _PATIENCE_S = _PING_TIMEOUT_S = 1.0
 
 
+_log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _users, _is_ours = 0, False
 _is_forked = False
@@ -96,6 +98,14 @@ def connect(
             "Start processes by multiprocessing's 'spawn'"
         )
     if ray.is_initialized():
+        own = ray.get_runtime_context().gcs_address
+        if address and not _is_at(address, own):
+            _log.warning(
+                "%s=%s is not used: this process is connected to the Ray cluster at %s already",
+                knob,
+                address,
+                own,
+            )
         return Connected()
     if not address:
         address, knob = os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS"
@@ -131,6 +141,18 @@ def _reason(error: BaseException) -> str:
             )
         behind = behind.__cause__ or behind.__context__
     return str(error)
+
+
+def _is_at(address: str, cluster: str) -> bool:
+    """Return whether `address` may be that of a cluster, whose own is `cluster`; what is no host:port may be."""
+    (host, _, port), (own_host, _, own_port) = address.rpartition(":"), cluster.rpartition(":")
+    if "://" in address or not port.isdecimal():
+        return True
+    try:
+        hosts = {str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), int(port))}
+    except (OSError, OverflowError):
+        return False
+    return port == own_port and (own_host.strip("[]") in hosts or not hosts.isdisjoint(_LOOPBACK))
 
 
 @contextmanager
