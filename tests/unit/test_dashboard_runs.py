@@ -416,7 +416,7 @@ def test_a_run_whose_process_is_dead_has_stopped_although_its_number_lives_on(tm
 def test_where_there_are_no_locks_a_run_goes_on_while_a_process_of_its_number_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.utils.run_directory.fcntl", None)
+    monkeypatch.setattr("headrace.utils.file_lock.fcntl", None)
     run = open_run(write_long_run(tmp_path, 2, 0))
     long_ago(tmp_path)
     for text, state in (

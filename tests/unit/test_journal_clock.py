@@ -9,13 +9,14 @@ LIVES = """
 import json, os, sys, time
 from pathlib import Path
 import torch
-from headrace.data_plane import build_data_plane_client, kv_first_write, restore
+from headrace.data_plane import JournalDataPlaneClient, build_data_plane_client, kv_first_write, restore
+from headrace.data_plane.adapters.local import LocalDataPlaneClient
 
 folder, real = Path(sys.argv[1]), time.time_ns
 
-def opened(name="ours"):
+def opened():
     journal = {"enabled": True, "folder": str(folder), "fsync": "never"}
-    return build_data_plane_client({"store_name": name, "journal": journal}, bootstrap=True)
+    return build_data_plane_client({"journal": journal}, bootstrap=True)
 
 def put(client, uid):
     batch = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "input_lengths": torch.tensor([3, 2])}
@@ -40,7 +41,8 @@ def first():
     put(client, "trained"), put(client, "left")
 
 def worker(is_open, go_on):
-    client = opened("theirs")
+    # A client of the same store, as it were: a local store has clients in its own process alone.
+    client = JournalDataPlaneClient(LocalDataPlaneClient(), folder, fsync="never")
     os.write(is_open, b" ")
     os.read(go_on, 1)
     put(client, "by a worker, trained"), put(client, "by a worker, left")

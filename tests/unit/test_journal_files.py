@@ -3,8 +3,10 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -204,3 +206,33 @@ def test_a_client_that_writes_parts_of_groups_only_does_not_remember_all(tmp_pat
     for first in range(0, 10_000, 1000):
         client.put_samples([f"u{number}_g0" for number in range(first, first + 1000)], "train")
     assert len(client._parts["train"]) <= 4096
+
+
+OTHER_STORE = """
+import sys
+from headrace.data_plane import build_data_plane_client
+
+journal = {"enabled": True, "folder": sys.argv[1]}
+store = build_data_plane_client({"enabled": True, "journal": journal}, bootstrap=True)
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_live_store_is_refused_the_folder_of_a_first(tmp_path: Path) -> None:
+    config = {"enabled": True, "journal": {"enabled": True, "folder": str(tmp_path / "journal")}}
+    command = [sys.executable, "-c", OTHER_STORE, str(tmp_path / "journal")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "open\n"
+        refusal = (
+            rf"data_plane\.journal\.folder=.*journal: process {other.pid} is writing there; wait .* or set"
+        )
+        with pytest.raises(ConfigError, match=refusal):
+            build_data_plane_client(config, bootstrap=True)
+        other.kill()
+    with closing(build_data_plane_client(config, bootstrap=True)):
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} is writing there"):
+            build_data_plane_client({**config, "store_name": "second"}, bootstrap=True)
+        build_data_plane_client(config, bootstrap=False).close()
+    build_data_plane_client(config, bootstrap=True).close()

@@ -13,8 +13,12 @@ from headrace.data_plane.interfaces import DataPlaneClient
 from headrace.data_plane.journal.client import JournalDataPlaneClient
 from headrace.data_plane.observability import MetricsDataPlaneClient, print_event
 from headrace.errors import ConfigError
+from headrace.utils import atomic
 from headrace.utils.config_errors import validated
+from headrace.utils.file_lock import take_lock
 from headrace.utils.paths import user_path
+
+_FOLDER_KEY = "data_plane.journal.folder"
 
 
 def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstrap: bool) -> DataPlaneClient:
@@ -27,8 +31,8 @@ def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstr
     Example: `build_data_plane_client({"enabled": True, "impl": "local"}, bootstrap=True)`.
 
     Raises:
-        ConfigError: `enabled` is false, a key or value that the config does not take, or an `impl` that is not
-            installed.
+        ConfigError: `enabled` is false, a key or value that the config does not take, an `impl` that is not
+            installed, or, bootstrap: a journal's folder in which another store that is open writes.
         DataPlaneError: bootstrap: a store of that name is open; otherwise: nothing to attach to.
         WriteError: the journal's folder is none.
     """
@@ -39,15 +43,18 @@ def build_data_plane_client(cfg: DataPlaneConfig | Mapping[str, Any], *, bootstr
         )
     folder = config.journal.folder
     if config.journal.enabled and folder is None:
-        raise ConfigError(
-            "data_plane.journal.folder is not set; set it to a directory that every process reaches"
-        )
+        raise ConfigError(f"{_FOLDER_KEY} is not set; set it to a directory that every process reaches")
     client = _connect(config, bootstrap)
     if config.journal.enabled and folder is not None:
         sizes = config.journal.model_dump(include={"segment_bytes", "max_bytes", "fsync"})
         with ExitStack() as undo:
             undo.callback(client.close)
-            client = JournalDataPlaneClient(client, user_path(folder, "data_plane.journal.folder"), **sizes)
+            place, lock = user_path(folder, _FOLDER_KEY), None
+            if bootstrap:  # clients of one store share a folder, and stores do not
+                with atomic.naming(place):
+                    place.mkdir(parents=True, exist_ok=True)
+                    lock = take_lock(place / "lock", _FOLDER_KEY)
+            client = JournalDataPlaneClient(client, place, lock=lock, **sizes)
             undo.pop_all()
     return MetricsDataPlaneClient(client, print_event) if config.observability.enabled else client
 

@@ -14,11 +14,9 @@ A marker file says that headrace made these; without it nothing is ever overwrit
 """
 
 import json
-import logging
 import math
 import os
 import re
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -27,17 +25,11 @@ from typing import Any, Self
 from headrace.errors import ConfigError
 from headrace.utils import atomic
 from headrace.utils.checkpoints import CheckpointInfo, list_checkpoints
+from headrace.utils.file_lock import is_held, take_lock
 from headrace.utils.json_text import JsonLine, read_json_lines
 from headrace.utils.paths import user_path
 from headrace.utils.recipe import read_resolved
 from headrace.utils.run_state import Change, Progress, read_state, recipe_changes
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # not on every system
-    fcntl = None  # type: ignore[assignment]
-
-_log = logging.getLogger(__name__)
 
 _MARKER = ".headrace-run"
 _LOCK = ".headrace-lock"
@@ -97,7 +89,7 @@ class RunDirectory:
             self.checkpoints_dir: r"step_\d+",
             self.reference_dir: _MODEL_FILES,
             self.traces_dir: r"step_\d+\.safetensors",
-            self.journal_dir: r"[^/]+/\d+\.journal|(keep|clock)\.json",
+            self.journal_dir: r"[^/]+/\d+\.journal|(keep|clock)\.json|lock",
         }
         self.resume_from: CheckpointInfo | None = None
         self.changes: Sequence[Change] = ()
@@ -117,7 +109,7 @@ class RunDirectory:
     @property
     def is_held(self) -> bool:
         """Whether a process writes there; where there are no locks, whether one of its number lives on this machine."""
-        return _is_held(self.lock_path)
+        return is_held(self.lock_path)
 
     def require_mark(self) -> None:
         """Refuse to write results into a directory that headrace did not make."""
@@ -170,7 +162,7 @@ class RunDirectory:
         try:
             self._refuse_foreign()
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.lock_path)
+            self._lock = take_lock(self.lock_path, "run_dir")
         except OSError as error:
             raise ConfigError(
                 f"run_dir={self.path}: cannot write there ({error.strerror}); set run_dir to a writable directory"
@@ -264,65 +256,6 @@ class RunDirectory:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _lock(path: Path) -> int | None:
-    """Take the lock; it goes with the process, however that ends."""
-    if fcntl is None:
-        _log.warning("%s: this system has no file locks; start no second run in this directory", path.parent)
-        return None
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    # A dashboard that looks whether somebody writes here has it for a moment.
-    for wait_s in (0.02, 0.1, None):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError as error:
-            if wait_s is not None:
-                time.sleep(wait_s)
-                continue
-            owner = os.read(lock, 32).decode().strip()
-            os.close(lock)
-            raise ConfigError(
-                f"run_dir={path.parent}: process {owner} is writing there; wait for it to end, or set another run_dir"
-            ) from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    return lock
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether a process has the lock; where there are no locks, whether one of its number lives on this machine."""
-    try:
-        with open(lock, "rb") as file:
-            held = _is_locked(file.fileno())
-            return _lives(int(file.read(32))) if held is None else held
-    except (OSError, ValueError):
-        return False
-
-
-def _is_locked(file: int) -> bool | None:
-    """Whether somebody has the lock of a file; None: this system or file system has none."""
-    if fcntl is None:
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    fcntl.flock(file, fcntl.LOCK_UN)
-    return False
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except PermissionError:  # it is another user's
-        return True
-    except (OSError, OverflowError):
-        return False
-    return process > 0
 
 
 def read_log(log: Path, *, remedy: str = "mend or remove the line") -> Iterator[JsonLine]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from weakref import finalize
 
 import msgspec
 from tensordict import TensorDict
@@ -65,9 +66,12 @@ class JournalDataPlaneClient(PassingClient):
         segment_bytes: int = 64 * 1024**2,
         max_bytes: int = 64 * 1024**3,
         fsync: Literal["groups", "never"] = "groups",
+        lock: int | None = None,
     ) -> None:
+        """`lock` is the descriptor of a file that is locked for as long as this client is open."""
         self.inner, self.folder = inner, folder
         self._process = os.getpid()
+        self._unlock = (lambda: None) if lock is None else finalize(self, os.close, lock)
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
         self._syncs = fsync == "groups"
@@ -195,6 +199,7 @@ class JournalDataPlaneClient(PassingClient):
         with self._lock:
             self._writer.close()
         self.inner.close()
+        self._unlock()
 
     # The journal.
 
