@@ -522,3 +522,11 @@ def test_a_pad_value_that_does_not_fit_names_the_column() -> None:
     packed = nested([1], [2, 3], dtype=torch.uint8)
     with pytest.raises(SchemaError, match="'mask'"):
         materialize(wire(2, mask=packed), pad_value_dict={"mask": -1})
+
+
+@pytest.mark.parametrize("pad", [None, "x"])
+def test_a_pad_value_that_is_no_number_is_refused_with_its_column(pad: Any) -> None:
+    # As of a tokenizer without a pad token.
+    td = pack_jagged_fields({"input_ids": torch.ones(2, 3, dtype=torch.int64)}, lengths=torch.tensor([1, 3]))
+    with pytest.raises(SchemaError, match=rf"column 'input_ids': pad value {pad} is no number.*torch\.int64"):
+        materialize(td, pad_value_dict={"input_ids": pad})

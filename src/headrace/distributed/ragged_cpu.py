@@ -17,6 +17,8 @@ def pad_element(pad_value: PadValue, dtype: torch.dtype) -> torch.Tensor:
     """Return the pad value as a 0-D tensor on the CPU; one of floating point is the nearest that its dtype has."""
     try:
         element = torch.full((), pad_value, dtype=dtype)
+    except TypeError as error:
+        raise SchemaError(f"pad value {pad_value} is no number; expected one that {dtype} holds") from error
     except (RuntimeError, OverflowError) as error:
         raise SchemaError(f"pad value {pad_value} does not fit in {dtype}") from error
     held = element.item()
