@@ -148,6 +148,9 @@ def test_packing_refuses_samples_that_do_not_belong_together() -> None:
         pack_routes([torch.zeros(3, 1, 2).int(), torch.zeros(3, 2, 2).int()], num_experts=8)
     with pytest.raises(SchemaError, match=r"torch.uint8 cannot hold 300 experts"):
         pack_routes([torch.zeros(3, 1, 2, dtype=torch.uint8)], num_experts=300)
+    for dtype in (torch.float32, torch.bool):
+        with pytest.raises(SchemaError, match=f"routes of dtype {dtype}; expected one of"):
+            pack_routes([torch.zeros(3, 1, 2, dtype=dtype)], num_experts=8)
     with pytest.raises(SchemaError, match="at most 65536"):
         wire_dtype(65_537, 2)
     with pytest.raises(SchemaError, match="at most 65535"):

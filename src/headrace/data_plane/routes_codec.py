@@ -73,7 +73,11 @@ def most_experts(dtype: torch.dtype, top_k: int) -> int:
 
     >>> most_experts(torch.uint8, 8), most_experts(torch.uint8, 1), most_experts(torch.int16, 1)
     (256, 255, 32768)
+
+    Raises:
+        SchemaError: not a dtype for routes.
     """
+    missing_mark(dtype)
     # With k = 1 an unsigned mark is one expert's id, so that expert must not exist.
     spare = 1 if top_k == 1 and dtype in _UNSIGNED else 0
     return torch.iinfo(dtype).max + 1 - spare
