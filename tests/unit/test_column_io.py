@@ -138,6 +138,13 @@ def test_a_value_that_is_no_column_is_refused_by_name(value: object) -> None:
         first_write(LocalDataPlaneClient(), batch(odd=value))
 
 
+def test_a_masked_array_is_refused_since_no_column_keeps_a_mask() -> None:
+    masked = np.ma.masked_array([[1, 2], [3, 4]], mask=[[False, True], [False, False]])
+    for column in (masked, [masked[0], masked[1]]):
+        with pytest.raises(SchemaError, match=r"column 'x': a masked array; expected one without .*\.filled"):
+            pack_columns({"x": column}, lengths=[2, 2])
+
+
 def test_rows_may_be_arrays_of_any_layout_and_keep_their_dtype() -> None:
     frozen = np.frombuffer(np.array([7, 8, 9], dtype=np.int32).tobytes(), dtype=np.int32)
     with warnings.catch_warnings():

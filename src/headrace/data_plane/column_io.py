@@ -217,6 +217,10 @@ def _as_leaf(name: str, value: Any) -> Leaf:
 
 
 def _from_array(name: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    if isinstance(array, np.ma.MaskedArray):
+        raise SchemaError(
+            f"column '{name}': a masked array; expected one without a mask, as array.filled(0) gives"
+        )
     native = array.dtype.newbyteorder("=")
     try:
         return torch.from_numpy(np.require(array, dtype=native, requirements=("C", "W")))
