@@ -90,7 +90,8 @@ def test_a_resumed_run_says_that_prompts_come_in_another_order_or_by_other_weigh
     def recipe(weight: float, order: str | None) -> dict[str, Any]:
         values = tiny_recipe(tmp_path).model_dump(mode="json")
         values["env"] = {"kind": "dataset"}
-        values["data"] = {"train": {"a": {"path": "a.jsonl", "weight": weight}}, "order": order}
+        sets = {"a": {"path": "a.jsonl", "weight": weight}}
+        values["data"] = {"train": sets, "order": order, "train_size": 8}
         return RecipeConfig.model_validate(values).model_dump(mode="json")
 
     changes = recipe_changes(recipe(1.0, None), recipe(2.0, "my:order"), allowed=False)
