@@ -126,6 +126,22 @@ def test_a_stopped_run_without_a_lag_goes_on_bit_for_bit(tmp_path: Path) -> None
     assert {**numbers(first), **numbers(second)} == numbers(whole)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_run_that_goes_on_beyond_its_last_step_measures_the_weights_that_it_ends_with(
+    tmp_path: Path, enabled: bool
+) -> None:
+    changes: dict[str, Any] = {
+        "asynchrony": {"enabled": enabled, "max_lag": 0, "validation": "beside"},
+        "validation": {"at_start": False, "batch_size": 8},
+    }
+    first = run(tmp_path, StopAfter(10), **changes)
+    steps = len(first.steps)
+    assert (steps > 1, first.validations) == (True, [])
+    made = run(tmp_path, grpo={"max_num_steps": steps - 1}, **changes)
+    assert (made.steps, [step for step, _ in made.validations]) == ([], [steps])
+    assert made.summary["val_reward_after"] is not None
+
+
 def with_groups(per_step: int, **grpo: Any) -> dict[str, Any]:
     return {
         "grpo": {"num_prompts_per_step": per_step, **grpo},

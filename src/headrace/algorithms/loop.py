@@ -60,6 +60,10 @@ class Loop:
             except StepInterrupted:
                 completed = False
                 break
+        # One that goes on where it is to end has measured other weights.
+        has_measured = self.progress.last_validation_step == self.progress.step
+        if completed and self.recipe.validation.at_end and not has_measured:
+            self._validate(Timer())
         self.save()
         return completed
 
