@@ -19,8 +19,10 @@ from tiny_models import tiny_batch, tiny_model
 LENGTHS = [9, 4, 12, 7, 5, 3, 11, 8]
 
 
-def _accumulate(model: Any, mbs: int, *, backward: bool = True, loss: LossFn | None = None) -> TrainStep:
-    data, loss = tiny_batch(LENGTHS), loss or PolicyGradient()
+def _accumulate(
+    model: Any, mbs: int, *, backward: bool = True, loss: LossFn | None = None, data: Any = None
+) -> TrainStep:
+    data, loss = data or tiny_batch(LENGTHS), loss or PolicyGradient()
     step = TrainStep(*valid_counts(data.select_columns(COUNTED_COLUMNS), loss.loss_type, None))
     scorer = TokenScorer(model, Scoring(chunk_tokens=16))
     run_microbatches(scorer, data.microbatches("fixed", mbs), loss, step, backward=backward)
@@ -45,6 +47,15 @@ def test_metrics_are_summed_or_are_extremes_by_their_names() -> None:
     for name in ("logprob_min", "logprob_max", "entropy"):
         assert parts[name] == pytest.approx(whole[name], rel=1e-5)
     assert parts["logprob_min"] < parts["logprob_max"] < 0 < parts["entropy"]
+
+
+def test_a_sample_that_does_not_count_is_in_no_metric_and_not_in_the_loss() -> None:
+    data = tiny_batch(LENGTHS)
+    data["sample_mask"][2] = 0
+    with_it = _accumulate(tiny_model("llama"), 2, data=data).result()
+    without = _accumulate(tiny_model("llama"), 7, data=data.select_indices([0, 1, 3, 4, 5, 6, 7])).result()
+    assert with_it.loss == pytest.approx(without.loss, rel=1e-5)
+    assert with_it.metrics == pytest.approx(without.metrics, rel=1e-5)
 
 
 def test_metrics_fetched_at_the_end_are_bit_for_bit_those_fetched_at_every_microbatch() -> None:

@@ -136,7 +136,7 @@ def run_microbatches(
     loss_fn: LossFn,
     step: TrainStep,
     *,
-    backward: bool = True,
+    backward: bool,
 ) -> None:
     """Add the loss, metrics and (with `backward`) gradients of `microbatches` to `step` and to the model.
 
