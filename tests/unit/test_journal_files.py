@@ -1,5 +1,6 @@
 """What a journal keeps on disk: which files go, what a full or bad disk does."""
 
+import gc
 import os
 import shutil
 import signal
@@ -236,3 +237,14 @@ def test_a_second_live_store_is_refused_the_folder_of_a_first(tmp_path: Path) ->
             build_data_plane_client({**config, "store_name": "second"}, bootstrap=True)
         build_data_plane_client(config, bootstrap=False).close()
     build_data_plane_client(config, bootstrap=True).close()
+
+
+def test_a_client_that_is_forgotten_without_being_closed_keeps_no_file_open(tmp_path: Path) -> None:
+    client = journaled(tmp_path)
+    client.register_partition("train", ["input_ids"], 8, ["train"], grpo_group_size=2)
+    put_group(client, 1)
+    held = [file for file in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(file)]
+    assert len(held) == 1
+    del client
+    gc.collect()
+    assert not held[0].exists() or str(tmp_path) not in os.path.realpath(held[0])

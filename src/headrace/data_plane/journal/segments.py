@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
+from weakref import finalize
 
 from headrace.data_plane.journal.records import (
     FRAME_BYTES,
@@ -294,6 +295,7 @@ class Writer:
         with atomic.naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+            self._let_go = finalize(self, os.close, self._file)
             self._size = 0
             self._write([memoryview(_MAGIC)])
             if self._syncs:
@@ -309,7 +311,7 @@ class Writer:
     def close(self) -> None:
         if self._file is not None:
             self.sync()
-            os.close(self._file)
+            self._let_go()
             self._file = None
 
 
