@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -361,7 +362,7 @@ def test_the_room_of_partitions_that_ended_or_began_again_is_free(start: Start) 
 
 
 def test_a_second_bootstrap_of_a_store_that_is_open_is_refused(
-    client: DataPlaneClient, config: dict[str, Any]
+    client: DataPlaneClient, config: dict[str, Any], tmp_path: Path
 ) -> None:
     put_numbers(client, ["a"], x=1)
     with pytest.raises(
@@ -371,7 +372,10 @@ def test_a_second_bootstrap_of_a_store_that_is_open_is_refused(
     attached = build_data_plane_client(config, bootstrap=False)
     assert numbers(attached, ["a"], "x") == [1]
     attached.close()
-    other = build_data_plane_client({**config, "store_name": "other"}, bootstrap=True)
+    others = {**config, "store_name": "other"}
+    if "journal" in config:
+        others["journal"] = {**config["journal"], "folder": str(tmp_path / "others")}
+    other = build_data_plane_client(others, bootstrap=True)
     assert other.partition_ids() == []
     other.close()
     client.close()

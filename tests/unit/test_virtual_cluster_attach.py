@@ -80,7 +80,7 @@ TOKEN_HEAD = """
 import sys
 import ray
 
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 1024**2)
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 1024**2)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 """

@@ -292,7 +292,8 @@ def test_a_message_waits_where_no_descriptor_is_left_for_a_while() -> None:
     ours, theirs = multiprocessing.Pipe()
     message = torch.arange(1 << 18)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    most = max(int(file) for file in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 64, hard))
     taken: list[int] = []
 
     def take_all() -> None:

@@ -122,8 +122,8 @@ def check_declared(name: str, leaf: Leaf, per_token: Collection[str] = ()) -> No
         raise SchemaError(f"column '{name}' is an array of objects; it is declared as {spec.kind.value}")
     jagged: Any = leaf
     values, ragged_dim = (jagged._values, jagged._ragged_idx) if isinstance(leaf, NestedTensor) else (leaf, 0)
-    if fault := no_bytes(values):
-        raise SchemaError(f"column '{name}' is {fault}; {_EXPECTED}")
+    if values.layout is not torch.strided or values.is_meta or values.is_quantized:
+        raise SchemaError(f"column '{name}' is {no_bytes(values)}; {_EXPECTED}")
     if spec is None and name not in per_token:
         return
     dims = values.dim() + bool(ragged_dim)
@@ -176,10 +176,9 @@ def nest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def joined_rows(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the values and offsets of what `nest` gives."""
     first = tensors[0]
+    if {row.layout for row in tensors} != {torch.strided} or first.is_meta or first.is_quantized:
+        raise SchemaError(f"a row is {next(filter(None, map(no_bytes, tensors)))}; {_EXPECTED}")
     # Attribute by attribute: a set of tuples takes three times as long.
-    are_strided = {row.layout for row in tensors} == {torch.strided}
-    if fault := no_bytes(first if are_strided else next(filter(no_bytes, tensors))):
-        raise SchemaError(f"a row is {fault}; {_EXPECTED}")
     kinds = {row.dtype for row in tensors}, {row.device for row in tensors}, {row.dim() for row in tensors}
     is_one = all(len(kind) == 1 for kind in kinds)
     if not is_one or (first.dim() > 1 and len({row.shape[1:] for row in tensors}) > 1):
