@@ -88,8 +88,8 @@ class ShardedModel:
     def gathered(self) -> Iterator[None]:
         """Return a context in which weights, once gathered, stay whole: all of a small model; no collective.
 
-        Of a larger one those outside of layers, which every microbatch needs from its start to its end, so that keeping
-        them costs no memory. Nothing but forwards and backwards may happen in it: weights do not change there.
+        Of a larger one those outside of layers, which every microbatch needs from its start to nearly its end. Nothing
+        but forwards and backwards may happen in it: weights do not change there.
         """
         if self._is_small:
             self.model.set_reshard_after_forward(False)
