@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from headrace.errors import DataPlaneError, HeadraceError, TransportError
+from headrace.utils.forks import in_forks
 from headrace.utils.interrupt import HANGUP, held_back
 
 NAMESPACE = "headrace"
@@ -41,7 +42,7 @@ def _note_fork() -> None:
     _is_forked = ray.is_initialized()
 
 
-os.register_at_fork(after_in_child=_note_fork)
+in_forks(_note_fork)
 
 
 class Connected(NamedTuple):

@@ -1,8 +1,15 @@
 """What a fork does to a client of the store: it copies it, and nothing that the copy writes is seen by the others."""
 
 import os
+from collections.abc import Callable
 
 from headrace.errors import DataPlaneError
+
+
+def in_forks(do: Callable[[], None]) -> None:
+    """Have `do` called in every process that is forked from this one; where a system has no forks, never."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=do)
 
 
 def after_fork(home: int) -> DataPlaneError:

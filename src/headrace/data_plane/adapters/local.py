@@ -20,11 +20,12 @@ from headrace.data_plane.store.sample_store import SampleStore
 from headrace.data_plane.wire import wire_tensordict
 from headrace.errors import DataPlaneError
 from headrace.utils.arguments import texts
-from headrace.utils.forks import after_fork
+from headrace.utils.forks import after_fork, in_forks
 
 _owners_lock = threading.Lock()
 # By store name. A name belongs to the client that started the store, for as long as that lives.
 _owners: WeakValueDictionary[str, "LocalDataPlaneClient"] = WeakValueDictionary()
+in_forks(_owners.clear)  # a store is of the process that started it
 
 
 class LocalDataPlaneClient(StoreClient):
@@ -51,7 +52,7 @@ class LocalDataPlaneClient(StoreClient):
         client = cls(SampleStore(storage_capacity))
         client._owns_store = True
         with _owners_lock:
-            if name in _owners and _owners[name]._process == os.getpid():
+            if name in _owners:
                 raise DataPlaneError(
                     f"store '{name}' is open already; attach to it, close it first, or set another "
                     "data_plane.store_name"
@@ -68,7 +69,7 @@ class LocalDataPlaneClient(StoreClient):
         """
         with _owners_lock:
             owner = _owners.get(name)
-        if owner is None or owner._process != os.getpid():
+        if owner is None:
             raise DataPlaneError(
                 f"this process has no local store '{name}' to attach to; the driver starts one first with "
                 "build_data_plane_client(cfg, bootstrap=True). Workers in other processes need "
