@@ -150,9 +150,7 @@ def _policy(case: Case, scale: Scale, directory: Path, device: torch.device, row
         "workers": case.gpus,
         "parallel": case.parallel,
         "compile": case.way == COMPILED,
-        "logprob_chunk_tokens": budget
-        if case.way == WHOLE
-        else PolicyConfig.model_fields["logprob_chunk_tokens"].default,
+        **({"logprob_chunk_tokens": budget} if case.way == WHOLE else {}),
         "max_total_sequence_length": scale.longest,
         "train_global_batch_size": rows,
         "activation_checkpointing": MODELS[case.model].recompute,
